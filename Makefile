@@ -1,0 +1,53 @@
+# The two commands a newcomer needs are `make serve` and `make test`. Each sets up all it needs.
+SHELL := bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PORT ?= 8321
+MODEL ?= smollm2
+
+.PHONY: help serve test test-slow check fix bench models clean
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+serve: $(VENV)/.serve models  ## install what is missing and serve an OpenAI-compatible API on :$(PORT)
+	$(BIN)/kvweave serve --model $(MODEL) --port $(PORT)
+
+test: $(VENV)/.dev models  ## install what is missing and run the plain test suite
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev models  ## the long tests too
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(VENV)/.dev  ## format, lint and type check
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy
+
+fix: $(VENV)/.dev  ## let the formatter and linter mend what they can
+	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix src tests bench
+
+models: $(VENV)/.serve  ## fetch the embedded models once into the user's cache folder
+	@$(BIN)/kvweave models pull smollm2 minilm
+
+clean:  ## remove the virtual environment and caches (not the models)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+
+# torch goes in first and pinned: asked for by another package it may bring another build along.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "kvweave needs Python 3.11 or newer; run: make PYTHON=python3.11 ..."; exit 2; }
+	@echo "setting up $(VENV) (once, a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch numpy
+	@touch $@
+
+$(VENV)/.serve: $(VENV)/.torch pyproject.toml
+	@$(PIP) -e '.[serve,rag]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve pyproject.toml
+	@$(PIP) -e '.[serve,rag,dev]'
+	@touch $@

@@ -1,0 +1,54 @@
+"""The command line: one short file per command, loaded only when that command runs."""
+
+import importlib
+import sys
+from typing import NoReturn
+
+import click
+
+from kvweave import __version__
+from kvweave.errors import KVWeaveError
+
+# command → module that holds a click command named `command`
+COMMANDS: dict[str, str] = {
+    "ask": "kvweave.cli.ask",
+    "models": "kvweave.cli.models",
+    "serve": "kvweave.cli.serve",
+}
+
+
+class LazyCommands(click.Group):
+    """Looks a command up in COMMANDS and imports it then: `kvweave models ls` never loads torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name]).command
+        assert isinstance(command, click.Command), f"{cmd_name} has no click command"
+        return command
+
+
+@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kvweave")
+def cli() -> None:
+    """RAG serving that never prefills the same passage twice."""
+
+
+def main() -> NoReturn:
+    """Entry point. Our own errors become one line on stderr and exit code 2, never a traceback."""
+    try:
+        sys.exit(cli.main(standalone_mode=False) or 0)
+    except KVWeaveError as error:
+        click.echo(f"kvweave: {error}", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("kvweave: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)

@@ -1,0 +1,56 @@
+"""Trouble in the world, as a tree. An ordinary miss is not here: it is None, False or an enum.
+
+    KVWeaveError
+    ├── ConfigError            a setting is wrong; the user can change it
+    ├── ModelError             a model cannot be used
+    │   ├── ModelNotFound      no such name, folder, file or hub id
+    │   ├── ModelCorrupt       the bytes are truncated, altered or incomplete
+    │   └── UnsupportedModel   an architecture or option we refuse by name
+    ├── RequestError           this request cannot be answered as asked
+    ├── CorpusError            a document or a knowledge base cannot be used
+    └── TierError              a place for bytes failed
+        └── TierCorrupt        it answered, with the wrong bytes
+
+Each message is one line that names the thing and the way out. The command line prints it and exits
+with 2; the server answers 400 for those that are the caller's fault.
+"""
+
+
+class KVWeaveError(Exception):
+    """Everything kvweave raises on purpose."""
+
+
+class ConfigError(KVWeaveError):
+    """A setting is wrong; the message says which values are right."""
+
+
+class ModelError(KVWeaveError):
+    """A model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No embedded model, folder, file or hub id goes by that name."""
+
+
+class ModelCorrupt(ModelError):
+    """Model bytes are truncated, altered or incomplete."""
+
+
+class UnsupportedModel(ModelError):
+    """An architecture or option that the decoder refuses by name."""
+
+
+class RequestError(KVWeaveError):
+    """The request cannot be answered as asked; the caller can change it."""
+
+
+class CorpusError(KVWeaveError):
+    """A document or a knowledge base cannot be used."""
+
+
+class TierError(KVWeaveError):
+    """A place for bytes failed. Callers turn it into a miss with a counter."""
+
+
+class TierCorrupt(TierError):
+    """A tier answered with bytes that do not match their checksum."""

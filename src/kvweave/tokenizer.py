@@ -1,0 +1,153 @@
+"""Text to token ids and back, and the chat template.
+
+A thin layer over `tokenizers`: everything is read from the files of a model folder, nothing is
+guessed. Special tokens are never added behind the caller's back, because a chunk hashed with a BOS
+in front would never match the same chunk without one.
+
+A Tokenizer is immutable and safe to use from many threads.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
+
+
+class Tokenizer:
+    """The tokenizer of one model folder (tokenizer.json, tokenizer_config.json)."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelNotFound(
+                f"{folder} has no tokenizer.json; save the tokenizer there in the fast format"
+            )
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+            self._config = _read_json(folder / "tokenizer_config.json")
+            generation = _read_json(folder / "generation_config.json")
+            model_config = _read_json(folder / "config.json")
+        except Exception as error:  # tokenizers raises bare Exception for a broken file
+            raise ModelCorrupt(f"{folder}: the tokenizer files do not parse: {error}") from error
+        self._folder = folder
+        self.bos_token = _token_text(self._config.get("bos_token"))
+        self.eos_token = _token_text(self._config.get("eos_token"))
+        self.bos_id = self._id_of(self.bos_token)
+        stop_ids = {self._id_of(self.eos_token)}
+        for source in (generation, model_config):
+            declared = source.get("eos_token_id")
+            stop_ids |= set(declared) if isinstance(declared, list) else {declared}
+        # every id that ends an answer: a chat model often has more than one
+        self.eos_ids: frozenset[int] = frozenset(i for i in stop_ids if i is not None)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._fast.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes whenever the same text could give other ids. Stable across machines."""
+        return hashlib.sha256((self._folder / "tokenizer.json").read_bytes()).hexdigest()[:32]
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self._fast.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of exactly this text: no BOS, no EOS, no template."""
+        return list(self._fast.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(e.ids) for e in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and, for each, the half-open character range of `text` it came from."""
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        return list(encoding.ids), [tuple(o) for o in encoding.offsets]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return str(self._fast.decode(list(ids), skip_special_tokens=skip_special))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template_source() is not None
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a conversation, by the model's own template.
+
+        The template comes with the weights, so it is foreign code: it runs in Jinja's immutable
+        sandbox and sees nothing but the messages and the special tokens.
+        """
+        source = self._chat_template_source()
+        if source is None:
+            raise RequestError(
+                f"{self._folder.name} has no chat template; use plain completions instead"
+            )
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        try:
+            return environment.from_string(source).render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self.bos_token or "",
+                eos_token=self.eos_token or "",
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"the chat template refuses these messages: {_one_line(error)}"
+            ) from error
+
+    def _chat_template_source(self) -> str | None:
+        template = self._config.get("chat_template")
+        if isinstance(template, list):  # several named templates: take the default one
+            template = {t["name"]: t["template"] for t in template}.get("default")
+        if template is None:
+            path = self._folder / "chat_template.jinja"
+            template = path.read_text() if path.is_file() else None
+        return template
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._fast.token_to_id(token)
+
+
+def _raise_template_error(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text())
+    assert isinstance(value, dict), f"{path.name} is not a JSON object"
+    return value
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token is a plain string or a {"content": …} object."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
