@@ -40,6 +40,11 @@ def attend(
     """
     out = torch.empty_like(q)
     for segment in segments:
+        if _is_whole_prefix(positions, segment):
+            out[segment.start : segment.end] = _sdpa(
+                q[segment.start : segment.end], segment, segment.end - segment.start, scale
+            )
+            continue
         for start in range(segment.start, segment.end, BLOCK_ROWS):
             end = min(start + BLOCK_ROWS, segment.end)
             out[start:end] = _attend_block(q[start:end], positions[start:end], segment, scale)
@@ -64,11 +69,30 @@ def _attend_block(q: Tensor, positions: Tensor, segment: Segment, scale: float |
             key_at = segment.key_positions[num_free:num_keys].to(q.device)
         mask = torch.zeros(len(q), num_keys, dtype=q.dtype, device=q.device)
         mask[:, num_free:].masked_fill_(key_at > row_at, float("-inf"))
+    return _sdpa(q, segment, num_keys, scale, mask)
+
+
+def _is_whole_prefix(positions: Tensor, segment: Segment) -> bool:
+    """Rows are positions 0, 1, 2, … without a gap: plain causal attention, no mask to build."""
+    num_rows = segment.end - segment.start
+    return (
+        num_rows > 1
+        and segment.key_positions is None
+        and int(positions[segment.start]) == 0
+        and int(positions[segment.end - 1]) == num_rows - 1
+    )
+
+
+def _sdpa(
+    q: Tensor, segment: Segment, num_keys: int, scale: float | None, mask: Tensor | None = None
+) -> Tensor:
+    """Rows over the first `num_keys` keys; causal from the top left unless few rows or a mask."""
     heads_first = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],  # [1, Hq, rows, D]
         segment.keys[:num_keys].transpose(0, 1)[None],  # [1, Hk, keys, D]
         segment.values[:num_keys].transpose(0, 1)[None],
         attn_mask=mask,
+        is_causal=mask is None and len(q) == num_keys,
         scale=scale,
         enable_gqa=True,
     )

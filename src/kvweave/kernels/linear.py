@@ -1,5 +1,8 @@
 """Matrix products with weights, plain and in 8-bit integers.
 
+Results can go into memory the caller already has: on a CPU, touching fresh pages for every large
+output costs about a third of the product itself (2-core x86-64, bench/prefill.py, 2026-11-15).
+
 `Linear` keeps the weight as the checkpoint has it. `Int8Linear` is for CPUs: weights are rounded to
 int8 with one scale per output channel, activations row by row when they arrive, and the product
 runs in integers through oneDNN. It is about twice as fast for prefill and not exact; bench/
@@ -8,8 +11,8 @@ prefill.py prints both.
 Shapes: R rows, I input dims, O output dims.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +20,17 @@ from torch import Tensor
 
 from kvweave.errors import ConfigError
 
-Projection = Callable[[Tensor], Tensor]  # [R, I] -> [R, O]
+
+class Projection(Protocol):
+    """A product with a fixed matrix. Any thread may use it."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, I] to [R, O], written into `out` [R, O] if given."""
+        ...
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        """h [R, O] += the product of x [R, I], in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +40,17 @@ class Linear:
     weight: Tensor  # [O, I]
     bias: Tensor | None = None  # [O]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return F.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        h.addmm_(x, self.weight.t())
+        if self.bias is not None:
+            h.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +62,18 @@ class Int8Linear:
     zero_points: Tensor  # [O] int64, all zero: rounding is symmetric
     bias: Tensor | None = None  # [O]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         row_scale = x.abs().amax(dim=1, keepdim=True).clamp_min_(1e-10).div_(127.0)  # [R, 1]
         x_int8 = (x / row_scale).round_().to(torch.int8)
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
             x_int8, 1.0, 0, self.packed, self.channel_scale, self.zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        y.mul_(row_scale)
-        return y if self.bias is None else y.add_(self.bias)
+        out = torch.mul(y, row_scale, out=y if out is None else out)
+        return out if self.bias is None else out.add_(self.bias)
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        h.add_(self(x))
 
 
 def to_int8(linear: Linear) -> Int8Linear:

@@ -58,6 +58,7 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._inv_freq = frequencies(spec.rope).to(self.device)
+        self._scratch = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def new_kv(self, capacity: int) -> SequenceKV:
         """An empty KV with room for `capacity` tokens (it grows)."""
@@ -108,19 +109,28 @@ class Decoder:
     def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
         """The rest of layer `layer`: h [R, E] and attention output [R, Hq, D] to h [R, E]."""
         w = self.weights.layers[layer]
-        h = w.out(attended.flatten(1)).add_(h)
+        h = h.clone()
+        w.out.add_to(h, attended.flatten(1))
         x = self._norm(h, w.mlp_norm)
         if w.experts is not None:
             assert self.spec.experts is not None, "expert weights without an expert spec"
             return h.add_(routed_mlp(x, w.experts, self.spec.experts))
         assert w.gate_up is not None, "layer has neither MLP nor experts"
         assert w.down is not None, "layer has neither MLP nor experts"
-        gate, up = w.gate_up(x).chunk(2, dim=-1)  # [R, I] each
-        return h.add_(w.down(F.silu(gate).mul_(up)))
+        gate, up = w.gate_up(x, out=self._inner(len(x))).chunk(2, dim=-1)  # [R, I] each
+        w.down.add_to(h, F.silu(gate, inplace=True).mul_(up))
+        return h
 
     def logits(self, h: Tensor) -> Tensor:
         """Next-token logits [R, V] of final hidden states [R, E], in float32."""
         return self.weights.head(self._norm(h, self.weights.final_norm)).float()
+
+    def _inner(self, num_rows: int) -> Tensor:
+        """Memory [R, 2 I] for the widest product of a layer, kept from pass to pass."""
+        width = 2 * self.spec.inner_dim
+        if len(self._scratch) < num_rows * width:
+            self._scratch = self._scratch.new_empty(num_rows * width)
+        return self._scratch[: num_rows * width].view(num_rows, width)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype == torch.float32:
