@@ -1,0 +1,1 @@
+"""Models: from a name to a folder on disk, and from a folder to a decoder."""
