@@ -4,13 +4,12 @@ Anything in the metadata that would change the result and that we do not carry o
 name. A model that silently runs with half its settings is worse than one that does not run.
 """
 
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import Any
 
 from kvweave.errors import ModelCorrupt, UnsupportedModel
 from kvweave.model.gguf import GGUFFile
 from kvweave.model.gguf_rope import read_rope
+from kvweave.model.gguf_settings import Settings
 
 # GGUF architecture → transformers class and model_type; llama with experts is Mixtral
 _CLASSES: dict[tuple[str, bool], tuple[str, str]] = {
@@ -35,76 +34,25 @@ _MUST_BE_NEUTRAL: dict[str, float] = {
     "leading_dense_block_count": 0,
 }
 
-T = TypeVar("T", int, float, str, bool)
-
-
-class Settings:
-    """Typed access to the metadata of one architecture: `llama.block_count` is `block_count`."""
-
-    def __init__(self, gguf: GGUFFile) -> None:
-        self.path = gguf.path
-        self._metadata = gguf.metadata
-        arch = gguf.metadata.get("general.architecture")
-        if not isinstance(arch, str):
-            raise ModelCorrupt(f"{self.path} names no general.architecture; download it again")
-        if arch not in ARCHITECTURES:
-            raise UnsupportedModel(
-                f"{self.path} has architecture {arch!r}; supported: {', '.join(ARCHITECTURES)}"
-            )
-        self.arch = arch
-
-    def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        value = self._metadata.get(f"{self.arch}.{key}")
-        if value is None:
-            return default
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]  # one number per layer, all alike
-        if isinstance(value, list):
-            raise UnsupportedModel(f"{self.path}: {self.arch}.{key} differs from layer to layer")
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind):
-            raise ModelCorrupt(
-                f"{self.path}: {self.arch}.{key} is {value!r}, not {kind.__name__}; "
-                "download it again"
-            )
-        # GGUF keeps float32: 1e-05 must not come back as 9.999999747378752e-06
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def need(self, key: str, kind: type[T]) -> T:
-        value = self.get(key, kind)
-        if value is None:
-            raise ModelCorrupt(f"{self.path} has no metadata {self.arch}.{key}; download it again")
-        return value
-
-    def count(self, key: str) -> int:
-        """A number of things: at least one."""
-        value = self.need(key, int)
-        if value < 1:
-            raise ModelCorrupt(f"{self.path}: {self.arch}.{key} is {value}; download it again")
-        return value
-
 
 def read_config(gguf: GGUFFile) -> dict[str, Any]:
     """The contents of config.json. Raises UnsupportedModel or ModelCorrupt with one line."""
-    s = Settings(gguf)
+    s = Settings(gguf, ARCHITECTURES)
     _refuse_what_we_would_drop(s, gguf)
-    num_experts = s.get("expert_count", int, 0) or 0
+    num_experts = s.get_or("expert_count", 0)
     found = _CLASSES.get((s.arch, num_experts > 0))
     if found is None:
         raise UnsupportedModel(f"{s.path} is {s.arch} with {num_experts} experts, which is unknown")
     class_name, model_type = found
     hidden = s.count("embedding_length")
     heads = s.count("attention.head_count")
-    kv_heads = s.get("attention.head_count_kv", int, heads)
-    head_dim = s.get("attention.key_length", int, hidden // heads)
-    assert kv_heads is not None
-    assert head_dim is not None
+    kv_heads = s.get_or("attention.head_count_kv", heads)
+    head_dim = s.get_or("attention.key_length", hidden // heads)
     if kv_heads < 1 or head_dim < 1 or heads % kv_heads:
         raise ModelCorrupt(f"{s.path}: {heads} heads over {kv_heads} KV heads; download it again")
-    if s.get("attention.value_length", int, head_dim) != head_dim:
+    if s.get_or("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{s.path}: values and keys have different head sizes")
-    if s.get("rope.dimension_count", int, head_dim) != head_dim:
+    if s.get_or("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModel(f"{s.path}: RoPE over a part of the head (partial rotary)")
     context = s.count("context_length")
     embedding = gguf.tensors.get("token_embd.weight")
@@ -156,7 +104,7 @@ def _refuse_what_we_would_drop(s: Settings, gguf: GGUFFile) -> None:
         value = s.get(key, float)
         if value is not None and value != neutral:
             raise UnsupportedModel(f"{s.path}: {s.arch}.{key} = {value} is not supported")
-    window = s.get("attention.sliding_window", int, 0) or 0
+    window = s.get_or("attention.sliding_window", 0)
     context = s.count("context_length")
     if 0 < window < context:
         raise UnsupportedModel(

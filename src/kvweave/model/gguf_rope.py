@@ -5,26 +5,23 @@ made the file bakes its outcome into a tensor, `rope_freqs.weight`, one divisor 
 find the rule that gives those divisors again and check it number by number.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import ModelCorrupt, UnsupportedModel
 from kvweave.model.gguf import GGUFFile
-
-if TYPE_CHECKING:
-    from kvweave.model.gguf_config import Settings
+from kvweave.model.gguf_settings import Settings
 
 _DEFAULT_BASE = 10000.0  # what GGUF runtimes assume when the file does not say
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0  # every published Llama 3.x has these two
 _LLAMA3_CONTEXTS = (8192, 2048, 4096, 16384, 32768, 65536, 131072)
 
 
-def read_rope(gguf: GGUFFile, s: "Settings", head_dim: int, context: int) -> dict[str, Any]:
+def read_rope(gguf: GGUFFile, s: Settings, head_dim: int, context: int) -> dict[str, Any]:
     """`rope_theta` and, where the model scales, `rope_scaling`."""
-    theta = s.get("rope.freq_base", float, _DEFAULT_BASE)
-    assert theta is not None
+    theta = s.get_or("rope.freq_base", _DEFAULT_BASE)
     scaling = _from_metadata(s, context)
     if "rope_freqs.weight" in gguf.tensors:
         baked = _from_tensor(gguf, theta, head_dim)
@@ -36,7 +33,7 @@ def read_rope(gguf: GGUFFile, s: "Settings", head_dim: int, context: int) -> dic
     return {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
 
 
-def _from_metadata(s: "Settings", context: int) -> dict[str, Any] | None:
+def _from_metadata(s: Settings, context: int) -> dict[str, Any] | None:
     kind = s.get("rope.scaling.type", str)
     factor = s.get("rope.scaling.factor", float)
     if kind is None:  # the old key, from before there were kinds
@@ -52,20 +49,20 @@ def _from_metadata(s: "Settings", context: int) -> dict[str, Any] | None:
             f"{s.path} scales RoPE by {kind!r}; supported: linear, yarn and Llama 3's rule"
         )
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0)):
-        if s.get(f"rope.scaling.{key}", float, neutral) != neutral:
+        if s.get_or(f"rope.scaling.{key}", neutral) != neutral:
             raise UnsupportedModel(f"{s.path}: {s.arch}.rope.scaling.{key} is not supported")
-    if s.get("rope.scaling.yarn_log_multiplier", float, 0.0) != 0.0:
+    if s.get_or("rope.scaling.yarn_log_multiplier", 0.0) != 0.0:
         raise UnsupportedModel(
             f"{s.path}: {s.arch}.rope.scaling.yarn_log_multiplier is not supported"
         )
     return {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": s.get(
-            "rope.scaling.original_context_length", int, context
+        "original_max_position_embeddings": s.get_or(
+            "rope.scaling.original_context_length", context
         ),
-        "beta_fast": s.get("rope.scaling.yarn_beta_fast", float, 32.0),
-        "beta_slow": s.get("rope.scaling.yarn_beta_slow", float, 1.0),
+        "beta_fast": s.get_or("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": s.get_or("rope.scaling.yarn_beta_slow", 1.0),
     }
 
 
