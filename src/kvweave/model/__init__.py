@@ -1,1 +1,1 @@
-"""Models: from a name to a folder on disk, and from a folder to a decoder."""
+"""From a model folder to a decoder: spec, weights, one decoder for the RoPE family."""
