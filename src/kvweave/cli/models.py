@@ -41,12 +41,11 @@ def ls_command(as_json: bool) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("name", "what", "on disk", "from", "pulled"):
+    for heading in ("name", "what", "on disk", "from"):
         table.add_column(heading, justify="right" if heading == "on disk" else "left")
     for row in rows:
-        size = _megabytes(row["size_bytes"]) if row["pulled"] else "–"
-        pulled = row["made"][:10] if row["pulled"] else "no"
-        table.add_row(row["name"], row["what"], size, row["from"], pulled)
+        size = _megabytes(row["size_bytes"]) if row["pulled"] else "not pulled"
+        table.add_row(row["name"], row["what"], size, row["from"])
     console = Console()
     console.print(table)
     console.print(f"[dim]kept in {Shelf().root}[/dim]", soft_wrap=True)

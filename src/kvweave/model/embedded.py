@@ -87,8 +87,7 @@ def embedded(name: str) -> EmbeddedModel:
 
 def peek(model: EmbeddedModel, shelf: Shelf) -> Shelved | None:
     """The pulled model, if it is on the shelf and of this version."""
-    found = shelf.peek(model.folder_name)
-    return found if found is not None and found.origin == model.origin else None
+    return shelf.peek(model.folder_name, model.origin)
 
 
 def pull(

@@ -68,12 +68,9 @@ def gguf_folder(
         sha256=sha256,
         converter=CONVERTER_VERSION,
     )
-    found = shelf.peek(folder_name)
-    if found is not None and (found.origin.sha256, found.origin.converter) == (
-        sha256,
-        CONVERTER_VERSION,
-    ):
-        return found.path  # whatever the file was called then
+    found = shelf.peek(folder_name, origin)
+    if found is not None:
+        return found.path
     return shelf.make(
         folder_name,
         origin,

@@ -38,7 +38,7 @@ Progress = Callable[[Step], None]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a folder was made from. Equal origins give equal folders."""
+    """What a folder was made from."""
 
     name: str  # what the user calls it
     what: str  # one phrase for people
@@ -46,6 +46,10 @@ class Origin:
     licence: str
     sha256: str  # of the source
     converter: int  # version of our conversion
+
+    def gives_the_same_as(self, other: "Origin") -> bool:
+        """Whether both give the same bytes, whatever people call them."""
+        return (self.sha256, self.converter) == (other.sha256, other.converter)
 
 
 class Shelved(NamedTuple):
@@ -63,18 +67,23 @@ class Shelf:
     def __init__(self, root: Path | None = None) -> None:
         self.root = home() / "models" if root is None else root
 
-    def peek(self, folder_name: str) -> Shelved | None:
-        """The folder if it is there and every file has the length it had when made."""
+    def peek(self, folder_name: str, origin: Origin | None = None) -> Shelved | None:
+        """The folder if it is whole: every file has the length it had when made.
+
+        With `origin`, only a folder made from the same bytes counts.
+        """
         path = self.root / folder_name
         try:
             manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
             files: dict[str, int] = manifest["files"]
             if any((path / name).stat().st_size != size for name, size in files.items()):
                 return None
-            origin = Origin(**manifest["origin"])
+            found = Origin(**manifest["origin"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None  # absent, or not ours, or damaged: in each case it has to be made again
-        return Shelved(path, origin, str(manifest.get("made", "")), sum(files.values()))
+        if origin is not None and not found.gives_the_same_as(origin):
+            return None
+        return Shelved(path, found, str(manifest.get("made", "")), sum(files.values()))
 
     def list(self) -> "list[Shelved]":
         if not self.root.is_dir():
@@ -96,8 +105,8 @@ class Shelf:
         """
         try:
             with self._locked(folder_name, progress):
-                found = self.peek(folder_name)
-                if found is not None and found.origin == origin:
+                found = self.peek(folder_name, origin)
+                if found is not None:
                     return found.path
                 with self._scratch(folder_name) as scratch:
                     folder = scratch / "folder"
