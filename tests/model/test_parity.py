@@ -1,7 +1,6 @@
 """Our decoder equals transformers, and every road through it gives the same answer."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def decoder(folder: Path) -> Decoder:
     return load_decoder(folder, device="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products only wait for each other on two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def all_logits(decoder: Decoder, ids: list[int]) -> Tensor:
