@@ -149,7 +149,7 @@ def _check_tensors(gguf: GGUFFile, sources: dict[str, _Source]) -> None:
     if extra:
         raise UnsupportedModel(
             f"{gguf.path} has {len(extra)} tensors this architecture does not use, "
-            f"such as {extra[0]}; it is another kind of model"
+            f"such as {extra[0]!r}; it is another kind of model"
         )
 
 
@@ -160,13 +160,10 @@ def _write_weights(
     progress: Callable[[int, int], None],
 ) -> None:
     shapes = {name: source.shape for name, source in sources.items()}
-    done = 0
     with SafetensorsWriter(path, shapes) as writer:
         for name, source in sources.items():
-            info = gguf.tensors[source.gguf_name]
-            writer.write(name, _slabs(gguf, info, source))
-            done += 4 * info.num_rows * info.shape[-1] // source.num_parts
-            progress(done, writer.num_bytes)
+            writer.write(name, _slabs(gguf, gguf.tensors[source.gguf_name], source))
+            progress(writer.done_bytes, writer.total_bytes)
 
 
 def _slabs(gguf: GGUFFile, info: TensorInfo, source: _Source) -> Iterator[F32]:
