@@ -37,11 +37,11 @@ def locate(
         return _embedded(name, pull, progress, shelf)
     if path.suffix.lower() == ".gguf":
         return gguf_folder(path, progress=progress, shelf=shelf)
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} has no config.json, so it is not a model folder")
         return path
-    if path.exists():
+    if path.is_file():
         raise ModelNotFound(f"{path} is a file but not a .gguf; pass {_FORMS}")
     if _HUB_ID.fullmatch(name):
         return _from_hub(name, pull)
