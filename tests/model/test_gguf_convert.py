@@ -4,7 +4,7 @@ import json
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -22,6 +22,10 @@ from tiny_models import make_model_folder, reference_logits
 FAMILIES = ["llama", "llama-tied", "llama-mha", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 SCALED = ["llama-linear", "llama-yarn", "qwen2-yarn"]
 PROMPT = list(range(5, 60))
+
+
+class DiskUsage(NamedTuple):
+    free: int
 
 
 def make_source(tmp_path: Path, variant: str = "llama", **changes: Any) -> Path:
@@ -245,3 +249,13 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
 def test_config_numbers_survive_float32(tmp_path: Path) -> None:
     folder = converted(gguf_of(tmp_path / "model.gguf", make_source(tmp_path, rms_norm_eps=1e-5)))
     assert json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-5
+
+
+def test_a_model_that_cannot_fit_is_refused_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gguf_of(tmp_path / "model.gguf", make_source(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: DiskUsage(free=1000))
+    with pytest.raises(ModelError, match=r"model\.gguf takes .* GB as float32 .* KVWEAVE_HOME"):
+        converted(path)
+    assert not list(tmp_path.glob("model.converted*"))

@@ -76,7 +76,7 @@ def test_a_full_disk_is_one_line_with_a_way_out(shelf: Shelf) -> None:
     def fail(folder: Path, scratch: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(ModelError, match=r"toy cannot be kept in .*: No space left.* KVWEAVE_HOME"):
+    with pytest.raises(ModelError, match=r"toy: cannot change .*: No space left.* KVWEAVE_HOME"):
         shelf.make("toy-1", make_origin(), fail, ignore)
 
 

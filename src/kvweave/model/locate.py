@@ -8,6 +8,7 @@ org/name              a model hub id, through huggingface_hub
 
 import hashlib
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from kvweave.errors import ModelNotFound
@@ -100,11 +101,15 @@ def _content_hash(path: Path, shelf: Shelf) -> str:
     note = shelf.root / ".hashes" / hashlib.sha256(facts.encode()).hexdigest()[:32]
     if note.is_file() and re.fullmatch(r"[0-9a-f]{64}", known := note.read_text()):
         return known
-    sha256 = sha256_of(path)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    fresh = note.with_suffix(".new")
-    fresh.write_text(sha256)
-    fresh.replace(note)
+    try:
+        sha256 = sha256_of(path)
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from error
+    with suppress(OSError):  # a read-only cache folder: the price is this hash, next time again
+        note.parent.mkdir(parents=True, exist_ok=True)
+        fresh = note.with_suffix(".new")
+        fresh.write_text(sha256)
+        fresh.replace(note)
     return sha256
 
 
