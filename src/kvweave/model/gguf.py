@@ -122,7 +122,7 @@ class _Reader:
             key = self._string(f"metadata key {i}")
             if key in pairs:
                 self._corrupt(f"has metadata key {key!r} twice")
-            pairs[key] = self._value(self._number("I", f"type of {key!r}"), key)
+            pairs[key] = self._value(self._number("I", f"type of {key!r}"), f"metadata {key!r}")
         return pairs
 
     def tensors(self, num_tensors: int, alignment: Any) -> dict[str, TensorInfo]:
@@ -168,24 +168,24 @@ class _Reader:
         row_bytes = shape[-1] // packing.values * packing.record_bytes
         return info._replace(size_bytes=info.num_rows * row_bytes)
 
-    def _value(self, kind: int, key: str, depth: int = 0) -> Any:
+    def _value(self, kind: int, what: str, depth: int = 0) -> Any:
         if kind in _SCALARS:
-            return self._number(_SCALARS[kind], key)
+            return self._number(_SCALARS[kind], what)
         if kind == _STRING:
-            return self._string(key)
+            return self._string(what)
         if kind != _ARRAY or depth == _MAX_NESTING:
-            self._corrupt(f"has metadata {key!r} of unknown type {kind}")
-        item_kind = self._number("I", key)
-        count = self._number("Q", key)
+            self._corrupt(f"has {what} of unknown type {kind}")
+        item_kind = self._number("I", what)
+        count = self._number("Q", what)
         if item_kind in _SCALARS:
             code = _SCALARS[item_kind]
             size = struct.calcsize(f"<{code}")
-            self._expect(count * size, key)
+            self._expect(count * size, what)
             values = list(struct.unpack_from(f"<{count}{code}", self._data, self._at))
             self._at += count * size
             return values
-        self._expect(count * 8, key)  # a string or an array takes at least its own length field
-        return [self._value(item_kind, key, depth + 1) for _ in range(count)]
+        self._expect(count * 8, what)  # a string or an array takes at least its own length field
+        return [self._value(item_kind, what, depth + 1) for _ in range(count)]
 
     def _string(self, what: str) -> str:
         length = self._number("Q", what)

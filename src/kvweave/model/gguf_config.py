@@ -21,17 +21,19 @@ _CLASSES: dict[tuple[str, bool], tuple[str, str]] = {
 }
 ARCHITECTURES = tuple(dict.fromkeys(arch for arch, _ in _CLASSES))
 
-# settings of the same decoder family that no model of ours has: value that means "not used"
-_MUST_BE_NEUTRAL: dict[str, float] = {
-    "attention.scale": 0.0,
-    "attention.clamp_kqv": 0.0,
-    "attn_logit_softcapping": 0.0,
-    "final_logit_softcapping": 0.0,
-    "embedding_scale": 1.0,
-    "residual_scale": 1.0,
-    "logit_scale": 1.0,
-    "expert_shared_count": 0,
-    "leading_dense_block_count": 0,
+# settings of the same decoder family that change the result: values that mean "not used"
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "logit_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0.0, 1.0),  # softmax
+    "expert_shared_count": (0.0,),
+    "leading_dense_block_count": (0.0,),
 }
 
 
@@ -84,7 +86,7 @@ def read_config(gguf: GGUFFile) -> dict[str, Any]:
         config["num_experts"] = num_experts
         config["num_experts_per_tok"] = s.count("expert_used_count")
         config["moe_intermediate_size"] = s.count("expert_feed_forward_length")
-        config["norm_topk_prob"] = True  # GGUF runtimes always do; the file has no key for it
+        config["norm_topk_prob"] = s.get_or("expert_weights_norm", True)  # as every runtime does
         config["decoder_sparse_step"] = 1
         config["mlp_only_layers"] = []
     for key in ("bos", "eos", "padding"):
@@ -100,9 +102,9 @@ def _refuse_what_we_would_drop(s: Settings, gguf: GGUFFile) -> None:
             f"{s.path} is one of {gguf.metadata['split.count']} parts; "
             "merge them first (llama-gguf-split --merge)"
         )
-    for key, neutral in _MUST_BE_NEUTRAL.items():
+    for key, neutral in _NEUTRAL.items():
         value = s.get(key, float)
-        if value is not None and value != neutral:
+        if value is not None and value not in neutral:
             raise UnsupportedModel(f"{s.path}: {s.arch}.{key} = {value} is not supported")
     window = s.get_or("attention.sliding_window", 0)
     context = s.count("context_length")

@@ -8,12 +8,13 @@ The same file always gives the same bytes. The folder appears whole or not at al
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvweave.errors import ModelCorrupt, UnsupportedModel
+from kvweave.errors import ModelCorrupt, ModelError, UnsupportedModel
 from kvweave.model.gguf import GGUFFile, TensorInfo
 from kvweave.model.gguf_config import read_config
 from kvweave.model.gguf_quants import F32
@@ -149,7 +150,7 @@ def _check_tensors(gguf: GGUFFile, sources: dict[str, _Source]) -> None:
     if extra:
         raise UnsupportedModel(
             f"{gguf.path} has {len(extra)} tensors this architecture does not use, "
-            f"such as {extra[0]}; it is another kind of model"
+            f"such as {extra[0]!r}; it is another kind of model"
         )
 
 
@@ -160,13 +161,16 @@ def _write_weights(
     progress: Callable[[int, int], None],
 ) -> None:
     shapes = {name: source.shape for name, source in sources.items()}
-    done = 0
+    needed, free = 4 * sum(map(math.prod, shapes.values())), shutil.disk_usage(path.parent).free
+    if needed > free:
+        raise ModelError(
+            f"{gguf.path.name} takes {needed / 1e9:.1f} GB as float32 and {path.parent} has "
+            f"{free / 1e9:.1f} GB left; make room there or point KVWEAVE_HOME elsewhere"
+        )
     with SafetensorsWriter(path, shapes) as writer:
         for name, source in sources.items():
-            info = gguf.tensors[source.gguf_name]
-            writer.write(name, _slabs(gguf, info, source))
-            done += 4 * info.num_rows * info.shape[-1] // source.num_parts
-            progress(done, writer.num_bytes)
+            writer.write(name, _slabs(gguf, gguf.tensors[source.gguf_name], source))
+            progress(writer.done_bytes, writer.total_bytes)
 
 
 def _slabs(gguf: GGUFFile, info: TensorInfo, source: _Source) -> Iterator[F32]:

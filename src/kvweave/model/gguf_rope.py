@@ -76,7 +76,7 @@ def _from_tensor(gguf: GGUFFile, theta: float, head_dim: int) -> dict[str, Any] 
     divisors = gguf.rows(info)[0].astype(np.float64)
     if np.all(divisors == 1.0):
         return None
-    factor = float(divisors.max())
+    factor = round(float(divisors.max()), 4)  # it passed through float32; checked below
     for original in _LLAMA3_CONTEXTS:
         if np.allclose(divisors, _llama3(theta, head_dim, factor, original), rtol=1e-4):
             return {

@@ -8,6 +8,7 @@ org/name              a model hub id, through huggingface_hub
 
 import hashlib
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from kvweave.errors import ModelNotFound
@@ -37,11 +38,11 @@ def locate(
         return _embedded(name, pull, progress, shelf)
     if path.suffix.lower() == ".gguf":
         return gguf_folder(path, progress=progress, shelf=shelf)
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} has no config.json, so it is not a model folder")
         return path
-    if path.exists():
+    if path.is_file():
         raise ModelNotFound(f"{path} is a file but not a .gguf; pass {_FORMS}")
     if _HUB_ID.fullmatch(name):
         return _from_hub(name, pull)
@@ -100,11 +101,15 @@ def _content_hash(path: Path, shelf: Shelf) -> str:
     note = shelf.root / ".hashes" / hashlib.sha256(facts.encode()).hexdigest()[:32]
     if note.is_file() and re.fullmatch(r"[0-9a-f]{64}", known := note.read_text()):
         return known
-    sha256 = sha256_of(path)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    fresh = note.with_suffix(".new")
-    fresh.write_text(sha256)
-    fresh.replace(note)
+    try:
+        sha256 = sha256_of(path)
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from error
+    with suppress(OSError):  # a read-only cache folder: the price is this hash, next time again
+        note.parent.mkdir(parents=True, exist_ok=True)
+        fresh = note.with_suffix(".new")
+        fresh.write_text(sha256)
+        fresh.replace(note)
     return sha256
 
 

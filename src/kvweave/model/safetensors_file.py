@@ -32,11 +32,12 @@ class SafetensorsWriter:
             header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-        self.num_bytes = 8 + len(text) + end
+        self.total_bytes = 8 + len(text) + end
         self._shapes = dict(shapes)
         self._waiting = list(shapes)[::-1]
         self._file = path.open("wb")
         self._file.write(len(text).to_bytes(8, "little") + text)
+        self.done_bytes = 8 + len(text)
 
     def write(self, name: str, slabs: Iterable[F32]) -> None:
         """Write one tensor, handed over in slabs of rows; only one slab is alive at a time."""
@@ -47,6 +48,7 @@ class SafetensorsWriter:
         for slab in slabs:
             num_values += slab.size
             self._file.write(np.ascontiguousarray(slab, "<f4").data)
+            self.done_bytes += 4 * slab.size
         assert num_values == int(np.prod(self._shapes[name])), f"{name}: {num_values} values"
 
     def __enter__(self) -> "SafetensorsWriter":

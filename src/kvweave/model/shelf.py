@@ -103,29 +103,27 @@ class Shelf:
         `fill` creates `folder` and may litter `scratch`. Blocks while another process makes the
         same folder, then returns that one's work.
         """
-        try:
-            with self._locked(folder_name, progress):
-                found = self.peek(folder_name, origin)
-                if found is not None:
-                    return found.path
-                with self._scratch(folder_name) as scratch:
-                    folder = scratch / "folder"
-                    fill(folder, scratch)
-                    _seal(folder, origin)
-                    return self._put(folder, folder_name, scratch)
-        except OSError as error:
-            raise ModelError(
-                f"{origin.name} cannot be kept in {self.root}: {error.strerror or error}; "
-                "make room there or point KVWEAVE_HOME elsewhere"
-            ) from error
+        with self._explained(origin.name), self._locked(folder_name, progress):
+            found = self.peek(folder_name, origin)
+            if found is not None:
+                return found.path
+            with self._scratch(folder_name) as scratch:
+                folder = scratch / "folder"
+                fill(folder, scratch)
+                _seal(folder, origin)
+                return self._put(folder, folder_name, scratch)
 
     def remove(self, folder_name: str) -> bool:
         """Delete a folder, or what is left of one. False: there was nothing to delete."""
-        if not (self.root / folder_name).is_dir():
+        path = self.root / folder_name
+        if not path.is_dir():
             return False
-        with self._locked(folder_name, _ignore), self._scratch(folder_name) as scratch:
-            # out of sight first: a kill halfway through deleting must not leave half a model
-            (self.root / folder_name).rename(scratch / "removed")
+        with self._explained(folder_name), self._locked(folder_name, _ignore):
+            if not path.is_dir():
+                return False  # another rm was quicker
+            with self._scratch(folder_name) as scratch:
+                # out of sight first: a kill halfway through deleting must not leave half a model
+                path.rename(scratch / "removed")
         return True
 
     def _put(self, folder: Path, folder_name: str, scratch: Path) -> Path:
@@ -134,6 +132,17 @@ class Shelf:
             final.rename(scratch / "replaced")
         folder.rename(final)
         return final
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """A full or read-only disk is one line with a way out."""
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(
+                f"{name}: cannot change {self.root}: {error.strerror or error}; "
+                "make room there or point KVWEAVE_HOME elsewhere"
+            ) from error
 
     @contextmanager
     def _locked(self, folder_name: str, progress: Progress) -> Iterator[None]:
