@@ -38,6 +38,13 @@ class PackedChunk:
     def view(self) -> memoryview:
         return self.memory.view[: self.header.total_bytes]
 
+    @classmethod
+    def from_bytes(cls, key: ChunkKey, data: memoryview) -> "PackedChunk":
+        """A copy of an object that some tier holds whole. Checks the header, not the layers."""
+        memory = new_memory(len(data), pinned=False)
+        memory.view[:] = data
+        return cls(key, parse_header(memory.view, key, len(data)), memory)
+
 
 class EncodedLayer(NamedTuple):
     """One layer of one chunk as stored. Valid while the lease it came through is held."""
