@@ -39,7 +39,7 @@ def quantise(x: Tensor, *, bits: int, group: int, axis: int) -> Groups:
     low, high = grouped.amin(axis + 1), grouped.amax(axis + 1)
     low16 = _half_down(low)
     scale16 = _half_up((high - low16.float()) / (2**bits - 1))
-    step = scale16.float().clamp_min(torch.finfo(torch.float16).tiny)
+    step = _nonzero(scale16)
     q = (grouped - low16.float().unsqueeze(axis + 1)) / step.unsqueeze(axis + 1)
     codes = q.round_().clamp_(0, 2**bits - 1).to(torch.uint8).flatten(axis, axis + 1)
     codes = codes.narrow(axis, 0, x.shape[axis])  # [T, H, D]
@@ -69,7 +69,7 @@ def quantise_fp8(x: Tensor, *, group: int, axis: int) -> Groups:
     _check(x, 8, axis)
     grouped = _split(x.float(), group, axis)
     scale16 = _half_up(grouped.abs().amax(axis + 1) / FP8_MAX)
-    step = scale16.float().clamp_min(torch.finfo(torch.float16).tiny)
+    step = _nonzero(scale16)
     q = (grouped / step.unsqueeze(axis + 1)).clamp_(-FP8_MAX, FP8_MAX)
     codes = q.to(torch.float8_e4m3fn).flatten(axis, axis + 1).narrow(axis, 0, x.shape[axis])
     return Groups(codes.contiguous().view(torch.uint8), scale16, None)
@@ -123,6 +123,11 @@ def _split(x: Tensor, group: int, axis: int) -> Tensor:
     shape = list(x.shape)
     shape[axis : axis + 1] = [shape[axis] // group, group]
     return x.reshape(shape)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """fp32 to divide by: a group of equal values has scale 0 and codes 0."""
+    return scale.float().masked_fill(scale == 0, 1.0)
 
 
 def _half_down(x: Tensor) -> Tensor:
