@@ -191,6 +191,7 @@ def test_a_deleted_chunk_is_gone_from_every_tier_and_a_leased_one_goes_with_its_
         with store.acquire(keys_of(0)) as lease:
             transfer = store.load(lease)
             assert store.delete(keys_of(0, 1, 9)) == 2
+            assert store.delete(keys_of(0)) == 1  # again: its bytes are still leased
             assert is_layer_of(0, 2, transfer.wait_layer(2)[make_key(0)])
         assert [p.residency for p in store.peek(keys_of(0, 1))] == [Residency.ABSENT] * 2
         assert not list((tmp_path / "objects").rglob("*.kv"))

@@ -55,6 +55,10 @@ class Shelf:
         entry = self._entries.get(key)
         return None if entry is None or entry.doomed else entry
 
+    def find(self, key: ChunkKey) -> Entry | None:
+        """The entry of a key, doomed or not."""
+        return self._entries.get(key)
+
     def has(self, key: ChunkKey, entry: Entry) -> bool:
         """Whether this very entry is still on the shelf: a later one of that key is another."""
         return self._entries.get(key) is entry

@@ -208,9 +208,9 @@ class Stock:
     def delete_from(self, place: Place, key: ChunkKey) -> bool:
         """Remove a key from a tier, at once or with its last lease. True: it was there."""
         with self.lock:
-            entry = place.shelf.get(key) if place.shelf is not None else None
+            entry = place.shelf.find(key) if place.shelf is not None else None
             if entry is not None and entry.pins:
-                entry.doomed = True
+                entry.doomed = True  # perhaps not for the first time
                 return True
             if entry is not None and place.shelf is not None:
                 place.shelf.remove(key)
