@@ -9,7 +9,8 @@
     ├── RequestError           this request cannot be answered as asked
     ├── CorpusError            a document or a knowledge base cannot be used
     └── TierError              a place for bytes failed
-        └── TierCorrupt        it answered, with the wrong bytes
+        ├── TierCorrupt        it answered, with the wrong bytes
+        └── TierForeign        it holds what another version wrote and this one cannot read
 
 Each message is one line that names the thing and the way out. The command line prints it and exits
 with 2; the server answers 400 for those that are the caller's fault.
@@ -54,3 +55,7 @@ class TierError(KVWeaveError):
 
 class TierCorrupt(TierError):
     """A tier answered with bytes that do not match their checksum."""
+
+
+class TierForeign(TierError):
+    """An intact object that this build cannot read. It is left alone for the build that can."""

@@ -1,0 +1,92 @@
+"""Settings of the chunk KV store, one frozen dataclass per part, one comment per field."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierConfig:
+    """Host memory: one arena, taken from the system as it fills."""
+
+    capacity_bytes: int = 2 * GIB  # never holds more than this
+    pinned: bool | None = None  # page-locked for fast copies to the GPU; None: where CUDA is
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTierConfig:
+    """A folder of chunk objects."""
+
+    root: Path  # made if missing
+    capacity_bytes: int = 64 * GIB  # start evicting above this
+    direct_io: bool = False  # read past the page cache: for stores far larger than memory
+    fsync: bool = True  # off: a power cut may lose what was acknowledged (never serves it torn)
+    quarantine_bytes: int = 256 * MIB  # damaged objects kept for a look, oldest dropped first
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTierConfig:
+    """A Valkey or Redis server, shared between machines. It evicts by its own rules."""
+
+    url: str  # redis://, rediss:// (TLS) or unix://, with user, password and database if needed
+    prefix: str = "kvweave:"  # in front of every key: keep other users of the server apart
+    timeout_s: float = 2.0  # one command; later is a miss
+    ttl_s: int | None = None  # let the server forget objects this long after they were written
+    ca_file: Path | None = None  # TLS: certificate authority, None for the system's
+    cert_file: Path | None = None  # TLS: client certificate, with its key in key_file
+    key_file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class S3TierConfig:
+    """A bucket of an S3-compatible object store. Credentials come from boto3's usual places."""
+
+    bucket: str  # must exist
+    prefix: str = "kvweave/"  # in front of every object name
+    endpoint_url: str | None = None  # None: Amazon's
+    region: str | None = None
+    timeout_s: float = 5.0  # connect, and each read from the connection
+    max_connections: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What a faulty tier does, each with a probability per call. Seeded: a run can be repeated."""
+
+    seed: int = 0
+    drop: float = 0.0  # open and size say "not here", writes say "no room"
+    fail: float = 0.0  # raise TierError
+    truncate: float = 0.0  # a read ends early and says so
+    corrupt: float = 0.0  # a read flips one bit and says nothing
+    delay: float = 0.0  # sleep delay_s first
+    delay_s: float = 0.01
+    hang: float = 0.0  # sleep until released, as a dead server behind a dead firewall would
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyTierConfig:
+    """Another tier with faults put in front of it: for tests and drills."""
+
+    inner: HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig
+    faults: FaultPlan = field(default_factory=FaultPlan)
+
+
+TierConfig = HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig | FaultyTierConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """The store: its tiers, fastest first, and how it moves bytes between them."""
+
+    tiers: tuple[TierConfig, ...] = (HostTierConfig(),)
+    policy: str = "pgdsf"  # what stays: lru, lfu, gdsf or pgdsf
+    io_threads: int = 4  # readers per tier
+    lookahead_layers: int = 8  # layers asked for ahead of the one being waited for
+    write_behind_bytes: int = 512 * MIB  # per tier: accepted but not yet written
+    local_deadline_s: float = 30.0  # a disk that gives nothing for this long counts as a miss
+    remote_deadline_s: float = 3.0  # the same for remote tiers
+    locate_deadline_s: float = 0.25  # how long peek and acquire wait for a remote's answer
+    breaker_failures: int = 3  # failures in a row until a tier is left alone
+    breaker_rest_s: float = 5.0  # for how long, doubled with each failed probe up to a minute

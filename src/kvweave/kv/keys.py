@@ -1,0 +1,89 @@
+"""The name of a chunk's KV: a hash over everything that changes its bytes.
+
+    key = context id (8 bytes) ‖ content id (24 bytes)
+
+The context id stands for model, dtype, codec, tokenizer, preamble, variant, RoPE configuration,
+tenant salt and layout version; the content id for the context and the chunk's token ids. Keys of
+one model, preamble and tenant therefore share their first 8 bytes, which lets a tier keep them
+together and lets people see whose bytes fill a folder.
+
+Token ids are hashed, never text, and never with Python's `hash`: the same chunk gets the same key
+in every process and on every machine. `tests/kv/test_keys.py` holds golden values.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NewType
+
+from kvweave.kv.layout import LAYOUT_VERSION
+
+ChunkKey = NewType("ChunkKey", bytes)
+ContextId = NewType("ContextId", bytes)
+
+KEY_BYTES = 32
+CONTEXT_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class KeyContext:
+    """What a chunk's KV depends on besides the chunk itself."""
+
+    model: str  # fingerprint of the weights, not a name that may be moved to other weights
+    dtype: str  # model dtype, "float32", "bfloat16" or "float16"
+    codec: str  # how layers are encoded, see codec.py
+    tokenizer: str  # fingerprint of the tokenizer
+    preamble_ids: tuple[int, ...]  # tokens that stood in front of the chunk, BOS included
+    rope: str  # effective RoPE configuration: another YaRN factor gives other hidden states
+    variant: str = "isolated"  # encoding context, with its parameters if it has any
+    tenant_salt: str = ""  # tenants share KV exactly when they share this
+    layout_version: int = LAYOUT_VERSION
+
+    def context_id(self) -> ContextId:
+        return ContextId(_digest(CONTEXT_BYTES, b"kvweave context", *self._encoded()))
+
+    def _encoded(self) -> list[bytes]:
+        encoded: list[bytes] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, tuple):
+                encoded.append(_ids_bytes(value))
+            else:
+                encoded.append(str(value).encode())
+        return encoded
+
+
+def make_chunk_key(context: KeyContext, token_ids: Sequence[int]) -> ChunkKey:
+    """The key of a chunk in a context. Pure, stable across processes and machines."""
+    content = _digest(
+        KEY_BYTES - CONTEXT_BYTES, b"kvweave chunk", *context._encoded(), _ids_bytes(token_ids)
+    )
+    return ChunkKey(context.context_id() + content)
+
+
+def context_of(key: ChunkKey) -> ContextId:
+    """Which context a key belongs to."""
+    return ContextId(key[:CONTEXT_BYTES])
+
+
+def parse_key(text: str) -> ChunkKey | None:
+    """A key from its hexadecimal form, None if it is not one."""
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return ChunkKey(raw) if len(raw) == KEY_BYTES and text == raw.hex() else None
+
+
+def _digest(num_bytes: int, *parts: bytes) -> bytes:
+    """Hash of a list of fields. Each carries its length, so no two lists look alike."""
+    state = hashlib.blake2b(digest_size=num_bytes)
+    for part in parts:
+        state.update(struct.pack("<Q", len(part)))
+        state.update(part)
+    return state.digest()
+
+
+def _ids_bytes(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)

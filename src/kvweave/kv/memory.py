@@ -1,0 +1,73 @@
+"""Page-aligned host memory that can be sliced as bytes and as a tensor, and used again.
+
+Fresh memory is slow memory: the kernel zeroes each page at first touch, which halves the speed of
+reading into it (measured: 3.2 against 5.5 GB/s from the page cache). So the host tier takes one
+arena and reuses it, and transfers take staging buffers from a pool.
+"""
+
+import mmap
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvweave.kv.layout import round_up
+
+_CLASS_BYTES = 1 << 20  # buffers of nearby sizes share a size class
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """A run of host bytes. `tensor` and `view` are two names for the same bytes."""
+
+    tensor: Tensor  # uint8 [n]
+    view: memoryview  # writable
+    start: int | None = field(default=None)  # offset in the arena it came from, if any
+
+
+def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
+    """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once."""
+    if pinned:
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return Memory(tensor, tensor.numpy().data)
+    if size_bytes == 0:
+        return Memory(torch.empty(0, dtype=torch.uint8), memoryview(bytearray()))
+    view = memoryview(mmap.mmap(-1, size_bytes))
+    return Memory(torch.frombuffer(view, dtype=torch.uint8), view)
+
+
+def slice_memory(memory: Memory, start: int, size_bytes: int) -> Memory:
+    end = start + size_bytes
+    return Memory(memory.tensor[start:end], memory.view[start:end], start)
+
+
+class BufferPool:
+    """Staging buffers for bytes that pass through without staying. Thread-safe, never blocks.
+
+    Keeps at most `keep_bytes` of idle buffers; what is handed out is bounded by whoever asks.
+    """
+
+    def __init__(self, keep_bytes: int, *, pinned: bool) -> None:
+        self._keep_bytes = keep_bytes
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Memory]] = {}  # class size → buffers
+        self._idle_bytes = 0
+
+    def take(self, size_bytes: int) -> Memory:
+        """A buffer of at least this size. Its bytes are whatever they were."""
+        size = round_up(max(1, size_bytes), _CLASS_BYTES)
+        with self._lock:
+            if self._idle.get(size):
+                self._idle_bytes -= size
+                return self._idle[size].pop()
+        return new_memory(size, pinned=self._pinned)
+
+    def give_back(self, memory: Memory) -> None:
+        """The caller promises that nothing looks at these bytes any more."""
+        size = len(memory.view)
+        with self._lock:
+            if self._idle_bytes + size <= self._keep_bytes:
+                self._idle.setdefault(size, []).append(memory)
+                self._idle_bytes += size

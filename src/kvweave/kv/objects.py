@@ -1,0 +1,139 @@
+"""A chunk's KV as one object: packing tensors into bytes, and looking at bytes as layers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvweave.errors import TierCorrupt, TierForeign
+from kvweave.kv.checksum import best_algorithm
+from kvweave.kv.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.layout import (
+    PRELUDE_BYTES,
+    Header,
+    Shape,
+    check_section,
+    named_sections,
+    needed_header_bytes,
+    parse_header,
+    plan_header,
+    seal_header,
+)
+from kvweave.kv.memory import Memory, new_memory
+from kvweave.kv.tiers.base import Reader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedChunk:
+    """An object ready to be saved. Owns its bytes; nobody changes them after packing."""
+
+    key: ChunkKey
+    header: Header
+    memory: Memory = field(repr=False)
+
+    @property
+    def view(self) -> memoryview:
+        return self.memory.view[: self.header.total_bytes]
+
+    @classmethod
+    def from_bytes(cls, key: ChunkKey, data: memoryview) -> "PackedChunk":
+        """A copy of an object that some tier holds whole. Checks the header, not the layers."""
+        memory = new_memory(len(data), pinned=False)
+        memory.view[:] = data
+        return cls(key, parse_header(memory.view, key, len(data)), memory)
+
+
+class EncodedLayer(NamedTuple):
+    """One layer of one chunk as stored. Valid while the lease it came through is held."""
+
+    data: Tensor  # uint8 [n] on the host: read-only
+    shape: Shape
+    codec: Codec
+
+    def decode(self, out: LayerKV | None = None) -> LayerKV:
+        """Keys and values, each [T, H, D]; for `raw` without `out` these are views of `data`."""
+        return self.codec.decode(self.data, self.shape, out)
+
+
+def pack_chunk(
+    key: ChunkKey,
+    layers: Sequence[LayerKV],
+    codec: str = "raw",
+    extras: Mapping[str, bytes] | None = None,
+) -> PackedChunk:
+    """Encode the layers of one chunk, on whatever device they are, into one object.
+
+    Raises ValueError if the codec cannot represent a value.
+    """
+    assert layers, "a chunk has layers"
+    first = layers[0].k
+    extras = extras or {}
+    num_tokens, num_kv_heads, head_dim = first.shape
+    shape = Shape(num_tokens, num_kv_heads, head_dim, dtype_name(first.dtype))
+    coder = open_codec(codec)
+    size = coder.num_bytes(shape)
+    extra_sizes = {name: len(data) for name, data in extras.items()}
+    plan = plan_header(key, shape, codec, best_algorithm(), len(layers), size, extra_sizes)
+    memory = new_memory(plan.total_bytes, pinned=False)  # zeroed: so is the padding
+    for name, section in plan.extras.items():
+        memory.view[section.offset : section.offset + section.size_bytes] = extras[name]
+    for kv, section in zip(layers, plan.layers, strict=True):
+        assert kv.k.shape == kv.v.shape == first.shape, "layers of one chunk are alike"
+        target = memory.tensor[section.offset : section.offset + size]
+        if first.device.type == "cpu":
+            coder.encode(kv, target)
+        else:
+            encoded = torch.empty(size, dtype=torch.uint8, device=first.device)
+            coder.encode(kv, encoded)
+            target.copy_(encoded)
+    header, raw = seal_header(plan, memory.view)
+    memory.view[: len(raw)] = raw
+    return PackedChunk(key, header, memory)
+
+
+def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
+    """A view of one layer of an object that lies whole in `memory`."""
+    section = header.layers[layer]
+    data = memory.tensor[section.offset : section.offset + section.size_bytes]
+    return EncodedLayer(data, header.shape, open_codec(header.codec))
+
+
+def read_header(reader: Reader, key: ChunkKey, scratch: memoryview) -> Header:
+    """Read and check an object's header. `scratch` is page-aligned, at least PRELUDE_BYTES long.
+
+    Raises TierCorrupt, TierForeign or TierError.
+    """
+    if reader.size_bytes < PRELUDE_BYTES:
+        raise TierCorrupt(f"object is cut short: {reader.size_bytes} bytes")
+    prelude = scratch[:PRELUDE_BYTES]
+    reader.read(0, prelude)
+    needed = needed_header_bytes(prelude)
+    if needed > reader.size_bytes:
+        raise TierCorrupt(f"header claims {needed} of {reader.size_bytes} bytes")
+    if needed > PRELUDE_BYTES:
+        prelude = new_memory(needed, pinned=False).view
+        reader.read(0, prelude)
+    header = parse_header(prelude, key, reader.size_bytes)
+    if header.codec not in CODECS:
+        raise TierForeign(f"codec {header.codec!r} is not known here: written by a newer kvweave")
+    expected = open_codec(header.codec).num_bytes(header.shape)
+    if any(section.size_bytes != expected for section in header.layers):
+        raise TierCorrupt(f"{header.codec} layers of {header.shape} must have {expected} bytes")
+    return header
+
+
+def verify_object(reader: Reader, key: ChunkKey) -> Header:
+    """Read a whole object and check every byte. Raises TierCorrupt, TierForeign or TierError."""
+    memory = new_memory(max(PRELUDE_BYTES, reader.size_bytes), pinned=False)
+    header = read_header(reader, key, memory.view)
+    body = memory.view[header.header_bytes : header.total_bytes]
+    if len(body):
+        reader.read(header.header_bytes, body)
+    for name, section in named_sections(header):
+        check_section(
+            header, name, section, memory.view[section.offset : header.padded_end(section)]
+        )
+    return header

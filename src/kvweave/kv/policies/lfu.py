@@ -1,0 +1,16 @@
+"""Least frequently used."""
+
+from dataclasses import dataclass
+
+from kvweave.kv.policies.base import Usage
+
+
+@dataclass(slots=True)
+class LFU:
+    """What is used least often leaves first. A newcomer enters only if it is used more often."""
+
+    def rank(self, usage: Usage) -> float:
+        return usage.uses
+
+    def left(self, rank: float) -> None:
+        """Frequency needs no clock of its own."""

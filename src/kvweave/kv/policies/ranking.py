@@ -1,0 +1,58 @@
+"""Things in the order in which they would leave."""
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Ranking(Generic[K]):
+    """A heap of ranks in which each thing has one valid rank. Not thread-safe.
+
+    Changing a rank pushes a new heap entry and leaves the old one to be skipped, so an access costs
+    O(log n); the heap is rebuilt when stale entries outnumber valid ones.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[K, tuple[float, float]] = {}  # thing → (rank, last access): ties by age
+        self._heap: list[tuple[float, float, int, K]] = []
+        self._pushes = 0
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def set(self, thing: K, rank: float, last_access_s: float) -> None:
+        self._ranks[thing] = (rank, last_access_s)
+        self._push(thing)
+        if len(self._heap) > 64 + 2 * len(self._ranks):
+            self._heap = []
+            for each in self._ranks:
+                self._push(each)
+
+    def remove(self, thing: K) -> None:
+        del self._ranks[thing]
+
+    def rank(self, thing: K) -> float:
+        return self._ranks[thing][0]
+
+    def lowest(self, may_leave: Callable[[K], bool]) -> Iterator[tuple[K, float]]:
+        """Things that may leave, lowest rank first, with their ranks. Changes nothing.
+
+        Walks a copy of the heap lazily: taking the first few of many costs O(k log n) plus the
+        copy.
+        """
+        heap = list(self._heap)
+        seen: set[K] = set()
+        while heap:
+            rank, last_access_s, _, thing = heapq.heappop(heap)
+            if thing in seen or self._ranks.get(thing) != (rank, last_access_s):
+                continue
+            seen.add(thing)
+            if may_leave(thing):
+                yield thing, rank
+
+    def _push(self, thing: K) -> None:
+        rank, last_access_s = self._ranks[thing]
+        self._pushes += 1
+        heapq.heappush(self._heap, (rank, last_access_s, self._pushes, thing))

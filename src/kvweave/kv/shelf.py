@@ -1,0 +1,158 @@
+"""What lies in one tier, how much of its budget that takes, and who may leave.
+
+Plain bookkeeping: no IO, no torch, no lock. The store's lock covers every call.
+
+    used      bytes of entries
+    reserved  bytes promised to writes under way, and bytes of victims not yet gone
+    used + reserved ≤ capacity, always
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.layout import Header
+from kvweave.kv.policies import Policy, Ranking, Usage
+
+if TYPE_CHECKING:
+    from kvweave.kv.memory import Memory
+
+
+@dataclass(slots=True)
+class Entry:
+    """One object in one tier."""
+
+    size_bytes: int
+    pins: int = 0  # leases that hold it; it stays while there are any
+    doomed: bool = False  # delete as soon as the last pin goes
+    header: Header | None = field(default=None, repr=False)  # host tier: parsed once, on entry,
+    memory: "Memory | None" = field(default=None, repr=False)  # and where its bytes lie
+
+
+class Shelf:
+    """The entries of one tier under one byte budget and one policy."""
+
+    def __init__(self, capacity_bytes: int, policy: Policy) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.reserved_bytes = 0
+        self._policy = policy
+        self._entries: dict[ChunkKey, Entry] = {}
+        self._ranking: Ranking[ChunkKey] = Ranking()
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        return iter(self._entries)
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        """An entry that may be leased: None for the absent and the doomed."""
+        entry = self._entries.get(key)
+        return None if entry is None or entry.doomed else entry
+
+    def find(self, key: ChunkKey) -> Entry | None:
+        """The entry of a key, doomed or not."""
+        return self._entries.get(key)
+
+    def has(self, key: ChunkKey, entry: Entry) -> bool:
+        """Whether this very entry is still on the shelf: a later one of that key is another."""
+        return self._entries.get(key) is entry
+
+    def revive(self, key: ChunkKey) -> Entry | None:
+        """The entry of a key that is being saved again: it is no longer doomed, if it was."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.doomed = False
+        return entry
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes - self.reserved_bytes
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Promise room to a write. False: it is not there."""
+        if size_bytes > self.free_bytes:
+            return False
+        self.reserved_bytes += size_bytes
+        return True
+
+    def unreserve(self, size_bytes: int) -> None:
+        self.reserved_bytes -= size_bytes
+        assert self.reserved_bytes >= 0, "more was given back than reserved"
+
+    def add(self, key: ChunkKey, size_bytes: int, usage: Usage, *, reserved: bool) -> Entry:
+        """A new entry. `reserved`: its bytes were promised before, which all but a scan does."""
+        assert key not in self._entries, "an object is on a shelf once"
+        if reserved:
+            self.unreserve(size_bytes)
+        entry = self._entries[key] = Entry(size_bytes)
+        self.used_bytes += size_bytes
+        self.touch(key, usage)
+        return entry
+
+    def touch(self, key: ChunkKey, usage: Usage) -> None:
+        self._ranking.set(key, self._policy.rank(usage), usage.last_access_s)
+
+    def remove(self, key: ChunkKey) -> None:
+        """Its bytes are gone: deleted by its owner, damaged, or vanished."""
+        entry = self._entries.pop(key)
+        self._ranking.remove(key)
+        self.used_bytes -= entry.size_bytes
+
+    def evict_for(self, size_bytes: int, newcomer: Usage) -> list[tuple[ChunkKey, int]] | None:
+        """Make room for a newcomer that is worth more than what it pushes out.
+
+        Returns the victims with their sizes, already off the shelf, their room reserved for the
+        newcomer; delete them, then call `settle`. None, and nothing happens, if pinned or better
+        entries are in the way.
+        """
+        missing = size_bytes - self.free_bytes
+        rank = self._policy.rank(newcomer)
+        victims: list[tuple[ChunkKey, int]] = []
+        freed, highest = 0, 0.0
+        for key, worth in self._ranking.lowest(self._may_leave):
+            if freed >= missing:
+                break
+            if worth > rank:  # at a tie the newcomer wins: it is the more recent one
+                return None
+            victims.append((key, self._entries[key].size_bytes))
+            freed += self._entries[key].size_bytes
+            highest = max(highest, worth)
+        if freed < missing:
+            return None
+        for key, _ in victims:
+            self.remove(key)
+        if victims:
+            self._policy.left(highest)
+        self.reserved_bytes += size_bytes + self._surplus(size_bytes, freed)
+        return victims
+
+    def settle(self, size_bytes: int, victims: list[tuple[ChunkKey, int]]) -> None:
+        """The victims' bytes are really gone: what exceeds the newcomer's need is free again."""
+        self.unreserve(self._surplus(size_bytes, sum(size for _, size in victims)))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the books do not balance."""
+        total = sum(entry.size_bytes for entry in self._entries.values())
+        assert total == self.used_bytes, f"entries take {total} bytes, books say {self.used_bytes}"
+        assert self.reserved_bytes >= 0, f"{self.reserved_bytes} bytes reserved"
+        taken = self.used_bytes + self.reserved_bytes
+        assert taken <= self.capacity_bytes, f"{taken} of {self.capacity_bytes} bytes taken"
+        assert len(self._ranking) == len(self._entries), "ranked and kept differ"
+        assert all(e.pins >= 0 for e in self._entries.values()), "negative pins"
+
+    def num_pinned(self) -> int:
+        return sum(1 for entry in self._entries.values() if entry.pins)
+
+    def _may_leave(self, key: ChunkKey) -> bool:
+        return self._entries[key].pins == 0
+
+    @staticmethod
+    def _surplus(size_bytes: int, freed_bytes: int) -> int:
+        """Victims may be larger than the newcomer: until they are deleted both count."""
+        return max(0, freed_bytes - size_bytes)

@@ -1,0 +1,299 @@
+"""What lies where, and how it is moved: room, eviction, demotion, writing, deleting.
+
+The half of the store that changes tiers. Budgets hold because bytes are reserved before they are
+written and counted until they are really gone. One lock covers all books; no IO happens under it.
+"""
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvweave.errors import TierError
+from kvweave.kv.config import StoreConfig
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.layout import Header
+from kvweave.kv.memory import Memory
+from kvweave.kv.objects import PackedChunk
+from kvweave.kv.places import Place
+from kvweave.kv.shelf import Entry, Shelf
+from kvweave.kv.tiers.host import HostTier
+from kvweave.kv.usage import UsageBook
+from kvweave.kv.writer import Ticket, Writer
+from kvweave.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Host(NamedTuple):
+    """The host tier with its parts at hand."""
+
+    place: Place
+    tier: HostTier
+    shelf: Shelf
+
+
+class Stock:
+    """Thread-safe. Methods that say so expect `lock` to be held; all others take it themselves."""
+
+    def __init__(self, cfg: StoreConfig, places: Sequence[Place], metrics: Metrics) -> None:
+        self.lock = threading.Lock()
+        self.usage = UsageBook()
+        self.places = list(places)
+        self.host = _host_of(self.places)
+        self.below = self.places[1:] if self.host else self.places  # slower tiers, fastest first
+        self._metrics = metrics
+        self.writers = {
+            place.name: Writer(place.name, cfg.write_behind_bytes, partial(self._write, place))
+            for place in self.below
+        }
+        for place in self.below:
+            self._take_stock(place)
+
+    # ---- host memory
+
+    def room_in_host(self, key: ChunkKey, size_bytes: int) -> Memory | None:
+        """Host memory for an object that deserves it. None: it does not, or there is none."""
+        if self.host is None:
+            return None
+        place, tier, shelf = self.host
+        size = tier.footprint(size_bytes)
+        for is_retry in (False, True):
+            # free bytes in many holes are no room for one object: then evict its size once more
+            ask = size + max(0, shelf.free_bytes) if is_retry else size
+            if not self._make_room(place, key, ask):
+                return None
+            with self.lock:
+                shelf.unreserve(ask - size)
+                memory = tier.reserve(size_bytes)
+                if memory is not None:
+                    return memory
+                shelf.unreserve(size)
+        self._metrics.count("kv_admissions_refused_total", tier="host", reason="fragmented")
+        return None
+
+    def give_back_host(self, memory: Memory) -> None:
+        """Return memory from `room_in_host` that did not become an object."""
+        assert self.host is not None
+        with self.lock:
+            self.host.shelf.unreserve(self.host.tier.footprint(len(memory.view)))
+            self.host.tier.cancel(memory)
+
+    def shelve_in_host(self, key: ChunkKey, header: Header, memory: Memory) -> Entry | None:
+        """Make filled host memory an object. None: the key is there already. Lock is held."""
+        assert self.host is not None
+        _, tier, shelf = self.host
+        if shelf.revive(key) is not None:
+            return None
+        tier.keep(key, memory, header.total_bytes)
+        size = tier.footprint(header.total_bytes)
+        entry = shelf.add(key, size, self.usage.seen(key), reserved=True)
+        entry.header, entry.memory = header, memory
+        return entry
+
+    def save_to_host(self, packed: PackedChunk) -> bool:
+        """Copy an object into the host tier if it is worth its place. True: it is there."""
+        if self.host is None:
+            return False
+        with self.lock:
+            if self.host.shelf.revive(packed.key) is not None:
+                return True
+        memory = self.room_in_host(packed.key, packed.header.total_bytes)
+        if memory is None:
+            return False
+        memory.view[:] = packed.view
+        with self.lock:
+            entry = self.shelve_in_host(packed.key, packed.header, memory)
+        if entry is None:
+            self.give_back_host(memory)
+        return True
+
+    # ---- lower tiers
+
+    def count_dropped(self, place: Place, reason: str) -> None:
+        self._metrics.count("kv_saves_dropped_total", tier=place.name, reason=reason)
+
+    def _write(self, place: Place, packed: PackedChunk) -> bool:
+        """Write one object to a tier below the host. Runs on that tier's writer thread."""
+        shelf, key, size = place.shelf, packed.key, packed.header.total_bytes
+        if shelf is not None:
+            with self.lock:
+                if shelf.revive(key) is not None:
+                    return True
+        if not place.writes.allows():
+            self.count_dropped(place, "tier rests after failures")
+            return False
+        if shelf is not None and not self._make_room(place, key, size):
+            place.writes.succeeded()  # no room is no failure, should this have been the probe
+            return False
+        kept = False
+        try:
+            kept = place.tier.write(key, [packed.view])
+        except TierError as error:
+            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="write")
+            place.writes.failed(str(error))
+        else:
+            place.writes.succeeded()
+            if not kept:
+                self._say_full(place)
+        if shelf is not None:
+            with self.lock:
+                if kept:
+                    shelf.add(key, size, self.usage.seen(key), reserved=True)
+                else:
+                    shelf.unreserve(size)
+        if kept:
+            self._metrics.count("kv_saves_total", tier=place.name)
+        return kept
+
+    def _say_full(self, place: Place) -> None:
+        self.count_dropped(place, "no room")
+        if self._metrics.value("kv_saves_dropped_total", tier=place.name, reason="no room") == 1:
+            log.warning(
+                "%s is full though its budget is not; free space there or lower capacity_bytes. "
+                "Chunks that do not fit are computed again",
+                place.name,
+            )
+
+    def _make_room(self, place: Place, key: ChunkKey, size_bytes: int) -> bool:
+        """Reserve `size_bytes` in a tier, evicting what is worth less. May block on IO."""
+        shelf = place.shelf
+        assert shelf is not None
+        is_host = self.host is not None and place is self.host.place
+        with self.lock:
+            if shelf.reserve(size_bytes):
+                return True
+            victims = shelf.evict_for(size_bytes, self.usage.seen(key))
+            outgoing = {v for v, _ in victims or () if is_host and not self._is_below(v)}
+        outgoing = {v for v in outgoing if not any(w.pends(v) for w in self.writers.values())}
+        if victims is None:
+            self._metrics.count("kv_admissions_refused_total", tier=place.name, reason="worth less")
+            return False
+        for victim, _ in victims:
+            if victim in outgoing:
+                self._demote(victim)
+            self.delete_quietly(place, victim)
+        self._metrics.count("kv_evictions_total", len(victims), tier=place.name)
+        with self.lock:
+            shelf.settle(size_bytes, victims)
+        return True
+
+    def _is_below(self, key: ChunkKey) -> bool:
+        """Whether a slower tier has a key, as far as the books say. Lock is held."""
+        return any(place.shelf is None or key in place.shelf for place in self.below)
+
+    def _demote(self, key: ChunkKey) -> None:
+        """Write an object that leaves the host tier down. Copies it: its memory goes now."""
+        assert self.host is not None
+        memory = self.host.tier.lend(key)
+        target = next((p for p in self.below if p.shelf is not None), None)
+        if memory is None or target is None:
+            return
+        copy = PackedChunk.from_bytes(key, memory.view)
+        if self.writers[target.name].offer(copy, Ticket(), wait_s=0.0):
+            self._metrics.count("kv_demotions_total", tier=target.name)
+        else:
+            self.count_dropped(target, "write-behind is full")
+
+    # ---- removing
+
+    def unpin(self, place: Place, key: ChunkKey, entry: Entry) -> bool:
+        """Take a lease's pin off. True: call `finish_delete`. Lock is held."""
+        entry.pins -= 1
+        assert entry.pins >= 0, "unpinned more often than pinned"
+        assert place.shelf is not None
+        return entry.pins == 0 and entry.doomed and place.shelf.has(key, entry)
+
+    def delete_from(self, place: Place, key: ChunkKey) -> bool:
+        """Remove a key from a tier, at once or with its last lease. True: it was there."""
+        with self.lock:
+            entry = place.shelf.find(key) if place.shelf is not None else None
+            if entry is not None and entry.pins:
+                entry.doomed = True  # perhaps not for the first time
+                return True
+            if entry is not None and place.shelf is not None:
+                place.shelf.remove(key)
+        return self.delete_quietly(place, key)
+
+    def finish_delete(self, place: Place, key: ChunkKey, entry: Entry) -> None:
+        """A doomed entry lost its last pin."""
+        assert place.shelf is not None
+        with self.lock:
+            if not place.shelf.has(key, entry) or entry.pins or not entry.doomed:
+                return  # revived by a save, or leased again before that
+            place.shelf.remove(key)
+        self.delete_quietly(place, key)
+
+    def delete_quietly(self, place: Place, key: ChunkKey) -> bool:
+        """Delete an object that is off the shelf. Trouble is counted: the bytes may stay behind
+        until the next start takes stock."""
+        try:
+            return place.tier.delete(key)
+        except TierError as error:
+            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
+            place.writes.failed(str(error))
+            return False
+
+    def quarantine(self, place: Place, key: ChunkKey) -> None:
+        self.forget(place, key)
+        try:
+            if place.tier.quarantine(key):
+                self._metrics.count("kv_quarantined_total", tier=place.name)
+        except TierError as error:
+            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
+            place.writes.failed(str(error))
+
+    def forget(self, place: Place, key: ChunkKey) -> None:
+        """Take an object that is gone or useless off the books, leased or not."""
+        with self.lock:
+            if place.shelf is not None and key in place.shelf:
+                place.shelf.remove(key)
+
+    # ---- books
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if books and tiers disagree."""
+        with self.lock:
+            for place in self.places:
+                if place.shelf is None:
+                    continue
+                place.shelf.check_integrity()
+                listed = {found.key for found in place.tier.scan()}
+                lost = [key for key in place.shelf if key not in listed]
+                assert not lost, f"{place.name} lost {len(lost)} objects that are on its shelf"
+            if self.host is not None:
+                self.host.tier.check_integrity()
+                kept = sum(1 for _ in self.host.tier.scan())
+                assert kept == len(self.host.shelf), "the host tier has objects off the shelf"
+
+    def _take_stock(self, place: Place) -> None:
+        """Put what a tier holds from earlier on its shelf; evict what exceeds the budget."""
+        if place.shelf is None:
+            return
+        try:
+            found = sorted(place.tier.scan(), key=lambda o: o.written_s, reverse=True)
+        except TierError as error:
+            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="scan")
+            place.reads.failed(str(error), at_once=True)
+            return
+        surplus = []
+        with self.lock:
+            for each in found:  # newest first: the oldest are the ones that do not fit
+                usage = self.usage.found(each.key, each.written_s, each.size_bytes)
+                if each.size_bytes <= place.shelf.free_bytes:
+                    place.shelf.add(each.key, each.size_bytes, usage, reserved=False)
+                else:
+                    surplus.append(each.key)
+        for key in surplus:
+            self.delete_quietly(place, key)
+        if surplus:
+            self._metrics.count("kv_evictions_total", len(surplus), tier=place.name)
+
+
+def _host_of(places: Sequence[Place]) -> Host | None:
+    if not places or not isinstance(places[0].tier, HostTier):
+        assert not any(isinstance(p.tier, HostTier) for p in places), "the host tier comes first"
+        return None
+    assert places[0].shelf is not None, "the host tier has a budget"
+    return Host(places[0], places[0].tier, places[0].shelf)

@@ -1,0 +1,42 @@
+"""Places for chunk objects: host memory, disk, Valkey/Redis, S3, and a faulty one for tests."""
+
+from kvweave.kv.config import (
+    DiskTierConfig,
+    FaultyTierConfig,
+    HostTierConfig,
+    RedisTierConfig,
+    S3TierConfig,
+    TierConfig,
+)
+from kvweave.kv.tiers.base import Reader, StoredObject, Tier
+
+__all__ = ["Reader", "StoredObject", "Tier", "open_tier"]
+
+
+def open_tier(cfg: TierConfig) -> Tier:
+    """The tier a config asks for. Imports only what that tier needs.
+
+    Raises TierError if the place cannot be used, ConfigError if the setting cannot be meant.
+    Remote tiers connect on first use, so a server that is down is found out by the first call.
+    """
+    match cfg:
+        case HostTierConfig():
+            from kvweave.kv.tiers.host import HostTier
+
+            return HostTier(cfg)
+        case DiskTierConfig():
+            from kvweave.kv.tiers.disk import DiskTier
+
+            return DiskTier(cfg)
+        case RedisTierConfig():
+            from kvweave.kv.tiers.redis import RedisTier
+
+            return RedisTier(cfg)
+        case S3TierConfig():
+            from kvweave.kv.tiers.s3 import S3Tier
+
+            return S3Tier(cfg)
+        case FaultyTierConfig():
+            from kvweave.kv.tiers.faulty import FaultyTier
+
+            return FaultyTier(open_tier(cfg.inner), cfg.faults)

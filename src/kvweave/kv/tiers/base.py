@@ -1,0 +1,101 @@
+"""The contract of a tier: a place that keeps bytes under keys.
+
+A tier knows bytes, not tensors, headers, budgets or leases: `store` owns those. What a tier is
+given are whole chunk objects (see `layout`), what it is asked for are ranges of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from kvweave.kv.checksum import Buffer
+from kvweave.kv.keys import ChunkKey
+
+
+class StoredObject(NamedTuple):
+    """One object as a tier lists it."""
+
+    key: ChunkKey
+    size_bytes: int
+    written_s: float  # seconds since the epoch; 0.0 where the tier does not know
+
+
+class Reader(Protocol):
+    """One open object. Used by several threads at once; closing twice is harmless.
+
+    An object deleted while open stays readable or raises TierError; it never turns into another.
+    """
+
+    size_bytes: int
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset`. After an exception `out` holds garbage.
+
+        Raises TierCorrupt if the object ends early, TierError if the tier fails.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Tier(Protocol):
+    """Keeps chunk objects.
+
+    Threads: every method may be called from any thread, several at once.
+    Blocking: any method may block on IO, so they are called from IO threads only; a remote tier
+    gives up after its configured timeout.
+    Ownership: buffers belong to the caller, before and after the call. A tier keeps no reference
+    to `parts` past the return of `write`.
+    Failure: an ordinary "no" is None or False. TierError means the tier could not do it; then
+    nothing was changed, except that a failed `write` or `delete` may have happened. A half-written
+    object is never visible.
+    Twice: writing a key again is harmless, equal keys name equal bytes and the last write wins
+    whole. Deleting what is not there returns False.
+    Durability: after `write` returned True the object survives the death of this process, and the
+    loss of power, exactly where `durable` says so.
+    """
+
+    name: str  # for metrics and messages: host, disk, redis, s3
+
+    @property
+    def durable(self) -> bool:
+        """What `write` acknowledged survives the death of this process."""
+        ...
+
+    @property
+    def remote(self) -> bool:
+        """Behind a network, shared with others, with a budget and an eviction of its own."""
+        ...
+
+    @property
+    def best_read_bytes(self) -> int:
+        """Smaller reads waste round trips: layers are read in runs of about this size."""
+        ...
+
+    def size(self, key: ChunkKey) -> int | None:
+        """Bytes of an object, None if it is not here. Changes nothing."""
+        ...
+
+    def open(self, key: ChunkKey) -> Reader | None:
+        """A reader, None if the object is not here."""
+        ...
+
+    def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
+        """Keep the concatenation of `parts`. False: no room."""
+        ...
+
+    def delete(self, key: ChunkKey) -> bool:
+        """True if it was here."""
+        ...
+
+    def quarantine(self, key: ChunkKey) -> bool:
+        """Take a damaged object out of sight: aside where there is room to look at it later,
+        otherwise away. True if it was here."""
+        ...
+
+    def scan(self) -> Iterator[StoredObject]:
+        """Every object, in no order. Objects that come or go meanwhile may or may not appear."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections and memory. Safe to call twice; other methods then raise."""
+        ...

@@ -1,0 +1,107 @@
+"""Another tier with faults in front of it, to keep callers honest.
+
+Each call draws from one seeded generator, so a single-threaded run can be repeated exactly.
+`release()` ends every hang, now and later: a test that hangs a thread can let it go.
+"""
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+
+from kvweave.errors import TierCorrupt, TierError
+from kvweave.kv.checksum import Buffer
+from kvweave.kv.config import FaultPlan
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.tiers.base import Reader, StoredObject, Tier
+
+
+class FaultyReader:
+    """Reads through to the inner reader, sometimes late, short, wrong or never."""
+
+    def __init__(self, inner: Reader, tier: "FaultyTier") -> None:
+        self.size_bytes = inner.size_bytes
+        self._inner = inner
+        self._tier = tier
+
+    def read(self, offset: int, out: memoryview) -> None:
+        self._tier._stumble("read")
+        if self._tier._strikes(self._tier.plan.truncate):
+            half = len(out) // 2
+            self._inner.read(offset, out[:half])
+            raise TierCorrupt(f"read ended after {half} of {len(out)} bytes (injected)")
+        self._inner.read(offset, out)
+        if len(out) and self._tier._strikes(self._tier.plan.corrupt):
+            at = self._tier._draw(len(out))
+            out[at] ^= 1 << self._tier._draw(8)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultyTier:
+    """Keeps the contract of a tier on a bad day: every answer it gives is an allowed one, except
+    that `corrupt` reads lie, which is what checksums are for."""
+
+    def __init__(self, inner: Tier, plan: FaultPlan) -> None:
+        self.plan = plan  # tests swap it: faults can begin and end while the tier is in use
+        self.name = f"faulty {inner.name}"
+        self.durable = inner.durable
+        self.remote = inner.remote
+        self.best_read_bytes = inner.best_read_bytes
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._random = random.Random(plan.seed)  # noqa: S311 (faults, not secrets)
+        self._released = threading.Event()
+
+    def release(self) -> None:
+        """End every hang."""
+        self._released.set()
+
+    def size(self, key: ChunkKey) -> int | None:
+        self._stumble("size")
+        return None if self._strikes(self.plan.drop) else self._inner.size(key)
+
+    def open(self, key: ChunkKey) -> FaultyReader | None:
+        self._stumble("open")
+        inner = None if self._strikes(self.plan.drop) else self._inner.open(key)
+        return None if inner is None else FaultyReader(inner, self)
+
+    def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
+        self._stumble("write")
+        return not self._strikes(self.plan.drop) and self._inner.write(key, parts)
+
+    def delete(self, key: ChunkKey) -> bool:
+        self._stumble("delete")
+        return self._inner.delete(key)
+
+    def quarantine(self, key: ChunkKey) -> bool:
+        self._stumble("quarantine")
+        return self._inner.quarantine(key)
+
+    def scan(self) -> Iterator[StoredObject]:
+        self._stumble("scan")
+        yield from self._inner.scan()
+
+    def close(self) -> None:
+        self.release()
+        self._inner.close()
+
+    def _stumble(self, verb: str) -> None:
+        """The faults that can hit any call: late, never, broken."""
+        if self._strikes(self.plan.delay):
+            self._released.wait(self.plan.delay_s)
+        if self._strikes(self.plan.hang):
+            self._released.wait()
+            raise TierError(f"{verb} hung until it was released (injected)")
+        if self._strikes(self.plan.fail):
+            raise TierError(f"{verb} failed (injected)")
+
+    def _strikes(self, probability: float) -> bool:
+        if probability <= 0:
+            return False
+        with self._lock:
+            return self._random.random() < probability
+
+    def _draw(self, below: int) -> int:
+        with self._lock:
+            return self._random.randrange(below)

@@ -1,0 +1,146 @@
+"""Host memory. The fastest tier, the simplest to read, and where loads land.
+
+Besides the contract it lends: `reserve` gives memory to fill in place, `keep` makes it an object,
+`lend` shows an object's bytes without a copy. Lent bytes stay put until the key is deleted; the
+store sees to it that nobody deletes a leased key.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from kvweave.errors import TierCorrupt, TierError
+from kvweave.kv.arena import Arena
+from kvweave.kv.checksum import Buffer
+from kvweave.kv.config import HostTierConfig
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.layout import ALIGN
+from kvweave.kv.memory import Memory, new_memory, slice_memory
+from kvweave.kv.tiers.base import StoredObject
+
+
+class _Kept(NamedTuple):
+    memory: Memory
+    size_bytes: int
+
+
+class HostReader:
+    """Reads a copy under the tier's lock: a deleted object gives TierError, never other bytes."""
+
+    def __init__(self, tier: "HostTier", key: ChunkKey, kept: _Kept) -> None:
+        self.size_bytes = kept.size_bytes
+        self._tier = tier
+        self._key = key
+        self._kept = kept
+
+    def read(self, offset: int, out: memoryview) -> None:
+        if offset + len(out) > self.size_bytes:
+            raise TierCorrupt(f"object ends at {self.size_bytes}, wanted {offset + len(out)}")
+        self._tier._copy_out(self._key, self._kept, offset, out)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class HostTier:
+    """One arena of host memory; page-locked where CUDA is, unless told otherwise."""
+
+    durable: ClassVar[bool] = False
+    remote: ClassVar[bool] = False
+    best_read_bytes: ClassVar[int] = 1 << 20
+
+    def __init__(self, cfg: HostTierConfig) -> None:
+        self.name = "host"
+        self.pinned = torch.cuda.is_available() if cfg.pinned is None else cfg.pinned
+        self._lock = threading.Lock()
+        self._arena = Arena(cfg.capacity_bytes, ALIGN)
+        self._memory: Memory | None = new_memory(self._arena.capacity_bytes, pinned=self.pinned)
+        self._kept: dict[ChunkKey, _Kept] = {}
+
+    def size(self, key: ChunkKey) -> int | None:
+        kept = self._kept.get(key)
+        return None if kept is None else kept.size_bytes
+
+    def open(self, key: ChunkKey) -> HostReader | None:
+        kept = self._kept.get(key)
+        return None if kept is None else HostReader(self, key, kept)
+
+    def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
+        size = sum(len(part) for part in parts)
+        memory = self.reserve(size)
+        if memory is None:
+            return False
+        at = 0
+        for part in parts:
+            memory.view[at : at + len(part)] = part
+            at += len(part)
+        self.keep(key, memory, size)
+        return True
+
+    def delete(self, key: ChunkKey) -> bool:
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            if kept is not None:
+                self._give_back(kept.memory)
+        return kept is not None
+
+    def quarantine(self, key: ChunkKey) -> bool:
+        return self.delete(key)
+
+    def scan(self) -> Iterator[StoredObject]:
+        with self._lock:
+            kept = list(self._kept.items())
+        for key, each in kept:
+            yield StoredObject(key, each.size_bytes, 0.0)
+
+    def close(self) -> None:
+        """Lent views keep the memory alive until they go."""
+        with self._lock:
+            self._memory = None
+            self._kept.clear()
+
+    def footprint(self, size_bytes: int) -> int:
+        """Arena bytes an object of this size occupies."""
+        return self._arena.round(size_bytes)
+
+    def reserve(self, size_bytes: int) -> Memory | None:
+        """Memory to fill, not yet an object. None: no hole is large enough."""
+        with self._lock:
+            if self._memory is None:
+                raise TierError("the host tier was closed")
+            start = self._arena.take(size_bytes)
+            return None if start is None else slice_memory(self._memory, start, size_bytes)
+
+    def keep(self, key: ChunkKey, memory: Memory, size_bytes: int) -> None:
+        """Turn reserved memory into the object `key`; an older one of that key makes way."""
+        with self._lock:
+            older = self._kept.pop(key, None)
+            if older is not None:
+                self._give_back(older.memory)
+            self._kept[key] = _Kept(memory, size_bytes)
+
+    def cancel(self, memory: Memory) -> None:
+        """Give reserved memory back unused."""
+        with self._lock:
+            self._give_back(memory)
+
+    def lend(self, key: ChunkKey) -> Memory | None:
+        """The bytes themselves. Valid until the key is deleted or written again."""
+        kept = self._kept.get(key)
+        return None if kept is None else kept.memory
+
+    def check_integrity(self) -> None:
+        with self._lock:
+            self._arena.check_integrity()
+
+    def _copy_out(self, key: ChunkKey, kept: _Kept, offset: int, out: memoryview) -> None:
+        with self._lock:
+            if self._kept.get(key) is not kept:
+                raise TierError(f"{key.hex()[:16]}… left the host tier while it was read")
+            out[:] = kept.memory.view[offset : offset + len(out)]
+
+    def _give_back(self, memory: Memory) -> None:
+        assert memory.start is not None, "not from this arena"
+        self._arena.give_back(memory.start)

@@ -1,0 +1,143 @@
+"""Chunk objects as strings on a Valkey or Redis server, shared between machines.
+
+One SET per object, one GETRANGE per run of layers. The server evicts by its own `maxmemory-policy`
+(set `allkeys-lfu` or `allkeys-lru`); an object that went away is an ordinary miss.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from kvweave.errors import ConfigError, TierCorrupt, TierError
+from kvweave.kv.checksum import Buffer
+from kvweave.kv.config import RedisTierConfig
+from kvweave.kv.keys import ChunkKey, parse_key
+from kvweave.kv.layout import PRELUDE_BYTES
+from kvweave.kv.tiers.base import StoredObject
+
+
+class RedisReader:
+    """A key and the object's first bytes, which came along when it was opened."""
+
+    def __init__(self, tier: "RedisTier", key: ChunkKey, size_bytes: int, prelude: bytes) -> None:
+        self.size_bytes = size_bytes
+        self._tier = tier
+        self._key = key
+        self._prelude = prelude
+
+    def read(self, offset: int, out: memoryview) -> None:
+        end = offset + len(out)
+        if end <= len(self._prelude):
+            out[:] = self._prelude[offset:end]
+            return
+        data = self._tier._call("getrange", self._tier._name(self._key), offset, end - 1)
+        if not data:  # GETRANGE of a missing key is empty
+            raise TierError(f"{self._key.hex()[:16]}… left the server while it was read")
+        if len(data) != len(out):
+            raise TierCorrupt(f"object gave {len(data)} bytes at {offset}, wanted {len(out)}")
+        out[:] = data
+
+    def close(self) -> None:
+        """The connection belongs to the tier's pool."""
+
+
+class RedisTier:
+    """Safe from many threads: the client keeps a pool of connections. Connects on first use."""
+
+    durable: ClassVar[bool] = False  # as durable as the server is set up to be, which we cannot see
+    remote: ClassVar[bool] = True
+    best_read_bytes: ClassVar[int] = 1 << 20  # a round trip costs about as much as 100 KiB
+
+    def __init__(self, cfg: RedisTierConfig) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise ConfigError("a redis tier needs the redis package; pip install redis") from None
+        self.name = "redis"
+        self._cfg = cfg
+        self._error: type[Exception] = redis.RedisError
+        self._no_room: type[Exception] = redis.exceptions.OutOfMemoryError
+        tls: dict[str, Any] = {}
+        if cfg.url.startswith("rediss://"):
+            files = {
+                "ssl_ca_certs": cfg.ca_file,
+                "ssl_certfile": cfg.cert_file,
+                "ssl_keyfile": cfg.key_file,
+            }
+            tls = {name: str(path) for name, path in files.items() if path is not None}
+        try:
+            self._client: Any = redis.Redis.from_url(
+                cfg.url,
+                socket_timeout=cfg.timeout_s,
+                socket_connect_timeout=cfg.timeout_s,
+                health_check_interval=30,
+                **tls,
+            )
+        except ValueError as error:
+            raise ConfigError(f"bad redis url: {error}") from error
+
+    def size(self, key: ChunkKey) -> int | None:
+        return int(self._call("strlen", self._name(key))) or None
+
+    def open(self, key: ChunkKey) -> RedisReader | None:
+        name = self._name(key)
+        pipe = self._client.pipeline(transaction=True)
+        pipe.strlen(name)
+        pipe.getrange(name, 0, PRELUDE_BYTES - 1)
+        size, prelude = self._guard(pipe.execute)
+        return RedisReader(self, key, int(size), prelude) if size else None
+
+    def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
+        try:
+            self._call("set", self._name(key), b"".join(parts), ex=self._cfg.ttl_s)
+        except TierError as error:
+            if isinstance(error.__cause__, self._no_room):
+                return False
+            raise
+        return True
+
+    def delete(self, key: ChunkKey) -> bool:
+        return bool(self._call("unlink", self._name(key)))
+
+    def quarantine(self, key: ChunkKey) -> bool:
+        return self.delete(key)
+
+    def scan(self) -> Iterator[StoredObject]:
+        seen: set[ChunkKey] = set()  # SCAN may name a key twice
+        cursor = 0
+        pattern = _escaped(self._cfg.prefix) + "*"
+        while True:
+            cursor, names = self._call("scan", cursor, match=pattern, count=512)
+            for name in names:
+                key = parse_key(name.decode(errors="replace").removeprefix(self._cfg.prefix))
+                if key is None or key in seen:
+                    continue
+                seen.add(key)
+                size = self.size(key)
+                if size is not None:
+                    yield StoredObject(key, size, 0.0)
+            if cursor == 0:
+                return
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _name(self, key: ChunkKey) -> str:
+        return self._cfg.prefix + key.hex()
+
+    def _call(self, command: str, *args: Any, **kwargs: Any) -> Any:
+        return self._guard(lambda: getattr(self._client, command)(*args, **kwargs))
+
+    def _guard(self, call: Any) -> Any:
+        try:
+            return call()
+        except (self._error, OSError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise TierError(
+                f"redis does not answer as it should: {reason}; check the server, the url and "
+                f"the timeout ({self._cfg.timeout_s:g} s)"
+            ) from error
+
+
+def _escaped(prefix: str) -> str:
+    """A prefix that SCAN takes literally."""
+    return "".join(f"\\{c}" if c in "*?[]^\\" else c for c in prefix)

@@ -1,0 +1,168 @@
+"""Chunk objects in a bucket of an S3-compatible store, shared between machines.
+
+One PUT per object, one ranged GET per run of layers. The first 64 KiB come with `open`: a header
+and most extras need no round trip of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from kvweave.errors import ConfigError, TierCorrupt, TierError
+from kvweave.kv.checksum import Buffer
+from kvweave.kv.config import S3TierConfig
+from kvweave.kv.keys import ChunkKey, context_of, parse_key
+from kvweave.kv.tiers.base import StoredObject
+
+_PRELUDE_BYTES = 1 << 16
+_ABSENT = {"404", "NoSuchKey", "NotFound"}
+_CHANGED = {"412", "PreconditionFailed"}
+
+
+class S3Reader:
+    """A version of an object, by its ETag, and its first bytes."""
+
+    def __init__(
+        self, tier: "S3Tier", key: ChunkKey, size_bytes: int, etag: str, prelude: bytes
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._tier = tier
+        self._key = key
+        self._etag = etag
+        self._prelude = prelude
+
+    def read(self, offset: int, out: memoryview) -> None:
+        end = offset + len(out)
+        if end <= len(self._prelude):
+            out[:] = self._prelude[offset:end]
+            return
+        if end > self.size_bytes:
+            raise TierCorrupt(f"object ends at {self.size_bytes}, wanted {end}")
+        reply = self._tier._call(
+            "get_object", self._key, Range=f"bytes={offset}-{end - 1}", IfMatch=self._etag
+        )
+        if reply is None:
+            raise TierError(f"{self._key.hex()[:16]}… left the bucket while it was read")
+        self._tier._fill(reply, out)
+
+    def close(self) -> None:
+        """Connections belong to the tier's pool."""
+
+
+class S3Tier:
+    """Safe from many threads: a boto3 client is. Connects on first use."""
+
+    durable: ClassVar[bool] = True
+    remote: ClassVar[bool] = True
+    best_read_bytes: ClassVar[int] = 4 << 20  # a request costs tens of milliseconds
+
+    def __init__(self, cfg: S3TierConfig) -> None:
+        try:
+            import boto3
+            import botocore.config
+            import botocore.exceptions
+        except ImportError:
+            raise ConfigError("an s3 tier needs the boto3 package; pip install boto3") from None
+        self.name = "s3"
+        self._cfg = cfg
+        self._client_error: type[Exception] = botocore.exceptions.ClientError
+        self._boto_error: type[Exception] = botocore.exceptions.BotoCoreError
+        self._client: Any = boto3.session.Session().client(
+            "s3",
+            endpoint_url=cfg.endpoint_url,
+            region_name=cfg.region,
+            config=botocore.config.Config(
+                connect_timeout=cfg.timeout_s,
+                read_timeout=cfg.timeout_s,
+                retries={"total_max_attempts": 1},  # a retry would outlast the request's patience
+                max_pool_connections=cfg.max_connections,
+            ),
+        )
+
+    def size(self, key: ChunkKey) -> int | None:
+        reply = self._call("head_object", key)
+        return None if reply is None else int(reply["ContentLength"])
+
+    def open(self, key: ChunkKey) -> S3Reader | None:
+        reply = self._call("get_object", key, Range=f"bytes=0-{_PRELUDE_BYTES - 1}")
+        if reply is None:
+            return None
+        size = int(reply["ContentRange"].rpartition("/")[2])
+        prelude = bytearray(int(reply["ContentLength"]))
+        self._fill(reply, memoryview(prelude))
+        return S3Reader(self, key, size, reply["ETag"], bytes(prelude))
+
+    def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
+        self._call("put_object", key, Body=b"".join(parts))
+        return True
+
+    def delete(self, key: ChunkKey) -> bool:
+        here = self.size(key) is not None  # DeleteObject does not say
+        self._call("delete_object", key)
+        return here
+
+    def quarantine(self, key: ChunkKey) -> bool:
+        return self.delete(key)
+
+    def scan(self) -> Iterator[StoredObject]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._cfg.bucket, Prefix=self._cfg.prefix
+        )
+        iterator = iter(pages)
+        while (page := self._guard(lambda: next(iterator, None))) is not None:
+            for item in page.get("Contents", ()):
+                key = parse_key(item["Key"].rpartition("/")[2])
+                if key is not None:
+                    yield StoredObject(key, int(item["Size"]), item["LastModified"].timestamp())
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _name(self, key: ChunkKey) -> str:
+        return f"{self._cfg.prefix}{context_of(key).hex()}/{key.hex()}"
+
+    def _call(self, operation: str, key: ChunkKey, **kwargs: Any) -> Any:
+        """The reply, None if there is no such object."""
+        try:
+            return self._guard(
+                lambda: getattr(self._client, operation)(
+                    Bucket=self._cfg.bucket, Key=self._name(key), **kwargs
+                )
+            )
+        except TierError as error:
+            response: Any = getattr(error.__cause__, "response", {})
+            code = response.get("Error", {}).get("Code", "")
+            if code in _ABSENT:
+                return None
+            if code in _CHANGED:
+                raise TierError(f"{key.hex()[:16]}… was replaced while it was read") from error
+            raise
+
+    def _fill(self, reply: Any, out: memoryview) -> None:
+        """Copy a reply's body into `out`, piece by piece, never holding it whole."""
+        done = 0
+        body = reply["Body"]
+        try:
+            for piece in body.iter_chunks(1 << 18):
+                if done + len(piece) > len(out):
+                    raise TierCorrupt(f"reply has more than the {len(out)} bytes asked for")
+                out[done : done + len(piece)] = piece
+                done += len(piece)
+        except (self._boto_error, OSError) as error:
+            raise TierError(f"s3 broke off: {_one_line(error)}") from error
+        finally:
+            body.close()
+        if done != len(out):
+            raise TierCorrupt(f"reply has {done} bytes, wanted {len(out)}")
+
+    def _guard(self, call: Any) -> Any:
+        try:
+            return call()
+        except (self._client_error, self._boto_error, OSError) as error:
+            raise TierError(
+                f"s3 bucket {self._cfg.bucket!r} does not answer as it should: {_one_line(error)}; "
+                "check the endpoint, the bucket, the credentials"
+            ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,162 @@
+"""What a request holds: a lease on chunk KV, and the transfer that brings its bytes."""
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+from kvweave.kv.arrivals import Arrival
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.layout import Header
+from kvweave.kv.memory import Memory
+from kvweave.kv.objects import EncodedLayer, layer_of
+from kvweave.kv.places import Place
+from kvweave.kv.residency import Miss
+from kvweave.kv.shelf import Entry
+
+
+class Pin(NamedTuple):
+    place: Place
+    entry: Entry
+
+
+class Holds(NamedTuple):
+    """What a lease keeps from going away. Changed by the store alone, under its lock."""
+
+    pins: dict[ChunkKey, Pin]
+    arrivals: list[Arrival]
+    late_pins: list[tuple[ChunkKey, Pin]]  # chunks that reached the host tier after `acquire`
+
+
+class Lease:
+    """A pin on chunk KV. Made by `KVStore.acquire`, belongs to one request, releases itself.
+
+    While it is held the bytes behind it stay where they are; after `release` no view that came
+    through it may be touched. Releasing twice is harmless. Not thread-safe: one request, one owner.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[ChunkKey, str],
+        missing: Mapping[ChunkKey, Miss],
+        holds: Holds,
+        release: Callable[[Holds], None],
+        abandon: Callable[[Holds], None],
+    ) -> None:
+        self.tiers = dict(tiers)  # chunk → tier it will come from, in the order asked for
+        self.missing = dict(missing)  # chunk → why it is not in the lease
+        self.holds = holds  # the store's
+        self.released = False
+        self._release = release
+        self._abandon = abandon  # like release, but safe inside a garbage collection
+
+    @property
+    def keys(self) -> tuple[ChunkKey, ...]:
+        """What is held, each once, in the order asked for."""
+        return tuple(self.tiers)
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            self._release(self.holds)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if not self.released:
+            self.released = True
+            self._abandon(self.holds)
+
+
+class Source(Protocol):
+    """Where the layers of one chunk come from: an arrival, or bytes already in host memory."""
+
+    @property
+    def failure(self) -> Miss | None: ...
+
+    def want(self, end: int) -> None: ...
+
+    def wait_layer(self, layer: int) -> EncodedLayer | None: ...
+
+    def wait_header(self) -> Header | None: ...
+
+
+class Resident:
+    """A chunk that is in the host tier: every layer is there at once."""
+
+    failure: Miss | None = None
+
+    def __init__(self, header: Header, memory: Memory) -> None:
+        self._header = header
+        self._memory = memory
+
+    def want(self, end: int) -> None:
+        """Nothing to fetch."""
+
+    def wait_layer(self, layer: int) -> EncodedLayer | None:
+        return layer_of(self._header, self._memory, layer)
+
+    def wait_header(self) -> Header | None:
+        return self._header
+
+
+class Transfer:
+    """Brings the layers of a lease's chunks into host memory, a bounded number ahead.
+
+    Made by `KVStore.load`. Used by one thread, the one that consumes the layers. Views it gives out
+    are read-only and valid until the lease is released.
+    """
+
+    def __init__(
+        self, lease: Lease, sources: Mapping[ChunkKey, Source], lookahead_layers: int
+    ) -> None:
+        self.lost: dict[ChunkKey, Miss] = {}  # chunks that failed on the way, and why
+        self._lease = lease
+        self._sources = dict(sources)
+        self._lookahead = lookahead_layers
+        self._want(0)
+
+    def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
+        """Layer `layer` of every chunk of the lease, in its order. Blocks until all are there.
+
+        A chunk that failed is left out, here and from now on, and named in `lost`: the request
+        computes it instead. Layers of it that were given out before stay readable.
+        """
+        assert not self._lease.released, "the lease behind this transfer was released"
+        self._want(layer)
+        found: dict[ChunkKey, EncodedLayer] = {}
+        for key, source in self._sources.items():
+            if key in self.lost:
+                continue
+            encoded = source.wait_layer(layer)
+            if encoded is None:
+                assert source.failure is not None, "a source that gives nothing says why"
+                self.lost[key] = source.failure
+            else:
+                found[key] = encoded
+        return found
+
+    def headers(self) -> dict[ChunkKey, Header]:
+        """Shape, codec and number of layers of every chunk. Blocks until all are known."""
+        found: dict[ChunkKey, Header] = {}
+        for key, source in self._sources.items():
+            header = source.wait_header()
+            if header is not None:
+                found[key] = header
+            elif source.failure is not None:
+                self.lost[key] = source.failure
+        return found
+
+    def _want(self, layer: int) -> None:
+        """Ask layer by layer over all chunks, so that early layers of all come first."""
+        for end in range(layer + 1, layer + 1 + self._lookahead):
+            for source in self._sources.values():
+                source.want(end)

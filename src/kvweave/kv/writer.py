@@ -1,0 +1,143 @@
+"""Write-behind: saving returns at once, a thread per tier writes, a byte bound keeps it honest."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.objects import PackedChunk
+
+
+class Ticket:
+    """A promise about one saved object. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open = 1  # tiers that have not answered yet; the store itself counts as one
+        self._kept: list[str] = []
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until every tier answered. True: at least one tier that outlives this process has
+        the object; without such a tier, at least one tier has it."""
+        with self._changed:
+            answered = self._changed.wait_for(lambda: self._open == 0, timeout_s)
+            return answered and bool(self._kept)
+
+    def expect(self) -> None:
+        with self._changed:
+            self._open += 1
+
+    def answer(self, tier: str | None) -> None:
+        """One tier is done; None if it does not have the object."""
+        with self._changed:
+            self._open -= 1
+            if tier is not None:
+                self._kept.append(tier)
+            if self._open == 0:
+                self._changed.notify_all()
+
+
+class _Pending(NamedTuple):
+    packed: PackedChunk
+    ticket: Ticket
+
+
+class Writer:
+    """One thread that saves objects to one tier, in order. `write` does the work and says whether
+    the tier has the object; it must not raise."""
+
+    def __init__(
+        self, name: str, max_pending_bytes: int, write: Callable[[PackedChunk], bool]
+    ) -> None:
+        self._name = name
+        self._max_pending_bytes = max_pending_bytes
+        self._write = write
+        self._changed = threading.Condition()
+        self._queue: deque[_Pending] = deque()
+        self._pending_bytes = 0  # queued and being written
+        self._thread: threading.Thread | None = None
+        self._writing: ChunkKey | None = None
+        self._closed = False
+
+    @property
+    def pending_bytes(self) -> int:
+        return self._pending_bytes
+
+    def pends(self, key: ChunkKey) -> bool:
+        """Whether a write of this key is queued or under way."""
+        with self._changed:
+            return self._writing == key or any(p.packed.key == key for p in self._queue)
+
+    def offer(self, packed: PackedChunk, ticket: Ticket, *, wait_s: float) -> bool:
+        """Queue a write. False: the bound is reached and stayed so for `wait_s`, or closed.
+
+        An object larger than the bound is taken when nothing else is pending.
+        """
+        size = packed.header.total_bytes
+
+        def has_room() -> bool:
+            fits = self._pending_bytes + size <= self._max_pending_bytes
+            return self._closed or fits or self._pending_bytes == 0
+
+        with self._changed:
+            if not self._changed.wait_for(has_room, wait_s) or self._closed:
+                return False
+            ticket.expect()
+            self._queue.append(_Pending(packed, ticket))
+            self._pending_bytes += size
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"kv-{self._name}-writer", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+        return True
+
+    def forget(self, key: ChunkKey, wait_s: float = 5.0) -> None:
+        """Drop queued writes of a key that is about to be deleted, and wait for one under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._writing != key, wait_s)
+            dropped = [p for p in self._queue if p.packed.key == key]
+            self._queue = deque(p for p in self._queue if p.packed.key != key)
+            self._pending_bytes -= sum(p.packed.header.total_bytes for p in dropped)
+            self._changed.notify_all()
+        for pending in dropped:
+            pending.ticket.answer(None)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is pending. False: the tier is too slow for that."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._pending_bytes == 0, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued for at most `timeout_s`, refuse the rest, and stop."""
+        self.flush(timeout_s)
+        with self._changed:
+            self._closed = True
+            left = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        for pending in left:
+            pending.ticket.answer(None)
+        if self._thread is not None:
+            self._thread.join(max(0.1, min(1.0, timeout_s)))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+                if not self._queue:
+                    return
+                pending = self._queue.popleft()
+                self._writing = pending.packed.key
+            kept = False
+            try:
+                kept = self._write(pending.packed)
+            finally:
+                pending.ticket.answer(self._name if kept else None)
+                with self._changed:
+                    self._writing = None
+                    self._pending_bytes -= pending.packed.header.total_bytes
+                    self._changed.notify_all()
+                del pending  # free its memory before waiting for the next

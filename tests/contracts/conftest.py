@@ -1,0 +1,87 @@
+"""One of each tier, for the contract suite. Servers start once per session."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvweave.kv.config import (
+    DiskTierConfig,
+    FaultPlan,
+    FaultyTierConfig,
+    HostTierConfig,
+    RedisTierConfig,
+    S3TierConfig,
+    TierConfig,
+)
+from kvweave.kv.tiers import Tier, open_tier
+from servers import running_redis, running_s3
+
+MIB = 1 << 20
+TIERS = ["host", "disk", "disk direct", "redis", "s3", "faulty host", "faulty disk"]
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_redis(tmp_path_factory.mktemp("redis")) as port:
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    with running_s3() as endpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        import boto3
+
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        client.create_bucket(Bucket="chunks")
+        client.close()
+        yield endpoint
+
+
+@pytest.fixture(params=TIERS)
+def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Tier]]:
+    """Opens the tier under test; called twice it opens the same place again."""
+    cfg = _config(request.param, request, tmp_path)
+    opened: list[Tier] = []
+
+    def make() -> Tier:
+        opened.append(open_tier(cfg))
+        return opened[-1]
+
+    yield make
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture
+def tier(make_tier: Callable[[], Tier]) -> Tier:
+    return make_tier()
+
+
+def _config(name: str, request: pytest.FixtureRequest, folder: Path) -> TierConfig:
+    host = HostTierConfig(capacity_bytes=8 * MIB, pinned=False)
+    match name:
+        case "host":
+            return host
+        case "disk":
+            return DiskTierConfig(folder)
+        case "disk direct":
+            return DiskTierConfig(folder, direct_io=True)
+        case "redis":
+            url = request.getfixturevalue("redis_url")
+            return RedisTierConfig(url, prefix=f"[{uuid.uuid4().hex}]*:")
+        case "s3":
+            endpoint = request.getfixturevalue("s3_endpoint")
+            return S3TierConfig(
+                "chunks", f"{uuid.uuid4().hex}/", endpoint_url=endpoint, region="us-east-1"
+            )
+        case "faulty host":
+            return FaultyTierConfig(host)
+        case "faulty disk":
+            late = FaultPlan(delay=0.5, delay_s=0.002)
+            return FaultyTierConfig(DiskTierConfig(folder), late)
+    raise AssertionError(name)

@@ -1,0 +1,255 @@
+"""What each tier does on a bad day: full, read-only, gone, slow, damaged."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import ConfigError, TierCorrupt, TierError
+from kvweave.kv.config import (
+    DiskTierConfig,
+    FaultPlan,
+    HostTierConfig,
+    RedisTierConfig,
+    S3TierConfig,
+)
+from kvweave.kv.memory import new_memory
+from kvweave.kv.tiers.disk import DiskTier
+from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.kv.tiers.host import HostTier
+from kvweave.kv.tiers.redis import RedisTier
+from kvweave.kv.tiers.s3 import S3Tier
+from kvworld import CHUNK_BYTES, make_chunk, make_key
+from servers import free_port, running_redis
+
+
+def fail_with(code: int) -> object:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_full_host_tier_says_no_and_keeps_what_it_has() -> None:
+    tier = HostTier(HostTierConfig(capacity_bytes=2 * CHUNK_BYTES, pinned=False))
+    chunks = [make_chunk(i) for i in range(3)]
+    assert [tier.write(c.key, [c.view]) for c in chunks] == [True, True, False]
+    assert tier.size(chunks[0].key) == CHUNK_BYTES
+
+
+def test_a_full_disk_says_no_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, chunk = DiskTier(DiskTierConfig(tmp_path)), make_chunk()
+    written: list[int] = []
+    real_writev = os.writev
+
+    def writev(descriptor: int, parts: list[memoryview]) -> int:
+        """Room for one page, then none: as a disk fills up."""
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(real_writev(descriptor, [parts[0][:4096]]))
+        return written[-1]
+
+    monkeypatch.setattr(os, "writev", writev)
+    assert tier.write(chunk.key, [chunk.view]) is False
+    monkeypatch.undo()
+    assert written == [4096]
+    assert (tier.size(chunk.key), tier.temporaries()) == (None, [])
+    assert tier.write(chunk.key, [chunk.view]) is True
+
+
+def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, chunk = DiskTier(DiskTierConfig(tmp_path)), make_chunk()
+    real_writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda d, parts: real_writev(d, [parts[0][:1000]]))
+    assert tier.write(chunk.key, [chunk.view[:5000], chunk.view[5000:]]) is True
+    monkeypatch.undo()
+    assert (tmp_path / "objects").exists()
+    reader = tier.open(chunk.key)
+    assert reader is not None
+    out = bytearray(reader.size_bytes)
+    reader.read(0, memoryview(out))
+    assert out == chunk.view
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+def test_a_folder_that_refuses_writes_still_serves_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    tier, chunk = DiskTier(DiskTierConfig(tmp_path)), make_chunk(1)
+    tier.write(chunk.key, [chunk.view])
+    monkeypatch.setattr(os, "replace", fail_with(code))
+    with pytest.raises(TierError, match="disk cannot write"):
+        tier.write(make_key(2), [chunk.view])
+    assert tier.temporaries() == []
+    assert tier.open(chunk.key) is not None
+
+
+def test_a_read_only_store_can_be_opened_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk = make_chunk()
+    DiskTier(DiskTierConfig(tmp_path)).write(chunk.key, [chunk.view])
+    monkeypatch.setattr(Path, "mkdir", fail_with(errno.EROFS))
+    tier = DiskTier(DiskTierConfig(tmp_path))
+    assert "reading only" in caplog.text
+    assert tier.size(chunk.key) == len(chunk.view)
+
+
+def test_a_file_in_place_of_the_folder_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("not a folder")
+    with pytest.raises(TierError, match=r"cannot use .*store as a store: .*; give a folder"):
+        DiskTier(DiskTierConfig(tmp_path / "store"))
+
+
+def test_bytes_are_on_the_medium_before_their_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, chunk = DiskTier(DiskTierConfig(tmp_path)), make_chunk()
+    steps: list[str] = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")
+        steps.append("sync folder" if is_folder else "sync file")
+        real_fsync(descriptor)
+
+    def replace(source: object, target: object) -> None:
+        steps.append("rename")
+        real_replace(source, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    tier.write(chunk.key, [chunk.view])
+    assert steps[-3:] == ["sync file", "rename", "sync folder"]
+
+
+def test_the_sweep_takes_dead_temporaries_and_leaves_live_ones(tmp_path: Path) -> None:
+    import fcntl
+
+    DiskTier(DiskTierConfig(tmp_path))
+    dead, live = tmp_path / "tmp" / "dead.tmp", tmp_path / "tmp" / "live.tmp"
+    dead.write_bytes(b"half")
+    with live.open("wb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        tier = DiskTier(DiskTierConfig(tmp_path))
+        assert tier.temporaries() == [live]
+    assert DiskTier(DiskTierConfig(tmp_path)).temporaries() == []
+
+
+def test_quarantine_is_bounded(tmp_path: Path) -> None:
+    tier = DiskTier(DiskTierConfig(tmp_path, quarantine_bytes=2 * CHUNK_BYTES))
+    for i in range(4):
+        chunk = make_chunk(i)
+        tier.write(chunk.key, [chunk.view])
+        tier.quarantine(chunk.key)
+        time.sleep(0.01)
+    kept = [path.name[:64] for path in tier.quarantined()]
+    assert sorted(kept) == sorted(make_key(i).hex() for i in (2, 3))
+    assert tier.clear_quarantine() == 2 * CHUNK_BYTES
+
+
+def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
+    tier = DiskTier(DiskTierConfig(tmp_path))
+    stranger = tmp_path / "objects" / "notes.txt"
+    stranger.write_text("mine")
+    assert list(tier.scan()) == []
+    assert stranger.exists()
+
+
+def test_a_redis_that_is_down_fails_in_time_and_comes_back(tmp_path: Path) -> None:
+    port = free_port()
+    tier = RedisTier(RedisTierConfig(f"redis://127.0.0.1:{port}", timeout_s=0.3))
+    chunk = make_chunk()
+    start_s = time.monotonic()
+    with pytest.raises(TierError, match="check the server"):
+        tier.size(chunk.key)
+    assert time.monotonic() - start_s < 3
+    with running_redis(tmp_path, port=port):
+        assert tier.write(chunk.key, [chunk.view]) is True
+        assert tier.size(chunk.key) == len(chunk.view)
+    tier.close()
+
+
+def test_a_redis_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    import redis
+
+    with running_redis(tmp_path) as port:
+        tier = RedisTier(RedisTierConfig(f"redis://127.0.0.1:{port}", timeout_s=0.2))
+        tier.size(make_key())
+        with redis.Redis(port=port) as admin:
+            admin.execute_command("CLIENT", "PAUSE", 3000)
+        start_s = time.monotonic()
+        with pytest.raises(TierError, match="Timeout"):
+            tier.size(make_key())
+        assert time.monotonic() - start_s < 2.5
+        tier.close()
+
+
+def test_a_redis_without_room_says_no(tmp_path: Path) -> None:
+    with running_redis(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as port:
+        tier = RedisTier(RedisTierConfig(f"redis://127.0.0.1:{port}"))
+        assert False in [tier.write(make_key(i), [bytes(1 << 20)]) for i in range(8)]
+        tier.close()
+
+
+def test_redis_speaks_tls(tmp_path: Path) -> None:
+    """Our settings reach the client: a TLS url to a plain port fails in the handshake."""
+    with running_redis(tmp_path) as port:
+        tier = RedisTier(RedisTierConfig(f"rediss://127.0.0.1:{port}", timeout_s=0.5))
+        with pytest.raises(TierError):
+            tier.size(make_key())
+        tier.close()
+
+
+def test_a_bad_redis_url_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="bad redis url"):
+        RedisTier(RedisTierConfig("http://somewhere"))
+
+
+def test_an_s3_that_is_down_or_has_no_bucket_is_a_tier_error(s3_endpoint: str) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    for cfg in (
+        S3TierConfig("chunks", endpoint_url=nobody, region="us-east-1", timeout_s=1),
+        S3TierConfig("no-such-bucket", endpoint_url=s3_endpoint, region="us-east-1"),
+    ):
+        tier = S3Tier(cfg)
+        with pytest.raises(TierError, match="does not answer as it should"):
+            tier.write(make_key(), [b"x"])
+        tier.close()
+
+
+def make_faulty(**faults: float) -> FaultyTier:
+    inner = HostTier(HostTierConfig(capacity_bytes=4 * CHUNK_BYTES, pinned=False))
+    chunk = make_chunk()
+    inner.write(chunk.key, [chunk.view])
+    return FaultyTier(inner, FaultPlan(**faults))  # type: ignore[arg-type]
+
+
+def test_each_fault_does_what_it_says() -> None:
+    key, out = make_key(0), new_memory(CHUNK_BYTES, pinned=False).view
+    assert make_faulty(drop=1.0).open(key) is None
+    with pytest.raises(TierError, match="injected"):
+        make_faulty(fail=1.0).size(key)
+    reader = make_faulty(truncate=1.0).open(key)
+    assert reader is not None
+    with pytest.raises(TierCorrupt, match="read ended"):
+        reader.read(0, out)
+    reader = make_faulty(corrupt=1.0).open(key)
+    assert reader is not None
+    reader.read(0, out)
+    changed = [a ^ b for a, b in zip(out, make_chunk().view, strict=True) if a != b]
+    assert len(changed) == 1
+    assert changed[0].bit_count() == 1
+
+
+def test_faults_repeat_with_their_seed() -> None:
+    runs = []
+    for _ in range(2):
+        tier = make_faulty(drop=0.5, seed=3)
+        runs.append([tier.size(make_key(0)) is None for _ in range(32)])
+    assert runs[0] == runs[1]
+    assert 0 < sum(runs[0]) < 32

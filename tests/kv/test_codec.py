@@ -1,0 +1,79 @@
+"""Codecs: sizes known beforehand, decoding into the caller's memory, no copy for raw."""
+
+import pytest
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.kv.codec import CODECS, LayerKV, dtype_name, open_codec
+from kvweave.kv.layout import Shape
+from kvweave.kv.objects import layer_of, pack_chunk
+from kvworld import make_key, make_layers
+
+TOLERANCE = {"raw": 0.0, "fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "fp8": 0.2, "int4": 0.3}
+# bytes per element of 256 tokens of SmolLM2's shape, parameters included
+BYTES_PER_ELEMENT = {"raw": 4, "fp16": 2, "bf16": 2, "int8": 1.0625, "fp8": 1.03125, "int4": 0.5625}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_gives_back_about_what_it_got(codec: str, dtype: str) -> None:
+    layers = make_layers(num_tokens=70, dtype=dtype)
+    chunk = pack_chunk(make_key(), layers, codec)
+    for i, want in enumerate(layers):
+        got = layer_of(chunk.header, chunk.memory, i).decode()
+        assert got.k.dtype == want.k.dtype
+        torch.testing.assert_close(got.k, want.k, rtol=0.01, atol=TOLERANCE[codec])
+        torch.testing.assert_close(got.v, want.v, rtol=0.01, atol=TOLERANCE[codec])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_decoding_into_given_memory_equals_decoding_into_fresh(codec: str) -> None:
+    chunk = pack_chunk(make_key(), make_layers(), codec)
+    encoded = layer_of(chunk.header, chunk.memory, 1)
+    kv = torch.full((2, 20, 2, 8), -1.0)  # a request's buffer: the chunk goes to rows 10..15
+    out = LayerKV(kv[0, 10:15], kv[1, 10:15])
+    fresh, given = encoded.decode(), encoded.decode(out)
+    assert given.k is out.k
+    assert torch.equal(fresh.k, kv[0, 10:15])
+    assert torch.equal(fresh.v, kv[1, 10:15])
+    assert (kv[:, :10] == -1).all()
+    assert (kv[:, 15:] == -1).all()
+
+
+def test_raw_decodes_without_a_copy() -> None:
+    chunk = pack_chunk(make_key(), make_layers())
+    encoded = layer_of(chunk.header, chunk.memory, 0)
+    assert encoded.decode().k.data_ptr() == encoded.data.data_ptr()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sizes_are_known_from_the_shape(codec: str) -> None:
+    shape = Shape(256, 3, 64, "float32")
+    size = open_codec(codec).num_bytes(shape)
+    assert size / (2 * 256 * 3 * 64) == BYTES_PER_ELEMENT[codec]
+
+
+def test_what_fp16_cannot_hold_is_refused() -> None:
+    layers = make_layers()
+    layers[1].k[0, 0, 0] = 1e5
+    with pytest.raises(ValueError, match="use raw or bf16"):
+        pack_chunk(make_key(), layers, "fp16")
+
+
+def test_unknown_codecs_and_dtypes_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="no codec 'zip'; known: raw"):
+        open_codec("zip")
+    with pytest.raises(ConfigError, match="float64"):
+        dtype_name(torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_gpu_encodes_and_decodes_like_a_cpu(codec: str) -> None:
+    layers = make_layers(num_tokens=70)
+    here = pack_chunk(make_key(), layers, codec)
+    there = pack_chunk(make_key(), [LayerKV(k.cuda(), v.cuda()) for k, v in layers], codec)
+    assert bytes(here.view) == bytes(there.view)
+    encoded = layer_of(here.header, here.memory, 0)
+    on_gpu = encoded._replace(data=encoded.data.cuda()).decode()
+    torch.testing.assert_close(on_gpu.k.cpu(), encoded.decode().k, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,138 @@
+"""32 threads at once under a small budget: budgets hold, leased bytes stay, books balance."""
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvweave.kv.config import DiskTierConfig, FaultPlan
+from kvweave.kv.objects import verify_object
+from kvweave.kv.places import make_place
+from kvweave.kv.store import KVStore
+from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.disk import DiskTier
+from kvweave.kv.tiers.faulty import FaultyTier
+from kvworld import CHUNK_BYTES, LAYERS, make_chunk, make_config, make_key, make_layers
+
+NUM_THREADS = 32
+NUM_CHUNKS = 24
+HOST_CHUNKS, DISK_CHUNKS = 5, 9
+CHUNKS = [make_chunk(number) for number in range(NUM_CHUNKS)]
+LAYERS_OF = [make_layers(number) for number in range(NUM_CHUNKS)]
+
+
+class Traffic:
+    """Random use of one store from many threads; remembers everything that went wrong."""
+
+    def __init__(self, store: KVStore, root: Path, seconds: float) -> None:
+        self.wrong: list[str] = []
+        self.num_checked = 0
+        self._store = store
+        self._root = root
+        self._end_s = time.monotonic() + seconds
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._use, args=(i,)) for i in range(NUM_THREADS)]
+        threads.append(threading.Thread(target=self._watch))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _use(self, seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while time.monotonic() < self._end_s and not self.wrong:
+                pick = [int(NUM_CHUNKS * rng.random() ** 2) for _ in range(4)]
+                action = rng.random()
+                if action < 0.6:
+                    self._load(pick, stop_after=rng.choice([1, LAYERS, LAYERS]))
+                elif action < 0.93:
+                    self._store.save(CHUNKS[pick[0]], cost_s=rng.random(), wait_s=0.01)
+                elif action < 0.97:
+                    self._store.delete([make_key(pick[0])])
+                else:
+                    self._store.peek([make_key(number) for number in pick])
+        except BaseException as error:
+            self.wrong.append(repr(error))
+            raise
+
+    def _load(self, numbers: list[int], stop_after: int) -> None:
+        with self._store.acquire([make_key(number) for number in numbers]) as lease:
+            transfer = self._store.load(lease)
+            kept = []
+            for layer in range(stop_after):
+                found = transfer.wait_layer(layer)
+                kept += [(n, layer, found[make_key(n)]) for n in numbers if make_key(n) in found]
+            for number, layer, encoded in kept:  # after all others had time to push it out
+                self.num_checked += 1
+                if not torch.equal(encoded.decode().k, LAYERS_OF[number][layer].k):
+                    self.wrong.append(f"layer {layer} of chunk {number} changed under a lease")
+
+    def _watch(self) -> None:
+        while time.monotonic() < self._end_s:
+            for name, used in self._store.used_bytes().items():
+                limit = (HOST_CHUNKS if name == "host" else DISK_CHUNKS) * CHUNK_BYTES
+                if used > limit:
+                    self.wrong.append(f"{name} promises {used} of {limit} bytes")
+            on_disk = sum(_size(p) for p in (self._root / "objects").rglob("*.kv"))
+            if on_disk > DISK_CHUNKS * CHUNK_BYTES:
+                self.wrong.append(f"{on_disk} bytes are on disk")
+            time.sleep(0.01)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "pgdsf"])
+@pytest.mark.parametrize(
+    "seconds", [2.0, pytest.param(30.0, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+def test_budgets_hold_and_leased_bytes_stay_under_heavy_traffic(
+    tmp_path: Path, seconds: float, policy: str
+) -> None:
+    cfg = make_config(tmp_path, HOST_CHUNKS, DISK_CHUNKS, policy=policy)
+    host = open_tier(cfg.tiers[0])
+    disk = open_tier(DiskTierConfig(tmp_path, fsync=False))  # more writes in the time there is
+    # layer by layer and sometimes late, so that loads overlap with everything else
+    slow = FaultyTier(disk, FaultPlan(delay=0.3, delay_s=0.002))
+    slow.best_read_bytes = 1
+    store = KVStore(
+        cfg,
+        places=[
+            make_place(host, HOST_CHUNKS * CHUNK_BYTES, cfg),
+            make_place(slow, DISK_CHUNKS * CHUNK_BYTES, cfg),
+        ],
+    )
+    traffic = Traffic(store, tmp_path, seconds)
+    traffic.run()
+    assert traffic.wrong == []
+    assert traffic.num_checked > 100
+    pressure = ("kv_evictions_total", "kv_admissions_refused_total")  # lru evicts, pgdsf refuses
+    for tier in ("host", slow.name):
+        assert sum(store.metrics.value(name, tier=tier) for name in pressure) > 0
+    assert store.flush()
+    _settle(store)
+    store.check_integrity()
+    store.close()
+    tier = DiskTier(cfg.tiers[1])  # type: ignore[arg-type]
+    for stored in tier.scan():
+        reader = tier.open(stored.key)
+        assert reader is not None
+        verify_object(reader, stored.key)
+        reader.close()
+
+
+def _settle(store: KVStore) -> None:
+    """Reads that nobody waits for any more may still be on their way."""
+    give_up_s = time.monotonic() + 10
+    while store.num_pinned() and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert store.num_pinned() == 0

@@ -1,0 +1,87 @@
+"""One object: a header that defends itself, aligned layers, named extras."""
+
+import struct
+
+import pytest
+
+from kvweave.errors import TierCorrupt, TierForeign
+from kvweave.kv import checksum, layout
+from kvweave.kv.arrivals import plan_spans
+from kvweave.kv.layout import ALIGN, LAYOUT_VERSION, parse_header
+from kvworld import make_chunk, make_key
+
+
+def test_a_header_parses_back_to_itself() -> None:
+    chunk = make_chunk(extras={"anchors": b"abc", "scores": b"x" * 5000})
+    parsed = parse_header(chunk.view, chunk.key, len(chunk.view))
+    assert parsed == chunk.header
+    anchors = parsed.extras["anchors"]
+    assert bytes(chunk.view[anchors.offset : anchors.offset + anchors.size_bytes]) == b"abc"
+
+
+def test_layers_and_extras_start_on_page_boundaries_and_tile_the_object() -> None:
+    header = make_chunk(extras={"anchors": b"abc"}).header
+    sections = [*header.extras.values(), *header.layers]
+    assert all(section.offset % ALIGN == 0 for section in sections)
+    ends = [header.header_bytes, *(header.padded_end(section) for section in sections)]
+    assert [section.offset for section in sections] == ends[:-1]
+    assert ends[-1] == header.total_bytes
+
+
+def test_many_layers_make_a_longer_header() -> None:
+    chunk = make_chunk(num_layers=200)
+    assert chunk.header.header_bytes == 2 * ALIGN
+    assert parse_header(chunk.view, chunk.key, len(chunk.view)) == chunk.header
+
+
+def test_an_object_under_the_wrong_key_is_refused() -> None:
+    chunk = make_chunk(1)
+    with pytest.raises(TierCorrupt, match="another key"):
+        parse_header(chunk.view, make_key(2), len(chunk.view))
+
+
+def test_an_object_of_the_wrong_length_is_refused() -> None:
+    chunk = make_chunk()
+    with pytest.raises(TierCorrupt, match="its header says"):
+        parse_header(chunk.view, chunk.key, len(chunk.view) - ALIGN)
+
+
+def test_another_layout_version_is_foreign_not_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+    chunk = make_chunk()
+    monkeypatch.undo()
+    with pytest.raises(TierForeign, match="written by another kvweave"):
+        parse_header(chunk.view, chunk.key, len(chunk.view))
+
+
+def test_a_damaged_version_is_corrupt_not_foreign() -> None:
+    chunk = make_chunk()
+    raw = bytearray(chunk.view)
+    struct.pack_into("<I", raw, 8, 7)
+    with pytest.raises(TierCorrupt, match="header checksum"):
+        parse_header(raw, chunk.key, len(raw))
+
+
+def test_an_unknown_or_missing_checksum_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TierForeign, match="newer kvweave"):
+        checksum.checksum_of("sha9")
+    checksum.checksum_of.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
+    with pytest.raises(TierForeign, match="pip install xxhash"):
+        checksum.checksum_of("xxh3")
+    checksum.best_algorithm.cache_clear()
+    assert checksum.best_algorithm() == "crc32"
+    assert make_chunk().header.algorithm == "crc32"
+    checksum.best_algorithm.cache_clear()
+
+
+def test_reads_cover_every_byte_behind_the_header_once() -> None:
+    header = make_chunk(extras={"anchors": b"abc"}, num_layers=7).header
+    for best_read_bytes in (1, 3 * ALIGN, 1 << 30):
+        spans = plan_spans(header, best_read_bytes)
+        assert [s.start_byte for s in spans[1:]] == [s.end_byte for s in spans[:-1]]
+        assert (spans[0].start_byte, spans[-1].end_byte) == (
+            header.header_bytes,
+            header.total_bytes,
+        )
+        assert [i for s in spans for i in range(s.first, s.end)] == list(range(7))
