@@ -74,8 +74,9 @@ def test_recomputing_scattered_rows_changes_nothing_when_the_cache_is_exact(
 def test_a_later_token_never_changes_an_earlier_row(decoder: Decoder) -> None:
     changed = [*PROMPT[:50], (PROMPT[50] + 1) % 97, *PROMPT[51:]]
     before, after = all_logits(decoder, PROMPT), all_logits(decoder, changed)
-    assert torch.equal(before[:50], after[:50])
-    assert not torch.equal(before[50:], after[50:])
+    # not bit by bit: experts group other rows, and products round by their shape
+    torch.testing.assert_close(before[:50], after[:50], atol=1e-4, rtol=1e-5)
+    assert (before[50:] - after[50:]).abs().amax() > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
