@@ -4,6 +4,7 @@ Needs bare PyTorch, transformers and a CUDA device: `pytest -m gpu tests/gpu`.
 """
 
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tiny_models import VARIANTS, make_model_folder
 
 pytestmark = pytest.mark.gpu
 
-PROMPT = [random.Random(7).randrange(97) for _ in range(120)]
+PROMPT = random.Random(7).choices(range(97), k=120)
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
@@ -51,7 +52,8 @@ def test_half_precision_is_no_worse_than_on_the_cpu(folder: Path, dtype: str) ->
     exact = all_logits(load_decoder(folder, device="cpu", dtype="float32"), PROMPT)
     cpu = all_logits(load_decoder(folder, device="cpu", dtype=dtype), PROMPT)
     gpu = all_logits(load_decoder(folder, device="cuda", dtype=dtype), PROMPT)
-    assert (gpu - exact).abs().mean() < 1.5 * (cpu - exact).abs().mean() + 1e-3
+    errors = [(logits - exact).abs().mean(dim=1).median() for logits in (gpu, cpu)]
+    assert errors[0] < 1.5 * errors[1] + 1e-3
 
 
 def test_a_ragged_batch_equals_one_by_one(folder: Path) -> None:
@@ -69,7 +71,7 @@ def test_slices_and_steps_equal_one_shot(folder: Path) -> None:
     bounds = [0, 50, 51, 52, 100, 120]
     parts = [
         decoder.forward([Rows(PROMPT[a:b], range(a, b), kv, range(b - a))])
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in pairwise(bounds)
     ]
     torch.testing.assert_close(
         torch.cat(parts).cpu(), all_logits(decoder, PROMPT), atol=1e-3, rtol=1e-3

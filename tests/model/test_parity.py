@@ -11,7 +11,7 @@ from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
 from tiny_models import VARIANTS, make_model_folder, reference_logits
 
-PROMPT = [random.Random(7).randrange(97) for _ in range(70)]
+PROMPT = random.Random(7).choices(range(97), k=70)
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
@@ -84,5 +84,10 @@ def test_half_precision_stays_near_float32(folder: Path, dtype: str) -> None:
     exact = reference_logits(folder, PROMPT)
     ours = all_logits(load_decoder(folder, device="cpu", dtype=dtype), PROMPT)
     theirs = reference_logits(folder, PROMPT, getattr(torch, dtype))
-    # as far from float32 as transformers itself is in this dtype, give or take
-    assert (ours - exact).abs().mean() < 1.5 * (theirs - exact).abs().mean() + 1e-3
+    # As far from float32 as transformers itself is in this dtype, give or take. The median row,
+    # because a row that rounding sends to another expert is off by much more, in both alike.
+    assert typical(ours - exact) < 1.5 * typical(theirs - exact) + 1e-3
+
+
+def typical(gap: Tensor) -> Tensor:
+    return gap.abs().mean(dim=1).median()

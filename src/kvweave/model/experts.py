@@ -18,8 +18,7 @@ def routed_mlp(x: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
     share, chosen = shares.topk(spec.per_token, dim=-1)  # [R, per_token] each
     if spec.renormalise:
         share = share / share.sum(dim=-1, keepdim=True)
-    share = share.to(x.dtype)
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(x, dtype=torch.float32)  # sums of few terms, rounded once at the end
     for expert in range(spec.num_experts):
         rows, slot = torch.where(chosen == expert)
         if len(rows) == 0:
@@ -27,4 +26,4 @@ def routed_mlp(x: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
         gate, up = weights.gate_up[expert](x[rows]).chunk(2, dim=-1)  # [rows, I] each
         y = weights.down[expert](F.silu(gate).mul_(up))
         out.index_add_(0, rows, y * share[rows, slot, None])
-    return out
+    return out.to(x.dtype)
