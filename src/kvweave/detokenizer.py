@@ -2,7 +2,7 @@
 
 A token may end in the middle of a character, and the text of a token may depend on its left
 neighbour. So a window of the last few tokens is decoded each time, and what it adds is given out,
-less an unfinished character at its end. Belongs to one request; not for many threads.
+less what may be an unfinished character at its end. Belongs to one request; not for many threads.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from typing import NamedTuple
 from kvweave.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-KEPT = 8  # tokens a shortened window holds: more than the 4 bytes of the longest character
-WINDOW = 24  # tokens after which the window is shortened
+LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens
+KEPT = 8  # tokens a shortened window has at least: left neighbours for the next ones
+WINDOW = 24  # tokens from which on it is shortened
 
 
 class Detokenizer:
@@ -29,9 +30,9 @@ class Detokenizer:
             return ""  # not text, and it must not come between a token and its left neighbour
         self._window.append(token_id)
         text = self._text(self._window)
-        # An unfinished character decodes to exactly one U+FFFD; those in front of it are final.
-        out = self._give(text, len(text) - text.endswith(UNFINISHED))
-        if len(self._window) > WINDOW:
+        # All U+FFFD at the end: some tokenizers show every byte of a broken run as one.
+        out = self._give(text, len(text.rstrip(UNFINISHED)))
+        if len(self._window) >= WINDOW and not text.endswith(UNFINISHED):
             self._shorten(text)
         return out
 
@@ -46,11 +47,13 @@ class Detokenizer:
         return out
 
     def _shorten(self, text: str) -> None:
-        """Forget old tokens, unless the cut would fall inside a character (then next time)."""
-        tail = self._text(self._window[-KEPT:])
-        if text.endswith(tail):
-            self._window = self._window[-KEPT:]
-            self._given -= len(text) - len(tail)
+        """Forget old tokens, cutting between characters. All of `text` has been given out."""
+        for num_kept in range(KEPT, KEPT + LONGEST_CHARACTER):
+            tail = self._text(self._window[-num_kept:])
+            if text.endswith(tail):  # else the cut fell inside a character
+                self._window = self._window[-num_kept:]
+                self._given = len(tail)
+                return
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=True)
