@@ -1,10 +1,12 @@
-"""What every test may rely on: two threads, no network, a cache folder of its own if it asks."""
+"""What every test may rely on: no hub, and subprocesses that find this checkout's package."""
 
 import os
 from pathlib import Path
 
 import pytest
 
+SRC = str(Path(__file__).resolve().parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

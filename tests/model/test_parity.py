@@ -1,6 +1,7 @@
 """Our decoder equals transformers, and every road through it gives the same answer."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,34 +20,46 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_model_folder(tmp_path_factory.mktemp("models"), request.param)
 
 
+@pytest.fixture(scope="module")
+def decoder(folder: Path) -> Decoder:
+    return load_decoder(folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products only wait for each other on two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def all_logits(decoder: Decoder, ids: list[int]) -> Tensor:
     rows = Rows(ids, range(len(ids)), decoder.new_kv(len(ids)), range(len(ids)))
     return decoder.forward([rows])
 
 
-def test_logits_match_transformers(folder: Path) -> None:
-    ours = all_logits(load_decoder(folder, device="cpu"), PROMPT)
+def test_logits_match_transformers(folder: Path, decoder: Decoder) -> None:
+    ours = all_logits(decoder, PROMPT)
     torch.testing.assert_close(ours, reference_logits(folder, PROMPT), atol=1e-4, rtol=1e-4)
 
 
-def test_incremental_decode_equals_one_shot(folder: Path) -> None:
-    decoder, ids = load_decoder(folder, device="cpu"), PROMPT[:25]
+def test_incremental_decode_equals_one_shot(decoder: Decoder) -> None:
+    ids = PROMPT[:25]
     kv = decoder.new_kv(4)  # too small on purpose: it has to grow
     steps = [decoder.forward([Rows(ids[:9], range(9), kv, range(9))])]
     steps += [decoder.forward([Rows([ids[i]], [i], kv, [0])]) for i in range(9, len(ids))]
     torch.testing.assert_close(torch.cat(steps), all_logits(decoder, ids), atol=1e-4, rtol=1e-4)
 
 
-def test_prefill_in_slices_equals_one_shot(folder: Path) -> None:
-    decoder = load_decoder(folder, device="cpu")
+def test_prefill_in_slices_equals_one_shot(decoder: Decoder) -> None:
     kv = decoder.new_kv(len(PROMPT))
     slices = [(0, 1), (1, 30), (30, 31), (31, 70)]
     parts = [decoder.forward([Rows(PROMPT[a:b], range(a, b), kv, range(b - a))]) for a, b in slices]
     torch.testing.assert_close(torch.cat(parts), all_logits(decoder, PROMPT), atol=1e-4, rtol=1e-4)
 
 
-def test_a_batch_of_ragged_prompts_equals_one_by_one(folder: Path) -> None:
-    decoder = load_decoder(folder, device="cpu")
+def test_a_batch_of_ragged_prompts_equals_one_by_one(decoder: Decoder) -> None:
     prompts = [PROMPT[:1], PROMPT[3:40], PROMPT[10:13], PROMPT]
     running = decoder.new_kv(32)  # and one sequence that is already decoding
     decoder.forward([Rows(PROMPT[:20], range(20), running, [])])
@@ -58,8 +71,9 @@ def test_a_batch_of_ragged_prompts_equals_one_by_one(folder: Path) -> None:
     torch.testing.assert_close(together, torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
-def test_recomputing_scattered_rows_changes_nothing_when_the_cache_is_exact(folder: Path) -> None:
-    decoder = load_decoder(folder, device="cpu")
+def test_recomputing_scattered_rows_changes_nothing_when_the_cache_is_exact(
+    decoder: Decoder,
+) -> None:
     kv = decoder.new_kv(len(PROMPT))
     decoder.forward([Rows(PROMPT, range(len(PROMPT)), kv, [])])
     picked = [3, 4, 17, 40, 69]
@@ -67,8 +81,7 @@ def test_recomputing_scattered_rows_changes_nothing_when_the_cache_is_exact(fold
     torch.testing.assert_close(again, all_logits(decoder, PROMPT)[picked], atol=1e-4, rtol=1e-4)
 
 
-def test_a_later_token_never_changes_an_earlier_row(folder: Path) -> None:
-    decoder = load_decoder(folder, device="cpu")
+def test_a_later_token_never_changes_an_earlier_row(decoder: Decoder) -> None:
     changed = [*PROMPT[:50], (PROMPT[50] + 1) % 97, *PROMPT[51:]]
     before, after = all_logits(decoder, PROMPT), all_logits(decoder, changed)
     assert torch.equal(before[:50], after[:50])

@@ -38,17 +38,18 @@ def attend(
 
     `positions` lie in host memory and ascend within a segment. Every row must see at least one key.
     """
-    out = torch.empty_like(q)
+    parts: list[Tensor] = []
     for segment in segments:
         if _is_whole_prefix(positions, segment):
-            out[segment.start : segment.end] = _sdpa(
-                q[segment.start : segment.end], segment, segment.end - segment.start, scale
-            )
+            num_rows = segment.end - segment.start
+            parts.append(_sdpa(q[segment.start : segment.end], segment, num_rows, scale))
             continue
         for start in range(segment.start, segment.end, BLOCK_ROWS):
             end = min(start + BLOCK_ROWS, segment.end)
-            out[start:end] = _attend_block(q[start:end], positions[start:end], segment, scale)
-    return out
+            parts.append(_attend_block(q[start:end], positions[start:end], segment, scale))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.empty_like(q)
 
 
 def _attend_block(q: Tensor, positions: Tensor, segment: Segment, scale: float | None) -> Tensor:

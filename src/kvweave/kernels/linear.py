@@ -11,6 +11,7 @@ prefill.py prints both.
 Shapes: R rows, I input dims, O output dims.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.errors import ConfigError
+
+# Rows that are quantised and multiplied at a time: what lies between the two stays in the cache.
+BLOCK_ROWS = 512
 
 
 class Projection(Protocol):
@@ -63,17 +67,32 @@ class Int8Linear:
     bias: Tensor | None = None  # [O]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        row_scale = x.abs().amax(dim=1, keepdim=True).clamp_min_(1e-10).div_(127.0)  # [R, 1]
+        if out is None:
+            out = x.new_empty(len(x), len(self.channel_scale))
+        for part, place in _blocks(x, out):
+            self._block(part, place)
+        return out
+
+    def _block(self, x: Tensor, out: Tensor) -> None:
+        row_scale = x.abs().amax(dim=1, keepdim=True).clamp_min_(1e-10).div_(127.0)  # [rows, 1]
         x_int8 = (x / row_scale).round_().to(torch.int8)
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
             x_int8, 1.0, 0, self.packed, self.channel_scale, self.zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
-        out = torch.mul(y, row_scale, out=y if out is None else out)
-        return out if self.bias is None else out.add_(self.bias)
+        torch.mul(y, row_scale, out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
 
     def add_to(self, h: Tensor, x: Tensor) -> None:
-        h.add_(self(x))
+        for part, place in _blocks(x, h):
+            place.add_(self(part))
+
+
+def _blocks(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same rows of x and y, BLOCK_ROWS at a time."""
+    for start in range(0, len(x), BLOCK_ROWS):
+        yield x[start : start + BLOCK_ROWS], y[start : start + BLOCK_ROWS]
 
 
 def to_int8(linear: Linear) -> Int8Linear:

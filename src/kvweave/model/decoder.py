@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.experts import routed_mlp
 from kvweave.model.rope import frequencies
@@ -107,9 +108,11 @@ class Decoder:
         return QKV(q, k, v)
 
     def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
-        """The rest of layer `layer`: h [R, E] and attention output [R, Hq, D] to h [R, E]."""
+        """The rest of layer `layer`: h [R, E] and attention output [R, Hq, D] to the next h.
+
+        Works in place: `h` is overwritten and returned.
+        """
         w = self.weights.layers[layer]
-        h = h.clone()
         w.out.add_to(h, attended.flatten(1))
         x = self._norm(h, w.mlp_norm)
         if w.experts is not None:
@@ -133,10 +136,7 @@ class Decoder:
         return self._scratch[: num_rows * width].view(num_rows, width)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
-        normed = F.rms_norm(x.float(), weight.shape, None, self.spec.norm_eps)
-        return weight * normed.to(x.dtype)  # round first, as the checkpoints were trained
+        return rms_norm(x, weight, self.spec.norm_eps)
 
     def _write_kv(
         self, layer: int, batch: Sequence[Rows], k: Tensor, v: Tensor, angles: Angles
