@@ -40,7 +40,7 @@ def cli() -> None:
 def main() -> NoReturn:
     """Entry point. Our own errors become one line on stderr and exit code 2, never a traceback."""
     try:
-        sys.exit(cli.main(standalone_mode=False) or 0)
+        sys.exit(cli.main(prog_name="kvweave", standalone_mode=False) or 0)
     except KVWeaveError as error:
         click.echo(f"kvweave: {error}", err=True)
         sys.exit(2)

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 @click.command("serve")
 @model_options
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=int, default=8321, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),  # the resolver would take 70000 for 4464
+    default=8321,
+    show_default=True,
+    help="0 takes a free one.",
+)
 def command(model: str, device: str, dtype: str, quant: str, host: str, port: int) -> None:
     """Serve an OpenAI-compatible API."""
     _need_extra()
@@ -53,7 +59,7 @@ def _listen(host: str, port: int) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name no resolver can hold
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"cannot listen on {host} port {port}: {reason}; pass another --host or --port"
