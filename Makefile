@@ -21,13 +21,13 @@ test-slow: $(VENV)/.dev models  ## the long tests too
 	$(BIN)/python -m pytest -m "not gpu"
 
 check: $(VENV)/.dev  ## format, lint and type check
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
 
 fix: $(VENV)/.dev  ## let the formatter and linter mend what they can
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench examples
+	$(BIN)/ruff check --fix src tests bench examples
 
 models: $(VENV)/.serve  ## fetch the embedded models once into the user's cache folder
 	@$(BIN)/kvweave models pull smollm2 minilm

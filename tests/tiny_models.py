@@ -1,9 +1,11 @@
 """Tiny seeded models of every family, made by transformers and saved as a folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SHAPE: dict[str, Any] = {
@@ -85,3 +87,40 @@ def reference_logits(folder: Path, ids: list[int], dtype: torch.dtype = torch.fl
     ).eval()
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float()
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT_TEXT = """The quick brown fox jumps over the lazy dog. Drain the node, then restart it.
+Question: how do I drain a node? Answer: system user assistant. You answer questions from the
+passages you are given. Be brief and exact. Größe, naïve, 東京, 😀 and 👩‍🚀."""
+
+
+def make_tokenizer_files(folder: Path, text: str = CHAT_TEXT, vocab_size: int = 400) -> Tokenizer:
+    """Train a byte-level BPE on `text` and write it with a ChatML template."""
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator([text] * 2, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return fast
+
+
+def make_chat_model_folder(root: Path, seed: int = 0, **changes: Any) -> Path:
+    """A tiny random llama that one can talk to. It babbles, but the same way each time."""
+    vocab_size = make_tokenizer_files(root / "llama").get_vocab_size()
+    ids = {"bos_token_id": 0, "eos_token_id": 2}
+    settings = {"vocab_size": vocab_size, "max_position_embeddings": 512, **ids, **changes}
+    return make_model_folder(root, "llama", seed, **settings)

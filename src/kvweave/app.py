@@ -75,7 +75,8 @@ class Weave:
         """Load a model: an embedded name, a folder, a .gguf file or a hub id."""
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
-        name = Path(model).name if Path(model).exists() else model
+        path = Path(model).expanduser()
+        name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
         return cls(decoder, Tokenizer(folder), name, system)
 
     @property
@@ -89,9 +90,14 @@ class Weave:
         *,
         documents: Sequence[Document | str] = (),
         sampling: Sampling | None = None,
+        system: str | None = None,
     ) -> Answer:
-        """Answer from `documents` (texts, or Documents with a title)."""
-        return self.stream(question, documents=documents, sampling=sampling).finish()
+        """Answer from `documents` (texts, or Documents with a title).
+
+        `system` takes the place of the Weave's own system prompt for this question.
+        """
+        stream = self.stream(question, documents=documents, sampling=sampling, system=system)
+        return stream.finish()
 
     def stream(
         self,
@@ -99,9 +105,10 @@ class Weave:
         *,
         documents: Sequence[Document | str] = (),
         sampling: Sampling | None = None,
+        system: str | None = None,
     ) -> "Answering":
         """As `ask`, piece by piece."""
-        prompt = self.build_prompt(question, documents)
+        prompt = self.build_prompt(question, documents, system)
         return self._start(prompt.token_ids, sampling)
 
     def chat(
@@ -112,12 +119,18 @@ class Weave:
             raise RequestError("messages is empty; send at least one")
         return self._start(self._tokenizer.encode(self._tokenizer.render_chat(messages)), sampling)
 
-    def build_prompt(self, question: str, documents: Sequence[Document | str] = ()) -> Prompt:
+    def build_prompt(
+        self,
+        question: str,
+        documents: Sequence[Document | str] = (),
+        system: str | None = None,
+    ) -> Prompt:
         """The prompt `ask` would use, by part."""
         if not question.strip():
             raise RequestError("the question is empty; ask something")
         texts = [Document(d) if isinstance(d, str) else d for d in documents]
-        return build_prompt(self._tokenizer, question, texts, self.system)
+        words = self.system if system is None else system
+        return build_prompt(self._tokenizer, question, texts, words)
 
     def _start(self, prompt_ids: Sequence[int], sampling: Sampling | None) -> "Answering":
         sampling = sampling or Sampling()

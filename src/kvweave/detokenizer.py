@@ -1,8 +1,8 @@
 """Token ids to text as they come, and stop strings.
 
 A token may end in the middle of a character, and the text of a token may depend on its left
-neighbour. So text is decoded from a little before the new token, and held back while it ends in an
-unfinished character. Belongs to one request; not for many threads.
+neighbour. So a window of the last few tokens is decoded each time, and what it adds is given out,
+less what may be an unfinished character at its end. Belongs to one request; not for many threads.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from typing import NamedTuple
 from kvweave.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens; longer runs are simply not text
+LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens
+KEPT = 8  # tokens a shortened window has at least: left neighbours for the next ones
+WINDOW = 24  # tokens from which on it is shortened
 
 
 class Detokenizer:
@@ -19,31 +21,41 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0  # decoding starts here, so that left neighbours are seen
-        self._done = 0  # ids before this have been turned into text
+        self._window: list[int] = []
+        self._given = 0  # characters of the window's text that were given out
 
     def push(self, token_id: int) -> str:
         """The text that is certain after `token_id`; often "", never half a character."""
-        self._ids.append(token_id)
-        text = self._pending()
-        if text.endswith(UNFINISHED) and len(self._ids) - self._done < LONGEST_CHARACTER:
-            return ""
-        return self._take(text)
+        if token_id in self._tokenizer.special_ids:
+            return ""  # not text, and it must not come between a token and its left neighbour
+        self._window.append(token_id)
+        text = self._text(self._window)
+        # All U+FFFD at the end: some tokenizers show every byte of a broken run as one.
+        out = self._give(text, len(text.rstrip(UNFINISHED)))
+        if len(self._window) >= WINDOW and not text.endswith(UNFINISHED):
+            self._shorten(text)
+        return out
 
     def flush(self) -> str:
         """What is left at the end; an unfinished character shows as U+FFFD."""
-        return self._take(self._pending())
+        text = self._text(self._window)
+        return self._give(text, len(text))
 
-    def _pending(self) -> str:
-        before = self._decode(self._ids[self._context : self._done])
-        return self._decode(self._ids[self._context :])[len(before) :]
+    def _give(self, text: str, end: int) -> str:
+        out = text[self._given : end]
+        self._given = max(self._given, end)
+        return out
 
-    def _take(self, text: str) -> str:
-        self._context, self._done = self._done, len(self._ids)
-        return text
+    def _shorten(self, text: str) -> None:
+        """Forget old tokens, cutting between characters. All of `text` has been given out."""
+        for num_kept in range(KEPT, KEPT + LONGEST_CHARACTER):
+            tail = self._text(self._window[-num_kept:])
+            if text.endswith(tail):  # else the cut fell inside a character
+                self._window = self._window[-num_kept:]
+                self._given = len(tail)
+                return
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special=True)
 
 
@@ -57,7 +69,9 @@ class Cut(NamedTuple):
 class StopMatcher:
     """Lets text through up to the first stop string, which itself never appears.
 
-    The end of the text is held back while it may still become a stop string.
+    First is the one that is complete first, the longest of those: however the text is cut into
+    pieces, the answer ends in the same place. The end of the text is held back while it may still
+    become a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -66,9 +80,11 @@ class StopMatcher:
 
     def push(self, text: str) -> Cut:
         self._held += text
-        found = [i for stop in self._stops if (i := self._held.find(stop)) >= 0]
+        found = [(i + len(s), i) for s in self._stops if (i := self._held.find(s)) >= 0]
         if found:
-            return Cut(self._held[: min(found)], True)
+            _, start = min(found)
+            out, self._held = self._held[:start], ""
+            return Cut(out, True)
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         out = self._held[: len(self._held) - keep]
         self._held = self._held[len(out) :]

@@ -40,15 +40,26 @@ def cli() -> None:
 def main() -> NoReturn:
     """Entry point. Our own errors become one line on stderr and exit code 2, never a traceback."""
     try:
-        sys.exit(cli.main(standalone_mode=False) or 0)
+        sys.exit(cli.main(prog_name="kvweave", standalone_mode=False) or 0)
     except KVWeaveError as error:
         click.echo(f"kvweave: {error}", err=True)
         sys.exit(2)
     except click.ClickException as error:
-        error.show()
+        _show(error)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("kvweave: interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+
+
+def _show(error: click.ClickException) -> None:
+    """One line as well; what click says in many is the help of a group called without a command."""
+    message = error.format_message()
+    if "\n" in message:
+        error.show()
+        return
+    ctx = error.ctx if isinstance(error, click.UsageError) else None
+    way_out = f" Try: {ctx.command_path} --help" if ctx is not None else ""
+    click.echo(f"kvweave: {message}{way_out}", err=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvweave.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
+SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller ones would round to 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,9 @@ class Sampling:
         check(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
         check(self.top_k >= 0, "top_k", "0 (off) or more")
-        check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "above 0, at most 100")
+        check(
+            0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "between 0.01 and 100"
+        )
         check(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         check(all(self.stop), "stop", "made of non-empty strings")
         check(
@@ -74,7 +77,7 @@ class Sampler:
         if self._sampling.logprobs is None:
             return Choice(token_id, None)
         logprobs = logits.log_softmax(dim=-1)
-        top = logprobs.topk(self._sampling.logprobs)
+        top = logprobs.topk(min(self._sampling.logprobs, len(logprobs)))
         alternatives = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return Choice(token_id, float(logprobs[token_id]), alternatives)
 
@@ -84,7 +87,8 @@ class Sampler:
             logits = _penalised(logits, seen_ids, s.repetition_penalty)
         if s.temperature == 0.0:
             return int(logits.argmax())
-        scores = logits.cpu() / s.temperature
+        # From the likeliest down, so that the smallest temperature gives 0 and -inf, never nan.
+        scores = (logits - logits.max()).cpu() / max(s.temperature, SMALLEST_TEMPERATURE)
         if 0 < s.top_k < len(scores):
             kept = scores.topk(s.top_k)
             ids, scores = kept.indices, kept.values  # likeliest first
@@ -93,7 +97,9 @@ class Sampler:
         weights = scores.softmax(dim=-1)
         if s.top_p < 1.0:
             ahead = weights.cumsum(dim=-1) - weights  # probability of everything likelier
-            weights = weights.masked_fill(ahead >= s.top_p, 0.0)  # the likeliest always stays
+            cut = ahead >= s.top_p
+            cut[0] = False  # the likeliest always stays, also when float32 rounds top_p to 0
+            weights = weights.masked_fill(cut, 0.0)
         return int(ids[torch.multinomial(weights, 1, generator=self._generator)])
 
 

@@ -1,0 +1,152 @@
+"""`kvweave ask`: one question, over files if there are any."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvweave.cli.loading import model_options, open_weave
+from kvweave.errors import CorpusError, RequestError
+
+if TYPE_CHECKING:
+    from kvweave.app import Answer, Document, Sampling
+
+LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it is tokenised
+
+
+@click.command("ask")
+@click.argument("question")
+@click.option(
+    "files",
+    "--file",
+    "-f",
+    multiple=True,
+    metavar="PATH",
+    help="A text file to answer from; - is stdin. May be given many times.",
+)
+@model_options
+@click.option("--max-tokens", type=int, help="Length of the answer at most (256).")
+@click.option("--temperature", type=float, help="0 takes the likeliest token each time (0).")
+@click.option("--top-p", type=float, help="Keep the likeliest tokens with this probability (1).")
+@click.option("--top-k", type=int, help="Keep this many of the likeliest tokens (0: all).")
+@click.option("--seed", type=int, help="Makes a drawn answer repeatable.")
+@click.option("--repetition-penalty", type=float, help="Above 1, used words become rarer (1).")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer in front of TEXT.")
+@click.option("--system", help="Instructions in place of kvweave's own.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document at the end.")
+@click.option("--stats/--no-stats", default=True, help="A line on tokens and time (on stderr).")
+def command(
+    question: str,
+    files: tuple[str, ...],
+    model: str,
+    device: str,
+    dtype: str,
+    quant: str,
+    system: str | None,
+    as_json: bool,
+    stats: bool,
+    **drawing: Any,
+) -> None:
+    """Answer QUESTION, from the given files if there are any."""
+    if not question.strip():
+        raise RequestError("the question is empty; ask something")
+    documents = [read_document(name) for name in files]
+    sampling = _sampling(drawing)
+    # Everything the user typed has been judged; now the slow part.
+    weave = open_weave(model=model, device=device, dtype=dtype, quant=quant)
+    answering = weave.stream(question, documents=documents, sampling=sampling, system=system)
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")  # an answer that the terminal cannot show is no crash
+    for piece in answering:
+        if not as_json:
+            out.write(piece.text)
+            out.flush()
+    answer = answering.finish()
+    if as_json:
+        about = {"model": weave.model_name, "question": question, "documents": list(files)}
+        out.write(json.dumps({**about, **_as_document(answer)}, indent=2) + "\n")
+        return
+    out.write("\n")
+    out.flush()
+    if stats:
+        click.echo(click.style(_stats(answer), dim=True), err=True)
+
+
+def read_document(name: str) -> "Document":
+    """The text of a file, or of stdin for "-". Raises CorpusError if it is no text."""
+    from kvweave.app import Document
+
+    title = "stdin" if name == "-" else Path(name).name
+    data = _read_bytes(name)
+    if len(data) > LARGEST_FILE_BYTES:
+        limit = f"{LARGEST_FILE_BYTES >> 20} MiB"
+        raise CorpusError(f"{title} is larger than {limit}; a prompt cannot hold it, pass a part")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{title} is not UTF-8 text (byte {error.start}); convert it first"
+        ) from error
+    if "\0" in text:
+        raise CorpusError(f"{title} looks binary; pass a text file")
+    if not text.strip():
+        raise CorpusError(f"{title} is empty; leave it out")
+    return Document(text, title)
+
+
+def _read_bytes(name: str) -> bytes:
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read(LARGEST_FILE_BYTES + 1)
+        with Path(name).open("rb") as file:
+            return file.read(LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise CorpusError(f"cannot read {name!r}: {reason}") from error
+
+
+def _sampling(drawing: dict[str, Any]) -> "Sampling":
+    """Only what was given: the defaults are Sampling's own."""
+    from kvweave.app import Sampling
+
+    return Sampling(**{name: value for name, value in drawing.items() if value is not None})
+
+
+def _as_document(answer: "Answer") -> dict[str, Any]:
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        },
+        "timing": {
+            "ttft_ms": round(answer.ttft_ms, 1),
+            "total_ms": round(answer.total_ms, 1),
+            "decode_tokens_per_s": _decode_speed(answer),
+        },
+    }
+
+
+def _stats(answer: "Answer") -> str:
+    speed = _decode_speed(answer)
+    parts = [
+        f"{answer.prompt_tokens:,} prompt + {answer.completion_tokens:,} answer tokens",
+        f"first after {answer.ttft_ms / 1e3:.2f} s",
+        *([f"then {speed:g} tok/s"] if speed is not None else []),
+        *(["cut at --max-tokens or the context"] if answer.finish_reason == "length" else []),
+    ]
+    return " · ".join(parts)
+
+
+def _decode_speed(answer: "Answer") -> float | None:
+    """Tokens per second behind the first; None if there was only one."""
+    seconds = (answer.total_ms - answer.ttft_ms) / 1e3
+    if answer.completion_tokens < 2 or seconds <= 0.0:
+        return None
+    return round((answer.completion_tokens - 1) / seconds, 1)

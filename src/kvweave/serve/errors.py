@@ -1,0 +1,147 @@
+"""Every "no" the server says, in OpenAI's JSON shape:
+
+    {"error": {"message": …, "type": …, "param": …, "code": …}}
+
+The caller's faults are 4xx with one line that names the thing. A 500 is our own bug: the traceback
+goes to the log, never to the client.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from kvweave.errors import KVWeaveError, RequestError
+
+log = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 600  # characters; a message may quote what the caller sent
+LONGEST_QUOTE = 60
+MOST_FAULTS = 4  # named in one message
+
+
+class ApiError(HTTPException):
+    """A refusal with a status of its own.
+
+    An HTTPException, because FastAPI lets nothing else through while it reads a body.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param = param  # the request field at fault
+        self.code = code  # for programs, where OpenAI has one
+
+
+def install_error_handlers(http: FastAPI) -> None:
+    """Make `http` answer every failure in the shape above."""
+    http.add_exception_handler(RequestValidationError, _on_validation)
+    http.add_exception_handler(HTTPException, _on_http)
+    http.add_exception_handler(KVWeaveError, _on_kvweave)
+    http.add_exception_handler(Exception, _on_bug)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about `error`; what is not the client's fault is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error))
+    log.error("a request failed", exc_info=error)
+    if isinstance(error, KVWeaveError):
+        return ApiError(500, str(error))
+    return ApiError(500, "internal error; the server's log says more")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON document of `error`."""
+    message = " ".join(str(error.detail).split())
+    if len(message) > LONGEST_MESSAGE:
+        message = message[:LONGEST_MESSAGE] + "…"
+    body = {
+        "message": message.encode(errors="replace").decode(),  # half a surrogate pair is no JSON
+        "type": _type_of(error.status_code),
+        "param": error.param,
+        "code": error.code,
+    }
+    return {"error": body}
+
+
+def describe(faults: Sequence[Mapping[str, Any]]) -> ApiError:
+    """One line about what pydantic found wrong with a body."""
+    lines = dict.fromkeys(_line(fault) for fault in faults)  # in order, each once
+    shown = list(lines)[:MOST_FAULTS]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more")
+    first = _place(faults[0]) if faults else ""
+    return ApiError(400, "; ".join(shown), param=first.encode(errors="replace").decode() or None)
+
+
+def _line(fault: Mapping[str, Any]) -> str:
+    place, kind = _place(fault), fault["type"]
+    if kind == "json_invalid":
+        return f"the body is not valid JSON: {fault['ctx']['error']} at {fault['loc'][-1]}"
+    if kind == "extra_forbidden":
+        return f"'{place}' is not supported"
+    if not place:
+        return "the body must be a JSON object, sent with Content-Type: application/json"
+    if kind == "missing":
+        return f"'{place}' is missing"
+    wants = fault["msg"].removeprefix("Input ").replace("should be", "must be")
+    got = repr(fault["input"])
+    got = got if len(got) <= LONGEST_QUOTE else got[:LONGEST_QUOTE] + "…"
+    return f"'{place}' {wants}, got {got}"
+
+
+def _place(fault: Mapping[str, Any]) -> str:
+    """Where in the body: messages.0.content."""
+    if fault["type"] == "json_invalid":
+        return ""
+    return ".".join(str(part) for part in fault["loc"][1:])  # the first is "body"
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def _reply(error: ApiError) -> JSONResponse:
+    return JSONResponse(error_body(error), error.status_code, headers=error.headers)
+
+
+async def _on_validation(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError), "installed for another exception"
+    return _reply(describe(error.errors()))
+
+
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
+    """ApiError, and what the framework itself refuses: unknown paths, wrong methods."""
+    assert isinstance(error, HTTPException), "installed for another exception"
+    if isinstance(error, ApiError):
+        return _reply(error)
+    detail = str(error.detail)
+    if error.status_code in (404, 405):
+        detail = f"{request.method} {request.url.path} is not served here"
+    return _reply(ApiError(error.status_code, detail, headers=error.headers))
+
+
+async def _on_kvweave(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, KVWeaveError), "installed for another exception"
+    return _reply(as_api_error(error))
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    # Starlette raises it again behind this reply, so the log gets its traceback from there.
+    return _reply(ApiError(500, "internal error; the server's log says more"))

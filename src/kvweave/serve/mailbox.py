@@ -1,0 +1,87 @@
+"""From one worker thread to one asyncio task.
+
+Pieces that come while the reader is busy wait here and leave together: a slow client costs longer
+messages, never a stalled worker.
+"""
+
+import asyncio
+import threading
+
+from kvweave.app import Answer, Piece
+
+
+class Mailbox:
+    """The way of one answer. Made on the event loop, whose task reads; one thread writes.
+
+    The writer calls `open` once, `put` any number of times and `end` or `fail` once; `fail` may
+    come at any time, also without `open`. No call of the writer's blocks.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()  # touched on the loop's thread only
+        self._lock = threading.Lock()  # guards all below
+        self._is_open = False
+        self._is_over = False
+        self._pieces: list[Piece] = []
+        self._answer: Answer | None = None
+        self._error: Exception | None = None
+
+    def open(self) -> None:
+        """The request is sound; computing begins."""
+        with self._lock:
+            self._is_open = True
+        self._ring()
+
+    def put(self, piece: Piece) -> None:
+        with self._lock:
+            self._pieces.append(piece)
+        self._ring()
+
+    def end(self, answer: Answer) -> None:
+        with self._lock:
+            self._answer, self._is_over = answer, True
+        self._ring()
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            self._error, self._is_over = error, True
+        self._ring()
+
+    async def opened(self) -> None:
+        """Wait for `open`; raise what the writer failed with before."""
+        while True:
+            self._news.clear()
+            with self._lock:
+                if self._is_open:
+                    return
+                if self._error is not None:
+                    raise self._error
+            await self._news.wait()
+
+    async def take(self) -> list[Piece]:
+        """All that came since the last call, at least one piece; empty when the answer is over.
+
+        What the writer failed with is raised behind the pieces that came before it.
+        """
+        while True:
+            self._news.clear()  # before the look: news from here on rings again
+            with self._lock:
+                pieces, self._pieces = self._pieces, []
+                if pieces:
+                    return pieces
+                if self._error is not None:
+                    raise self._error
+                if self._is_over:
+                    return []
+            await self._news.wait()
+
+    async def finish(self) -> Answer:
+        """Wait for the end; raise what the writer failed with."""
+        while await self.take():
+            pass
+        assert self._answer is not None, "an answer ended without one"
+        return self._answer
+
+    def _ring(self) -> None:
+        self._loop.call_soon_threadsafe(self._news.set)

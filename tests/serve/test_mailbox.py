@@ -1,0 +1,85 @@
+"""The way from a worker thread to asyncio: nothing lost, merged when slow, failures last."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvweave.app import Answer, Piece
+from kvweave.serve.chat import Reply
+from kvweave.serve.mailbox import Mailbox
+
+ANSWER = Answer("abc", "stop", 5, 3, ttft_ms=1.0, total_ms=2.0)
+
+
+def test_pieces_that_came_meanwhile_leave_together() -> None:
+    async def read() -> list[list[Piece]]:
+        mailbox = Mailbox()
+        for text in "abc":
+            mailbox.put(Piece(text))
+        first = await mailbox.take()
+        mailbox.put(Piece("d"))
+        mailbox.end(ANSWER)
+        return [first, await mailbox.take(), await mailbox.take(), await mailbox.take()]
+
+    assert asyncio.run(read()) == [[Piece("a"), Piece("b"), Piece("c")], [Piece("d")], [], []]
+
+
+def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
+    async def read() -> list[str]:
+        mailbox = Mailbox()
+        for text in ["a", "", "bc"]:
+            mailbox.put(Piece(text))
+        mailbox.end(ANSWER)
+        chunks = Reply("m").chunks(mailbox, with_usage=False, with_logprobs=False)
+        return [c["choices"][0]["delta"].get("content") async for c in chunks]
+
+    assert asyncio.run(read()) == ["", "abc", None]
+
+
+def test_nothing_is_lost_between_threads() -> None:
+    async def read() -> str:
+        mailbox = Mailbox()
+
+        def write() -> None:
+            mailbox.open()
+            for i in range(2000):
+                mailbox.put(Piece(f"{i},"))
+            mailbox.end(ANSWER)
+
+        worker = threading.Thread(target=write)
+        worker.start()
+        await mailbox.opened()
+        text = ""
+        while pieces := await mailbox.take():
+            text += "".join(piece.text for piece in pieces)
+        worker.join()
+        return text
+
+    assert asyncio.run(read()) == "".join(f"{i}," for i in range(2000))
+
+
+def test_a_failure_comes_behind_what_was_made_before_it() -> None:
+    async def read() -> None:
+        mailbox = Mailbox()
+        mailbox.open()
+        mailbox.put(Piece("a"))
+        mailbox.fail(RuntimeError("broken"))
+        await mailbox.opened()
+        assert await mailbox.take() == [Piece("a")]
+        with pytest.raises(RuntimeError, match="broken"):
+            await mailbox.take()
+        with pytest.raises(RuntimeError, match="broken"):
+            await mailbox.finish()
+
+    asyncio.run(read())
+
+
+def test_a_failure_before_the_start_is_raised_at_once() -> None:
+    async def read() -> None:
+        mailbox = Mailbox()
+        threading.Timer(0.01, mailbox.fail, [RuntimeError("early")]).start()
+        with pytest.raises(RuntimeError, match="early"):
+            await mailbox.opened()
+
+    asyncio.run(read())

@@ -1,0 +1,31 @@
+"""What the docs say about fields and options is what the program has."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from kvweave.cli import COMMANDS
+from kvweave.serve.wire import ChatRequest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def first_column(page: str) -> set[str]:
+    """Everything in `code` in the first column of a page's tables."""
+    cells = re.findall(r"^\| ([^|]*) \|", (DOCS / page).read_text(), re.MULTILINE)
+    return {word for cell in cells for word in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_the_server_page_has_every_request_field() -> None:
+    fields = set(ChatRequest.model_fields)
+    described = {word for word in first_column("server.md") if not word.startswith(("GET", "POST"))}
+    assert described == fields
+
+
+@pytest.mark.parametrize("name", ["ask", "serve"])
+def test_the_command_page_has_every_option(name: str) -> None:
+    command = importlib.import_module(COMMANDS[name]).command
+    options = {o for p in command.params for o in [*p.opts, *p.secondary_opts] if o[0] == "-"}
+    assert options <= first_column("cli.md")
