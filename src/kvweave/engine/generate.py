@@ -1,0 +1,58 @@
+"""The plain way to an answer: prefill the prompt, then one token at a time.
+
+No batching and no reuse. It is what every cleverer path is compared with.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from kvweave.engine.sampling import Choice, Sampler, Sampling
+from kvweave.errors import RequestError
+from kvweave.model.decoder import Decoder, Rows
+
+# A prompt is computed in slices of at most this many rows, so that memory for intermediate
+# results stays bounded however long the prompt is.
+PREFILL_ROWS = 4096
+
+
+def generate(
+    decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling, eos_ids: Collection[int]
+) -> Iterator[Choice]:
+    """Yield the answer's tokens; the last one is in `eos_ids` unless the room ran out.
+
+    Checks the prompt at once, computes when iterated, and stops computing when closed.
+    """
+    check_prompt(prompt_ids, decoder.spec.vocab_size, decoder.spec.max_context)
+    return _generate(decoder, list(prompt_ids), sampling, eos_ids)
+
+
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -> None:
+    """Raise RequestError unless the prompt leaves room for at least one token."""
+    if not prompt_ids:
+        raise RequestError("the prompt is empty; say something")
+    if len(prompt_ids) >= max_context:
+        raise RequestError(
+            f"the prompt has {len(prompt_ids)} tokens, the model's context holds {max_context} "
+            "with the answer; send less text or fewer documents"
+        )
+    if max(prompt_ids) >= vocab_size or min(prompt_ids) < 0:
+        raise RequestError(f"the prompt has token ids outside the vocabulary of {vocab_size}")
+
+
+def _generate(
+    decoder: Decoder, ids: list[int], sampling: Sampling, eos_ids: Collection[int]
+) -> Iterator[Choice]:
+    sampler = Sampler(sampling)
+    num_prompt = len(ids)
+    room = min(sampling.max_tokens, decoder.spec.max_context - num_prompt)
+    kv = decoder.new_kv(num_prompt + room)
+    for start in range(0, num_prompt, PREFILL_ROWS):
+        end = min(start + PREFILL_ROWS, num_prompt)
+        wanted = [end - start - 1] if end == num_prompt else []
+        logits = decoder.forward([Rows(ids[start:end], range(start, end), kv, wanted)])
+    for step in range(room):
+        choice = sampler.choose(logits[0], ids)
+        yield choice
+        if choice.token_id in eos_ids or step == room - 1:
+            return
+        ids.append(choice.token_id)
+        logits = decoder.forward([Rows([choice.token_id], [len(ids) - 1], kv, [0])])

@@ -1,0 +1,1 @@
+"""Chunk KV: computed once behind the preamble, woven into any prompt later."""

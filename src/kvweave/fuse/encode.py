@@ -1,0 +1,99 @@
+"""Compute chunk KV: each chunk behind the preamble and nothing else (`isolated`).
+
+The preamble is computed once. Chunks then run as one flat batch, each its own sequence at the
+positions right behind the preamble. Keys are kept before rotation, so a chunk can stand anywhere
+later. A chunk right behind the preamble is exact: that is where it was computed.
+
+Shapes: R rows of all chunks, Hk KV heads, D head dim.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.protocol import Decoder
+from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.rope import rotate
+from kvweave.kv.codec import LayerKV
+
+PASS_ROWS = 2048  # rows computed together: enough to keep the products busy, bounded in memory
+
+
+class Preamble(NamedTuple):
+    """What stands in front of every chunk, ready to be attended to."""
+
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerKV, ...]  # keys rotated to positions 0..; one per model layer
+
+
+def encode_preamble(decoder: Decoder, token_ids: Sequence[int]) -> Preamble:
+    """Compute the preamble's KV. An empty preamble is fine."""
+    if not token_ids:
+        return Preamble((), ())
+    (layers,) = encode_chunks(decoder, Preamble((), ()), [token_ids])
+    angles = decoder.angles(torch.arange(len(token_ids), device=decoder.device))
+    turned = (LayerKV(rotate(kv.k, angles), kv.v) for kv in layers)
+    return Preamble(tuple(token_ids), tuple(turned))
+
+
+def passes(lengths: Sequence[int], max_rows: int = PASS_ROWS) -> Iterator[range]:
+    """Cut a list of chunks into runs of at most `max_rows` rows (or one longer chunk)."""
+    start, rows = 0, 0
+    for i, length in enumerate(lengths):
+        if rows and rows + length > max_rows:
+            yield range(start, i)
+            start, rows = i, 0
+        rows += length
+    if rows:
+        yield range(start, len(lengths))
+
+
+@torch.inference_mode()
+def encode_chunks(
+    decoder: Decoder, preamble: Preamble, chunks: Sequence[Sequence[int]]
+) -> list[list[LayerKV]]:
+    """KV of each chunk, layer by layer: keys before RoPE [T, Hk, D], values [T, Hk, D].
+
+    All chunks run in one pass; use `passes` to bound it. Chunks must not be empty.
+    """
+    assert all(chunks), "an empty chunk has no KV"
+    offset = len(preamble.token_ids)
+    positions = torch.cat([offset + torch.arange(len(ids)) for ids in chunks])  # [R] on the host
+    bounds = _bounds(chunks)
+    angles = decoder.angles(positions.to(decoder.device))
+    ids = torch.tensor([i for chunk in chunks for i in chunk], device=decoder.device)
+    h = decoder.embed(ids)  # [R, E]
+    out: list[list[LayerKV]] = [[] for _ in chunks]
+    for layer in range(decoder.spec.num_layers):
+        projected = decoder.qkv(layer, h)
+        for made, (start, end) in zip(out, bounds, strict=True):
+            made.append(LayerKV(projected.k[start:end].clone(), projected.v[start:end].clone()))
+        if layer == decoder.spec.num_layers - 1:
+            break  # nothing behind the last keys and values is kept
+        turned = rotate(projected.k, angles)
+        segments = [
+            Segment(
+                start, end, *_behind(preamble, layer, turned[start:end], projected.v[start:end])
+            )
+            for start, end in bounds
+        ]
+        h = decoder.finish(layer, h, attend(rotate(projected.q, angles), positions, segments))
+    return out
+
+
+def _bounds(chunks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    bounds, start = [], 0
+    for ids in chunks:
+        bounds.append((start, start + len(ids)))
+        start += len(ids)
+    return bounds
+
+
+def _behind(preamble: Preamble, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values that the rows of one chunk look at."""
+    if not preamble.layers:
+        return k, v
+    front = preamble.layers[layer]
+    return torch.cat([front.k, k]), torch.cat([front.v, v])

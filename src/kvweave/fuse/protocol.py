@@ -1,0 +1,81 @@
+"""What fusion needs of a model: the seams between which it lays chunk KV.
+
+Our own decoder satisfies this, and so can an adapter inside another engine. Called on the thread
+that owns the device. Tensors belong to the caller once returned.
+
+Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvweave.kernels.rope import Angles
+
+
+class Shape(Protocol):
+    """The part of a model's spec that fusion looks at."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class Projected(Protocol):
+    """Queries, keys and values of some rows: after q/k norm, before RoPE."""
+
+    @property
+    def q(self) -> Tensor: ...  # [R, Hq, D]
+    @property
+    def k(self) -> Tensor: ...  # [R, Hk, D]
+    @property
+    def v(self) -> Tensor: ...  # [R, Hk, D]
+
+
+class Decoder(Protocol):
+    """A model, cut where fusion works."""
+
+    @property
+    def spec(self) -> Shape: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def angles(self, positions: Tensor) -> Angles:
+        """RoPE angles of positions [R] on the device."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [R] to hidden states [R, E]."""
+        ...
+
+    def qkv(self, layer: int, h: Tensor) -> Projected:
+        """Projections of hidden states [R, E]."""
+        ...
+
+    def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer. Overwrites h [R, E] and returns it."""
+        ...
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Next-token logits [R, V] of hidden states behind the last layer."""
+        ...
+
+
+class KVBuffer(Protocol):
+    """A request's own keys (rotated) and values, dense by position."""
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make positions [0, num_tokens) writable."""
+        ...
+
+    def keys(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D]; writing to it writes the buffer."""
+        ...
+
+    def values(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D]; as keys."""
+        ...

@@ -1,0 +1,16 @@
+"""RMS norm over the last axis.
+
+Computed in float32 whatever the input is, and rounded before the weight is applied, as the
+checkpoints were trained.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., E] divided by its root mean square, times weight [E]."""
+    wide = x.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing in between
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+    return torch.mul(wide, scale).to(x.dtype).mul_(weight)

@@ -1,0 +1,49 @@
+"""Rotary position embedding: turn keys and queries to their positions.
+
+Rotation is linear and additive in the position, which is what makes chunk KV position-free: a key
+stored before rotation is turned once, to wherever its chunk stands in this prompt.
+
+Angles are always float32: in bf16 a position beyond a few hundred is already off.
+
+Shapes: R rows, H heads, D head dim, r rotary dims (r <= D; the rest passes through).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of one set of rows; made once per pass, used by every layer."""
+
+    cos: Tensor  # [R, 1, r/2] in the dtype of the keys
+    sin: Tensor  # [R, 1, r/2]
+
+
+def make_angles(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Angles:
+    """Angles for `positions` [R] under `inv_freq` [r/2] (float32).
+
+    `scale` is the attention factor that YaRN puts into cosine and sine; 1.0 for the others.
+    """
+    phase = positions.to(torch.float32)[:, None, None] * inv_freq  # [R, 1, r/2]
+    return Angles((phase.cos() * scale).to(dtype), (phase.sin() * scale).to(dtype))
+
+
+def rotate(x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
+    """Turn x [R, H, D] by `angles`; pairs are (j, j + r/2), as in the Hugging Face layout.
+
+    Writes into `out` [R, H, D] if given (a slice of a KV buffer saves a copy). `out` must not
+    overlap x: the halves are read after the first one is written.
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = angles.cos.shape[-1]
+    x1, x2 = x[..., :half], x[..., half : 2 * half]
+    torch.mul(x1, angles.cos, out=out[..., :half])
+    out[..., :half].addcmul_(x2, angles.sin, value=-1)
+    torch.mul(x2, angles.cos, out=out[..., half : 2 * half])
+    out[..., half : 2 * half].addcmul_(x1, angles.sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
+    return out

@@ -1,0 +1,175 @@
+"""One decoder for the RoPE family, over flat batches of rows.
+
+A row is one token of one sequence. Rows of many sequences lie behind each other in one batch, with
+their positions beside them; each row writes its key and value into its sequence's KV and attends to
+what stands at or before its position. Full prefill, a slice of a prefill, recomputing scattered
+rows and decoding are therefore the same call.
+
+`embed`, `qkv`, `finish` and `logits` are the seams that fusion works through: it runs its own loop
+over layers, with chunk KV laid in between.
+
+Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.rope import Angles, make_angles, rotate
+from kvweave.model.experts import routed_mlp
+from kvweave.model.rope import frequencies
+from kvweave.model.sequence_kv import SequenceKV
+from kvweave.model.spec import ModelSpec
+from kvweave.model.weights import Weights
+
+
+class QKV(NamedTuple):
+    """Projections of some rows: after q/k norm, before RoPE."""
+
+    q: Tensor  # [R, Hq, D]
+    k: Tensor  # [R, Hk, D]
+    v: Tensor  # [R, Hk, D]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of a batch that belong to one sequence."""
+
+    token_ids: Sequence[int]
+    positions: Sequence[int]  # ascending; as many as token_ids
+    kv: SequenceKV  # gets the rows' keys and values
+    wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
+
+
+class Decoder:
+    """Computes a model. Stateless between calls: everything that changes lives in SequenceKV.
+
+    One thread at a time. Tensors it returns belong to the caller.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._inv_freq = frequencies(spec.rope).to(self.device)
+        self._scratch = torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def new_kv(self, capacity: int) -> SequenceKV:
+        """An empty KV with room for `capacity` tokens (it grows)."""
+        return SequenceKV(self.spec, capacity, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[Rows]) -> Tensor:
+        """Run all rows through all layers; return logits [wanted rows, V] in float32."""
+        positions_host = torch.tensor([p for rows in batch for p in rows.positions])  # [R]
+        angles = self.angles(positions_host.to(self.device))
+        ids = torch.tensor([t for rows in batch for t in rows.token_ids], device=self.device)
+        for rows in batch:
+            rows.kv.reserve(max(rows.positions) + 1)
+        h = self.embed(ids)
+        wanted = _wanted_rows(batch)
+        for layer in range(self.spec.num_layers):
+            q, k, v = self.qkv(layer, h)
+            row_angles, row_positions, counts = angles, positions_host, None
+            self._write_kv(layer, batch, k, v, angles)
+            if layer == self.spec.num_layers - 1:  # behind the last keys only logits rows matter
+                q, h, counts = q[wanted], h[wanted], [len(rows.wanted) for rows in batch]
+                row_angles = Angles(angles.cos[wanted], angles.sin[wanted])
+                row_positions = positions_host[wanted.cpu()]
+            segments = _segments(layer, batch, counts)
+            o = attend(rotate(q, row_angles), row_positions, segments)
+            h = self.finish(layer, h, o)
+        return self.logits(h)
+
+    def angles(self, positions: Tensor) -> Angles:
+        """RoPE angles of `positions` [R], for every layer alike."""
+        return make_angles(positions, self._inv_freq, self.spec.rope.attention_factor, self.dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Hidden states [R, E] of token ids [R]."""
+        return F.embedding(ids, self.weights.embedding)
+
+    def qkv(self, layer: int, h: Tensor) -> QKV:
+        """What layer `layer` makes of hidden states [R, E]."""
+        spec, w = self.spec, self.weights.layers[layer]
+        fused = w.qkv(self._norm(h, w.input_norm))
+        fused = fused.view(len(h), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        q, k, v = torch.split(fused, sizes, dim=1)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+        return QKV(q, k, v)
+
+    def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
+        """The rest of layer `layer`: h [R, E] and attention output [R, Hq, D] to the next h.
+
+        Works in place: `h` is overwritten and returned.
+        """
+        w = self.weights.layers[layer]
+        w.out.add_to(h, attended.flatten(1))
+        x = self._norm(h, w.mlp_norm)
+        if w.experts is not None:
+            assert self.spec.experts is not None, "expert weights without an expert spec"
+            return h.add_(routed_mlp(x, w.experts, self.spec.experts))
+        assert w.gate_up is not None, "layer has neither MLP nor experts"
+        assert w.down is not None, "layer has neither MLP nor experts"
+        gate, up = w.gate_up(x, out=self._inner(len(x))).chunk(2, dim=-1)  # [R, I] each
+        w.down.add_to(h, F.silu(gate, inplace=True).mul_(up))
+        return h
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Next-token logits [R, V] of final hidden states [R, E], in float32."""
+        return self.weights.head(self._norm(h, self.weights.final_norm)).float()
+
+    def _inner(self, num_rows: int) -> Tensor:
+        """Memory [R, 2 I] for the widest product of a layer, kept from pass to pass."""
+        width = 2 * self.spec.inner_dim
+        if len(self._scratch) < num_rows * width:
+            self._scratch = self._scratch.new_empty(num_rows * width)
+        return self._scratch[: num_rows * width].view(num_rows, width)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.spec.norm_eps)
+
+    def _write_kv(
+        self, layer: int, batch: Sequence[Rows], k: Tensor, v: Tensor, angles: Angles
+    ) -> None:
+        start = 0
+        for rows in batch:
+            end = start + len(rows.token_ids)
+            part = Angles(angles.cos[start:end], angles.sin[start:end])
+            first, last = rows.positions[0], rows.positions[-1]
+            if last - first == end - start - 1:  # one run: rotate straight into the buffer
+                rotate(k[start:end], part, out=rows.kv.keys(layer)[first : last + 1])
+                rows.kv.values(layer)[first : last + 1] = v[start:end]
+            else:
+                places = torch.tensor(rows.positions, device=k.device)
+                rows.kv.keys(layer)[places] = rotate(k[start:end], part)
+                rows.kv.values(layer)[places] = v[start:end]
+            start = end
+
+
+def _wanted_rows(batch: Sequence[Rows]) -> Tensor:
+    """Indices into the flat batch of the rows whose logits are asked for."""
+    wanted, start = [], 0
+    for rows in batch:
+        wanted += [start + i for i in rows.wanted]
+        start += len(rows.token_ids)
+    return torch.tensor(wanted, dtype=torch.int64)
+
+
+def _segments(layer: int, batch: Sequence[Rows], counts: Sequence[int] | None) -> list[Segment]:
+    """Segments of the batch; `counts` replaces the number of rows per sequence."""
+    segments, start = [], 0
+    for i, rows in enumerate(batch):
+        end = start + (len(rows.token_ids) if counts is None else counts[i])
+        segments.append(Segment(start, end, rows.kv.keys(layer), rows.kv.values(layer)))
+        start = end
+    return segments

@@ -1,0 +1,53 @@
+"""From a model folder to a running decoder."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.model.decoder import Decoder
+from kvweave.model.spec import read_spec
+from kvweave.model.tensor_files import TensorFiles
+from kvweave.model.weights import load_weights
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTS = ("none", "int8")
+
+
+def load_decoder(
+    folder: Path, *, device: str = "auto", dtype: str = "auto", quant: str = "none"
+) -> Decoder:
+    """Load the model in `folder`.
+
+    `device`: "auto" takes CUDA where there is one. `dtype`: "auto" is bfloat16 on CUDA and float32
+    on a CPU. `quant="int8"` rounds the layers' products to 8 bits (CPU, float32 only).
+    """
+    place = torch.device(_resolve_device(device))
+    if dtype == "auto":
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
+        log.info("dtype: auto → %s", dtype)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; known: auto, {', '.join(DTYPES)}")
+    if quant not in QUANTS:
+        raise ConfigError(f"quant {quant!r} is unknown; known: {', '.join(QUANTS)}")
+    if quant == "int8" and (place.type != "cpu" or dtype != "float32"):
+        raise ConfigError("quant='int8' is for CPUs with dtype float32; drop one of the two")
+    spec = read_spec(folder)
+    files = TensorFiles(folder)
+    weights = load_weights(files, spec, DTYPES[dtype], place, int8=quant == "int8")
+    return Decoder(spec, weights)
+
+
+def _resolve_device(device: str) -> str:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        log.info("device: auto → %s", device)
+    kind = device.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device {device!r} is unknown; known: auto, cpu, cuda, cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; use cpu")
+    return device

@@ -1,0 +1,153 @@
+"""From what the user typed to a model folder on disk.
+
+smollm2               an embedded model, pulled on first use
+./my-model            a folder with config.json, model.safetensors, tokenizer.json
+weights.Q4_K_M.gguf   a GGUF file, converted once and kept on the shelf
+org/name              a model hub id, through huggingface_hub
+"""
+
+import hashlib
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from kvweave.errors import ModelNotFound
+from kvweave.model.embedded import EMBEDDED, peek
+from kvweave.model.embedded import pull as pull_embedded
+from kvweave.model.gguf_convert import CONVERTER_VERSION, convert_gguf
+from kvweave.model.shelf import Origin, Progress, Shelf, Step
+from kvweave.model.wheel import sha256_of
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "vocab.txt"]
+_HUB_TWINS = ["original/*", "onnx/*", "openvino/*", "consolidated*"]  # the same weights again
+_FORMS = "a folder with config.json, a .gguf file or a hub id org/name"
+
+
+def locate(
+    name: str, *, pull: bool = True, progress: Progress | None = None, shelf: Shelf | None = None
+) -> Path:
+    """The folder of the model called `name`. Blocks while it downloads or converts.
+
+    With `pull=False` an embedded model or hub id that is not on this machine is a ModelNotFound.
+    A folder that shares its name with an embedded model is written ./name.
+    """
+    shelf = shelf or Shelf()
+    path = Path(name).expanduser()
+    if name in EMBEDDED:
+        return _embedded(name, pull, progress, shelf)
+    if path.suffix.lower() == ".gguf":
+        return gguf_folder(path, progress=progress, shelf=shelf)
+    if name and path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{path} has no config.json, so it is not a model folder")
+        return path
+    if path.is_file():
+        raise ModelNotFound(f"{path} is a file but not a .gguf; pass {_FORMS}")
+    if _HUB_ID.fullmatch(name):
+        return _from_hub(name, pull)
+    raise ModelNotFound(
+        f"no model {name!r}; pass an embedded name ({', '.join(EMBEDDED)}), {_FORMS}"
+    )
+
+
+def gguf_folder(
+    path: Path, *, progress: Progress | None = None, shelf: Shelf | None = None
+) -> Path:
+    """The folder converted from a GGUF file, by content: a moved file is not converted twice."""
+    if not path.is_file():
+        raise ModelNotFound(f"{path} does not exist or is not a file; check the path")
+    shelf = shelf or Shelf()
+    report = progress or _ignore
+    sha256 = _content_hash(path, shelf)
+    folder_name = f"gguf-{sha256[:16]}"
+    origin = Origin(
+        name=folder_name,
+        what=path.name,
+        source="GGUF file",
+        licence="",
+        sha256=sha256,
+        converter=CONVERTER_VERSION,
+    )
+    found = shelf.peek(folder_name, origin)
+    if found is not None:
+        return found.path
+    return shelf.make(
+        folder_name,
+        origin,
+        lambda folder, scratch: convert_gguf(
+            path, folder, lambda done, total: report(Step("converting", done, total))
+        ),
+        report,
+    )
+
+
+def _embedded(name: str, pull: bool, progress: Progress | None, shelf: Shelf) -> Path:
+    if pull:
+        return pull_embedded(EMBEDDED[name], progress=progress, shelf=shelf)
+    found = peek(EMBEDDED[name], shelf)
+    if found is None:
+        raise ModelNotFound(f"{name} is not here yet; run `kvweave models pull {name}`")
+    return found.path
+
+
+def _content_hash(path: Path, shelf: Shelf) -> str:
+    """sha256 of a file, remembered by path, size and time of change: hashing 100 GB takes minutes.
+
+    The memory is one tiny file per answer. Losing it costs a hash, two writers write the same.
+    """
+    stat = path.stat()
+    facts = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
+    note = shelf.root / ".hashes" / hashlib.sha256(facts.encode()).hexdigest()[:32]
+    if note.is_file() and re.fullmatch(r"[0-9a-f]{64}", known := note.read_text()):
+        return known
+    try:
+        sha256 = sha256_of(path)
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read: {error.strerror}") from error
+    with suppress(OSError):  # a read-only cache folder: the price is this hash, next time again
+        note.parent.mkdir(parents=True, exist_ok=True)
+        fresh = note.with_suffix(".new")
+        fresh.write_text(sha256)
+        fresh.replace(note)
+    return sha256
+
+
+def _from_hub(name: str, pull: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
+    way_out = "download the model elsewhere and pass its folder"
+    try:
+        folder = Path(
+            snapshot_download(
+                name,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_TWINS,
+                local_files_only=not pull,
+            )
+        )
+    except GatedRepoError as error:
+        raise ModelNotFound(
+            f"{name} asks for a login on the hub: run `hf auth login`, or {way_out}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"the hub has no model {name} that you may read; check the spelling, or {way_out}"
+        ) from error
+    except (EntryNotFoundError, HFValidationError, OSError) as error:  # offline is an OSError
+        raise ModelNotFound(
+            f"{name} is no folder here and the model hub cannot be reached; go online or {way_out}"
+        ) from error
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{name} on the hub has no config.json, so it is not a model folder")
+    return folder
+
+
+def _ignore(step: Step) -> None:
+    """No one is watching."""

@@ -1,0 +1,53 @@
+"""The keys and values of one sequence, dense by position.
+
+Keys are rotated to their positions. The buffer doubles when it runs out, so a sequence of unknown
+length costs one copy per doubling. Owned by whoever runs the sequence; not for many threads.
+"""
+
+import torch
+from torch import Tensor
+
+from kvweave.model.spec import ModelSpec
+
+
+class SequenceKV:
+    """Room for `capacity` tokens; position p lies at index p."""
+
+    def __init__(
+        self, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._tokens = 0
+        shape = (spec.num_layers, max(capacity, 1), spec.num_kv_heads, spec.head_dim)
+        self._keys = torch.empty(shape, dtype=dtype, device=device)  # [L, capacity, Hk, D]
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that hold something, counted from 0."""
+        return self._tokens
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make positions [0, num_tokens) writable and count them as present."""
+        if num_tokens > self._keys.shape[1]:
+            capacity = max(num_tokens, 2 * self._keys.shape[1])
+            self._keys = _grown(self._keys, capacity, self._tokens)
+            self._values = _grown(self._values, capacity, self._tokens)
+        self._tokens = max(self._tokens, num_tokens)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget everything at and behind position `num_tokens`."""
+        self._tokens = min(self._tokens, num_tokens)
+
+    def keys(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D], rotated. A view: writing to it writes the cache."""
+        return self._keys[layer, : self._tokens]
+
+    def values(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D]. A view, as `keys`."""
+        return self._values[layer, : self._tokens]
+
+
+def _grown(old: Tensor, capacity: int, used: int) -> Tensor:
+    new = old.new_empty(old.shape[0], capacity, *old.shape[2:])
+    new[:, :used] = old[:, :used]
+    return new

@@ -1,0 +1,193 @@
+"""The shelf: the folder under the user's cache that holds converted models.
+
+    models/smollm2-0.1.2/         a model folder plus manifest.json; whole, or not there at all
+    models/.making-<name>-…/      work in progress; stale unless someone holds the lock
+    models/.locks/<name>.lock     held while <name> is made or removed
+
+A folder is made aside and renamed into place, so a kill at any moment leaves nothing that counts
+as present. The lock is the kernel's and dies with its owner; whoever gets it next sweeps up.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvweave.errors import ModelError
+from kvweave.paths import home
+
+_MANIFEST = "manifest.json"
+
+
+class Step(NamedTuple):
+    """How far a pull has come. `total_bytes` is 0 when nobody knows."""
+
+    what: str  # "downloading", "converting", …
+    done_bytes: int
+    total_bytes: int
+
+
+Progress = Callable[[Step], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a folder was made from."""
+
+    name: str  # what the user calls it
+    what: str  # one phrase for people
+    source: str  # the wheel or file it came out of
+    licence: str
+    sha256: str  # of the source
+    converter: int  # version of our conversion
+
+    def gives_the_same_as(self, other: "Origin") -> bool:
+        """Whether both give the same bytes, whatever people call them."""
+        return (self.sha256, self.converter) == (other.sha256, other.converter)
+
+
+class Shelved(NamedTuple):
+    """A folder that is present and complete."""
+
+    path: Path
+    origin: Origin
+    made: str  # ISO date
+    size_bytes: int
+
+
+class Shelf:
+    """Opens the shelf; creates nothing until something is made. Safe for many processes."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = home() / "models" if root is None else root
+
+    def peek(self, folder_name: str, origin: Origin | None = None) -> Shelved | None:
+        """The folder if it is whole: every file has the length it had when made.
+
+        With `origin`, only a folder made from the same bytes counts.
+        """
+        path = self.root / folder_name
+        try:
+            manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+            files: dict[str, int] = manifest["files"]
+            if any((path / name).stat().st_size != size for name, size in files.items()):
+                return None
+            found = Origin(**manifest["origin"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None  # absent, or not ours, or damaged: in each case it has to be made again
+        if origin is not None and not found.gives_the_same_as(origin):
+            return None
+        return Shelved(path, found, str(manifest.get("made", "")), sum(files.values()))
+
+    def list(self) -> "list[Shelved]":
+        if not self.root.is_dir():
+            return []
+        names = sorted(p.name for p in self.root.iterdir() if not p.name.startswith("."))
+        return [shelved for name in names if (shelved := self.peek(name)) is not None]
+
+    def make(
+        self,
+        folder_name: str,
+        origin: Origin,
+        fill: Callable[[Path, Path], None],
+        progress: Progress,
+    ) -> Path:
+        """Return the folder, made by `fill(folder, scratch)` unless it is there already.
+
+        `fill` creates `folder` and may litter `scratch`. Blocks while another process makes the
+        same folder, then returns that one's work.
+        """
+        with self._explained(origin.name), self._locked(folder_name, progress):
+            found = self.peek(folder_name, origin)
+            if found is not None:
+                return found.path
+            with self._scratch(folder_name) as scratch:
+                folder = scratch / "folder"
+                fill(folder, scratch)
+                _seal(folder, origin)
+                return self._put(folder, folder_name, scratch)
+
+    def remove(self, folder_name: str) -> bool:
+        """Delete a folder, or what is left of one. False: there was nothing to delete."""
+        path = self.root / folder_name
+        if not path.is_dir():
+            return False
+        with self._explained(folder_name), self._locked(folder_name, _ignore):
+            if not path.is_dir():
+                return False  # another rm was quicker
+            with self._scratch(folder_name) as scratch:
+                # out of sight first: a kill halfway through deleting must not leave half a model
+                path.rename(scratch / "removed")
+        return True
+
+    def _put(self, folder: Path, folder_name: str, scratch: Path) -> Path:
+        final = self.root / folder_name
+        if final.exists():  # damaged, or from an older converter
+            final.rename(scratch / "replaced")
+        folder.rename(final)
+        return final
+
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """A full or read-only disk is one line with a way out."""
+        try:
+            yield
+        except OSError as error:
+            raise ModelError(
+                f"{name}: cannot change {self.root}: {error.strerror or error}; "
+                "make room there or point KVWEAVE_HOME elsewhere"
+            ) from error
+
+    @contextmanager
+    def _locked(self, folder_name: str, progress: Progress) -> Iterator[None]:
+        from filelock import FileLock, Timeout
+
+        locks = self.root / ".locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(locks / f"{folder_name}.lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            progress(Step("waiting for another kvweave", 0, 0))
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _scratch(self, folder_name: str) -> Iterator[Path]:
+        """A folder on the same disk, gone afterwards. Call with the lock held."""
+        prefix = f".making-{folder_name}-"
+        for stale in self.root.glob(f"{prefix}*"):
+            shutil.rmtree(stale, ignore_errors=True)  # its owner is dead: we have the lock
+        scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=self.root))
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)  # what stays behind goes next time
+
+
+def _seal(folder: Path, origin: Origin) -> None:
+    """Write the manifest, last of all, and see everything onto the disk."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    manifest: dict[str, Any] = {
+        "origin": asdict(origin),
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "files": {p.relative_to(folder).as_posix(): p.stat().st_size for p in files},
+    }
+    path = folder / _MANIFEST
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for file in [*files, path]:
+        with file.open("rb+") as handle:
+            os.fsync(handle.fileno())
+
+
+def _ignore(step: Step) -> None:
+    """No one is watching."""

@@ -1,0 +1,154 @@
+"""The weights of a decoder, laid out for speed.
+
+Projections that read the same input are fused into one matrix (q, k, v; gate, up): one product
+instead of three on the hot path. Names are those of Hugging Face checkpoints.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.kernels.linear import Linear, Projection, to_int8
+from kvweave.model.spec import ModelSpec
+from kvweave.model.tensor_files import TensorFiles
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A router and its experts."""
+
+    router: Tensor  # [experts, E]
+    gate_up: Sequence[Projection]  # per expert [E] -> [2 I]
+    down: Sequence[Projection]  # per expert [I] -> [E]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Exactly one of (gate_up, down) and experts is set."""
+
+    input_norm: Tensor  # [E]
+    qkv: Projection  # [E] -> [(Hq + 2 Hk) D]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    out: Projection  # [Hq D] -> [E]
+    mlp_norm: Tensor  # [E]
+    gate_up: Projection | None  # [E] -> [2 I]
+    down: Projection | None  # [I] -> [E]
+    experts: ExpertWeights | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights of a model. Read-only once loaded, so any thread may use them."""
+
+    embedding: Tensor  # [V, E]
+    layers: Sequence[LayerWeights]
+    final_norm: Tensor  # [E]
+    head: Projection  # [E] -> [V]
+    fingerprint: str  # names the bytes; part of every chunk key
+
+
+def load_weights(
+    files: TensorFiles,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    int8: bool = False,
+) -> Weights:
+    """Read all weights. `int8` rounds the products inside the layers; embeddings stay as they are.
+
+    Peak memory is the weights themselves plus one matrix.
+    """
+    load = _Loader(files, dtype, device, int8)
+    embedding = load.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_dim)
+    if spec.tied_embeddings:
+        head = Linear(embedding)
+    else:
+        head = Linear(load.matrix("lm_head.weight", spec.vocab_size, spec.hidden_dim))
+    return Weights(
+        embedding=embedding,
+        layers=tuple(_load_layer(load, spec, i) for i in range(spec.num_layers)),
+        final_norm=load.vector("model.norm.weight", spec.hidden_dim),
+        head=head,
+        fingerprint=files.fingerprint(),
+    )
+
+
+class _Loader:
+    """Allocates, reads, fuses and, if asked, quantises."""
+
+    def __init__(
+        self, files: TensorFiles, dtype: torch.dtype, device: torch.device, int8: bool
+    ) -> None:
+        self._files, self._dtype, self._device, self._int8 = files, dtype, device, int8
+
+    def vector(self, name: str, dim: int) -> Tensor:
+        out = torch.empty(dim, dtype=self._dtype, device=self._device)
+        self._files.read_into(name, out)
+        return out
+
+    def matrix(self, name: str, rows: int, cols: int) -> Tensor:
+        out = torch.empty(rows, cols, dtype=self._dtype, device=self._device)
+        self._files.read_into(name, out)
+        return out
+
+    def linear(self, parts: Sequence[tuple[str, int]], in_dim: int, bias: bool) -> Projection:
+        """One product for several checkpoint matrices (name, output dims), stacked in order."""
+        out_dim = sum(dim for _, dim in parts)
+        weight = torch.empty(out_dim, in_dim, dtype=self._dtype, device=self._device)
+        offsets = torch.empty(out_dim, dtype=self._dtype, device=self._device) if bias else None
+        start = 0
+        for name, dim in parts:
+            self._files.read_into(f"{name}.weight", weight[start : start + dim])
+            if offsets is not None:
+                self._files.read_into(f"{name}.bias", offsets[start : start + dim])
+            start += dim
+        linear = Linear(weight, offsets)
+        return to_int8(linear) if self._int8 else linear
+
+
+def _load_layer(load: _Loader, spec: ModelSpec, index: int) -> LayerWeights:
+    prefix = f"model.layers.{index}"
+    q_dim, kv_dim = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attn, E = f"{prefix}.self_attn", spec.hidden_dim
+    routed = spec.experts is not None and index in spec.experts.layers
+    mlp = f"{prefix}.mlp"
+    gate_up = [(f"{mlp}.gate_proj", spec.inner_dim), (f"{mlp}.up_proj", spec.inner_dim)]
+    return LayerWeights(
+        input_norm=load.vector(f"{prefix}.input_layernorm.weight", E),
+        qkv=load.linear(
+            [(f"{attn}.q_proj", q_dim), (f"{attn}.k_proj", kv_dim), (f"{attn}.v_proj", kv_dim)],
+            E,
+            spec.qkv_bias,
+        ),
+        q_norm=load.vector(f"{attn}.q_norm.weight", spec.head_dim) if spec.qk_norm else None,
+        k_norm=load.vector(f"{attn}.k_norm.weight", spec.head_dim) if spec.qk_norm else None,
+        out=load.linear([(f"{attn}.o_proj", E)], q_dim, spec.out_bias),
+        mlp_norm=load.vector(f"{prefix}.post_attention_layernorm.weight", E),
+        gate_up=None if routed else load.linear(gate_up, E, spec.mlp_bias),
+        down=None
+        if routed
+        else load.linear([(f"{mlp}.down_proj", E)], spec.inner_dim, spec.mlp_bias),
+        experts=_load_experts(load, spec, prefix) if routed else None,
+    )
+
+
+def _load_experts(load: _Loader, spec: ModelSpec, prefix: str) -> ExpertWeights:
+    assert spec.experts is not None, "layer without experts"
+    block, gate, up, down = (
+        (f"{prefix}.block_sparse_moe", "w1", "w3", "w2")
+        if spec.family == "mixtral"
+        else (f"{prefix}.mlp", "gate_proj", "up_proj", "down_proj")
+    )
+    E, inner = spec.hidden_dim, spec.experts.inner_dim
+    names = [f"{block}.experts.{i}" for i in range(spec.experts.num_experts)]
+    return ExpertWeights(
+        router=load.matrix(f"{block}.gate.weight", spec.experts.num_experts, E),
+        gate_up=[
+            load.linear([(f"{n}.{gate}", inner), (f"{n}.{up}", inner)], E, False) for n in names
+        ],
+        down=[load.linear([(f"{n}.{down}", E)], inner, False) for n in names],
+    )

@@ -1,0 +1,237 @@
+"""Chunk KV woven into prompts: exact where it must be, read-only, and never a wrong answer."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode import encode_chunks, encode_preamble, passes
+from kvweave.fuse.fused_pass import Placement, fused_pass
+from kvweave.fuse.reuse import Reused, prefill_with_reuse
+from kvweave.kernels.rope import rotate
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.objects import EncodedLayer, layer_of, pack_chunk
+from kvweave.kv.residency import Miss
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.load import load_decoder
+from kvweave.types import Chunk, ChunkId
+from kvworld import make_context
+from tiny_models import VARIANTS, make_model_folder
+
+RNG = random.Random(3)
+PREAMBLE = [RNG.randrange(97) for _ in range(6)]
+CHUNKS = [[RNG.randrange(97) for _ in range(n)] for n in (11, 1, 19, 7)]
+QUESTION = [RNG.randrange(97) for _ in range(5)]
+
+
+@pytest.fixture(scope="module", params=sorted(VARIANTS))
+def any_decoder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Decoder:
+    folder = make_model_folder(tmp_path_factory.mktemp("models"), request.param)
+    return load_decoder(folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = make_model_folder(tmp_path_factory.mktemp("models"), "llama")
+    return load_decoder(folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[KVStore]:
+    with KVStore(StoreConfig(tiers=(DiskTierConfig(tmp_path / "kv"),))) as store:
+        yield store
+
+
+def context_of(decoder: Decoder) -> KeyContext:
+    return make_context(
+        model=decoder.weights.fingerprint,
+        preamble_ids=tuple(PREAMBLE),
+        rope=str(asdict(decoder.spec.rope)),
+    )
+
+
+def prompt_of(chunks: list[list[int]]) -> list[int]:
+    return [*PREAMBLE, *(i for chunk in chunks for i in chunk), *QUESTION]
+
+
+def make_chunk(ids: list[int]) -> Chunk:
+    return Chunk(ChunkId(str(ids)), "", "", tuple(ids))
+
+
+def full_prefill(decoder: Decoder, ids: list[int]) -> torch.Tensor:
+    kv = decoder.new_kv(len(ids))
+    return decoder.forward([Rows(ids, range(len(ids)), kv, [len(ids) - 1])])[0]
+
+
+def answer(
+    decoder: Decoder, store: KVStore, chunks: list[list[int]], saved: list[list[int]]
+) -> Reused:
+    encoder = ChunkEncoder(decoder, store, context_of(decoder))
+    encoder.encode([make_chunk(ids) for ids in saved])
+    assert store.flush()
+    named = [(encoder.key(ids), ids) for ids in chunks]
+    kv = decoder.new_kv(1)
+    return prefill_with_reuse(decoder, encoder.preamble, named, QUESTION, store, kv)
+
+
+def test_a_chunk_encoded_in_company_equals_the_chunk_encoded_alone(any_decoder: Decoder) -> None:
+    preamble = encode_preamble(any_decoder, PREAMBLE)
+    together = encode_chunks(any_decoder, preamble, CHUNKS)
+    for ids, layers in zip(CHUNKS, together, strict=True):
+        (alone,) = encode_chunks(any_decoder, preamble, [ids])
+        for ours, theirs in zip(layers, alone, strict=True):
+            torch.testing.assert_close(ours.k, theirs.k, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(ours.v, theirs.v, atol=1e-4, rtol=1e-4)
+
+
+def test_a_stored_key_turned_to_its_place_equals_the_key_computed_there(
+    any_decoder: Decoder,
+) -> None:
+    ids = PREAMBLE + CHUNKS[0]
+    kv = any_decoder.new_kv(len(ids))
+    any_decoder.forward([Rows(ids, range(len(ids)), kv, [])])
+    preamble = encode_preamble(any_decoder, PREAMBLE)
+    (layers,) = encode_chunks(any_decoder, preamble, [CHUNKS[0]])
+    angles = any_decoder.angles(torch.arange(len(PREAMBLE), len(ids)))
+    for layer, made in enumerate(layers):
+        there = kv.keys(layer)[len(PREAMBLE) :], kv.values(layer)[len(PREAMBLE) :]
+        torch.testing.assert_close(rotate(made.k, angles), there[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(made.v, there[1], atol=1e-4, rtol=1e-4)
+
+
+def test_one_chunk_behind_the_preamble_is_exact(any_decoder: Decoder, store: KVStore) -> None:
+    reused = answer(any_decoder, store, [CHUNKS[0]], saved=[CHUNKS[0]])
+    assert len(reused.reused) == 1
+    want = full_prefill(any_decoder, PREAMBLE + CHUNKS[0] + QUESTION)
+    torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_stored_means_full_prefill(any_decoder: Decoder, store: KVStore) -> None:
+    reused = answer(any_decoder, store, CHUNKS, saved=[])
+    assert set(reused.computed.values()) == {Miss.ABSENT}
+    want = full_prefill(any_decoder, prompt_of(CHUNKS))
+    torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
+
+
+def test_recomputing_every_row_over_stitched_kv_is_full_prefill(any_decoder: Decoder) -> None:
+    preamble = encode_preamble(any_decoder, PREAMBLE)
+    prompt = prompt_of(CHUNKS)
+    placements, layer_source = stitched(any_decoder, CHUNKS)
+    kv = any_decoder.new_kv(len(prompt))
+    rows = range(len(PREAMBLE), len(prompt))
+    logits = fused_pass(any_decoder, prompt, rows, preamble, placements, layer_source, kv)
+    torch.testing.assert_close(logits, full_prefill(any_decoder, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_a_later_chunk_never_changes_an_earlier_recomputed_row(any_decoder: Decoder) -> None:
+    preamble = encode_preamble(any_decoder, PREAMBLE)
+    changed = [*CHUNKS[:3], [(i + 1) % 97 for i in CHUNKS[3]]]
+    kept = []
+    for chunks in (CHUNKS, changed):
+        prompt = prompt_of(chunks)
+        placements, layer_source = stitched(any_decoder, chunks)
+        kv = any_decoder.new_kv(len(prompt))
+        first_question = len(prompt) - len(QUESTION)
+        rows = [8, 9, 20, 30, first_question - 2, *range(first_question, len(prompt))]
+        fused_pass(any_decoder, prompt, rows, preamble, placements, layer_source, kv)
+        kept.append([kv.keys(i)[[8, 9, 20, 30]] for i in range(any_decoder.spec.num_layers)])
+    for before, after in zip(*kept, strict=True):
+        # not bit by bit: experts group other rows, and products round by their shape
+        torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-5)
+
+
+def test_the_same_chunk_twice_in_one_prompt_is_placed_twice(
+    decoder: Decoder, store: KVStore
+) -> None:
+    chunks = [CHUNKS[0], CHUNKS[2], CHUNKS[0]]
+    reused = answer(decoder, store, chunks, saved=chunks)
+    assert len(reused.reused) == 2
+    placements, layer_source = stitched(decoder, chunks)
+    prompt = prompt_of(chunks)
+    rows = range(len(prompt) - len(QUESTION), len(prompt))
+    preamble = encode_preamble(decoder, PREAMBLE)
+    want = fused_pass(decoder, prompt, rows, preamble, placements, layer_source, decoder.new_kv(1))
+    torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    clean = tmp_path / "clean"
+    cfg = StoreConfig(tiers=(DiskTierConfig(clean),))
+    with KVStore(cfg) as store:
+        whole = answer(decoder, store, CHUNKS, saved=CHUNKS)
+    assert len(whole.reused) == len(CHUNKS)
+    encoder_key = ChunkEncoder(decoder, store, context_of(decoder)).key
+    victim = next(clean.rglob(f"*{encoder_key(CHUNKS[2]).hex()[16:]}*"))
+    pristine = victim.read_bytes()
+    for offset in range(0, len(pristine), max(1, len(pristine) // 12)):
+        damaged = bytearray(pristine)
+        damaged[offset] ^= 0x10
+        victim.write_bytes(damaged)
+        with KVStore(cfg) as store:
+            reused = answer(decoder, store, CHUNKS, saved=[])
+            assert list(reused.computed.values()) == [Miss.CORRUPT]
+            assert encoder_key(CHUNKS[2]) in reused.computed
+            again = answer(decoder, store, CHUNKS, saved=[])  # it is out of the way for good
+            assert list(again.computed.values()) == [Miss.ABSENT]
+            torch.testing.assert_close(again.logits, reused.logits)
+        victim.parent.mkdir(parents=True, exist_ok=True)
+        victim.write_bytes(pristine)
+
+
+def test_encoding_again_computes_nothing(decoder: Decoder, store: KVStore) -> None:
+    saved: list[int] = []
+    encoder = ChunkEncoder(decoder, store, context_of(decoder), on_saved=saved.append)
+    encoder.encode([make_chunk(ids) for ids in [*CHUNKS, CHUNKS[0]]])
+    assert store.flush()
+    assert sum(saved) == len(CHUNKS)
+    ChunkEncoder(decoder, store, context_of(decoder), on_saved=saved.append).encode(
+        [make_chunk(ids) for ids in CHUNKS]
+    )
+    assert sum(saved) == len(CHUNKS)
+
+
+def test_stored_chunk_kv_is_never_written(decoder: Decoder) -> None:
+    with KVStore(StoreConfig(tiers=(HostTierConfig(1 << 24),))) as store:
+        first = answer(decoder, store, CHUNKS, saved=CHUNKS)
+        for _ in range(20):
+            answer(decoder, store, list(reversed(CHUNKS)), saved=[])
+        again = answer(decoder, store, CHUNKS, saved=[])
+    assert torch.equal(first.logits, again.logits)
+
+
+def test_passes_are_bounded_and_lose_no_chunk() -> None:
+    lengths = [5, 5, 100, 1, 9, 9, 9]
+    runs = list(passes(lengths, max_rows=20))
+    assert [i for run in runs for i in run] == list(range(len(lengths)))
+    assert all(len(run) == 1 or sum(lengths[i] for i in run) <= 20 for run in runs)
+    assert list(passes([])) == []
+
+
+def stitched(decoder: Decoder, chunks: list[list[int]]):  # type: ignore[no-untyped-def]
+    """Placements and a layer source that never fails, straight from the encoder."""
+    preamble = encode_preamble(decoder, PREAMBLE)
+    encoder_key = ChunkEncoder(decoder, None, context_of(decoder)).key  # type: ignore[arg-type]
+    made = encode_chunks(decoder, preamble, chunks)
+    packed = {
+        encoder_key(ids): pack_chunk(encoder_key(ids), layers)
+        for ids, layers in zip(chunks, made, strict=True)
+    }
+    placements, start = [], len(PREAMBLE)
+    for ids in chunks:
+        placements.append(Placement(encoder_key(ids), start, len(ids)))
+        start += len(ids)
+
+    def wait_layer(layer: int) -> dict[object, EncodedLayer]:
+        return {key: layer_of(p.header, p.memory, layer) for key, p in packed.items()}
+
+    return placements, wait_layer

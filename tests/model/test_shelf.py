@@ -1,0 +1,139 @@
+"""The shelf holds whole folders or nothing, whatever happens while one is made."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import ModelError
+from kvweave.model.shelf import Origin, Shelf, Step
+
+
+def make_origin(sha256: str = "aa", converter: int = 1) -> Origin:
+    return Origin("toy", "a toy", "nowhere", "MIT", sha256, converter)
+
+
+def filling(text: str = "weights") -> Callable[[Path, Path], None]:
+    def fill(folder: Path, scratch: Path) -> None:
+        (scratch / "litter").write_text("gone afterwards")
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(text)
+
+    return fill
+
+
+def ignore(step: Step) -> None: ...
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Shelf:
+    return Shelf(tmp_path / "models")
+
+
+def visible(shelf: Shelf) -> list[str]:
+    return sorted(p.name for p in shelf.root.iterdir() if p.name != ".locks")
+
+
+def test_a_made_folder_is_found_again_with_its_origin(shelf: Shelf) -> None:
+    assert shelf.list() == []
+    path = shelf.make("toy-1", make_origin(), filling(), ignore)
+    found = shelf.peek("toy-1")
+    assert found is not None
+    assert (found.path, found.origin, found.size_bytes) == (path, make_origin(), 7)
+    assert [s.path for s in shelf.list()] == [path]
+    assert visible(shelf) == ["toy-1"]
+
+
+def test_what_is_there_is_not_made_again(shelf: Shelf) -> None:
+    shelf.make("toy-1", make_origin(), filling("first"), ignore)
+    path = shelf.make("toy-1", make_origin(), filling("second"), ignore)
+    assert (path / "model.safetensors").read_text() == "first"
+
+
+@pytest.mark.parametrize("changed", [make_origin(sha256="bb"), make_origin(converter=2)])
+def test_another_origin_replaces_the_folder(shelf: Shelf, changed: Origin) -> None:
+    shelf.make("toy-1", make_origin(), filling("first"), ignore)
+    path = shelf.make("toy-1", changed, filling("second"), ignore)
+    assert (path / "model.safetensors").read_text() == "second"
+    assert visible(shelf) == ["toy-1"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_failure_leaves_nothing_behind(shelf: Shelf, error: BaseException) -> None:
+    def fail(folder: Path, scratch: Path) -> None:
+        filling()(folder, scratch)
+        raise error
+
+    with pytest.raises(type(error)):
+        shelf.make("toy-1", make_origin(), fail, ignore)
+    assert visible(shelf) == []
+    assert shelf.list() == []
+
+
+def test_a_full_disk_is_one_line_with_a_way_out(shelf: Shelf) -> None:
+    def fail(folder: Path, scratch: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ModelError, match=r"toy: cannot change .*: No space left.* KVWEAVE_HOME"):
+        shelf.make("toy-1", make_origin(), fail, ignore)
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost", "no manifest", "bad manifest", "odd manifest"])
+def test_a_damaged_folder_is_not_there_and_is_made_again(shelf: Shelf, damage: str) -> None:
+    path = shelf.make("toy-1", make_origin(), filling(), ignore)
+    match damage:
+        case "cut":
+            (path / "model.safetensors").write_text("weig")
+        case "lost":
+            (path / "model.safetensors").unlink()
+        case "no manifest":
+            (path / "manifest.json").unlink()
+        case "bad manifest":
+            (path / "manifest.json").write_text("{")
+        case "odd manifest":
+            (path / "manifest.json").write_text(json.dumps([1, 2]))
+    assert shelf.peek("toy-1") is None
+    assert shelf.list() == []
+    shelf.make("toy-1", make_origin(), filling(), ignore)
+    assert shelf.peek("toy-1") is not None
+
+
+def test_litter_of_a_dead_maker_is_swept_up(shelf: Shelf) -> None:
+    (shelf.root / ".making-toy-1-dead" / "folder").mkdir(parents=True)
+    (shelf.root / ".making-other-1-alive").mkdir()
+    shelf.make("toy-1", make_origin(), filling(), ignore)
+    assert visible(shelf) == [".making-other-1-alive", "toy-1"]
+
+
+def test_two_makers_at_once_do_the_work_once(shelf: Shelf) -> None:
+    inside, go = threading.Event(), threading.Event()
+    calls: list[str] = []
+    waited: list[Step] = []
+
+    def slow(folder: Path, scratch: Path) -> None:
+        calls.append("slow")
+        inside.set()
+        assert go.wait(20)
+        filling()(folder, scratch)
+
+    def report(step: Step) -> None:
+        waited.append(step)
+        go.set()
+
+    first = threading.Thread(target=shelf.make, args=("toy-1", make_origin(), slow, ignore))
+    first.start()
+    assert inside.wait(20)
+    path = shelf.make("toy-1", make_origin(), filling("other"), report)
+    first.join()
+    assert (path / "model.safetensors").read_text() == "weights"
+    assert [step.what for step in waited] == ["waiting for another kvweave"]
+    assert calls == ["slow"]
+
+
+def test_removing_says_whether_there_was_anything(shelf: Shelf) -> None:
+    shelf.make("toy-1", make_origin(), filling(), ignore)
+    assert shelf.remove("toy-1")
+    assert not shelf.remove("toy-1")
+    assert visible(shelf) == []
