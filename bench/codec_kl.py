@@ -1,0 +1,163 @@
+"""What does each codec cost in answer quality?
+
+For each question: full prefill gives a greedy answer; then the same answer is scored over context
+KV that went through a codec, and the distributions are compared, KL(full || codec) per token.
+
+- `quantised`: the prompt's own exact KV through the codec. Rounding alone, nothing else.
+- `reused`: isolated chunk KV through the codec, laid side by side (ratio 0): rounding on top of
+  what reuse itself costs.
+
+    python bench/codec_kl.py --data ../shared/data --prompts 50
+"""
+
+import argparse
+import gzip
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from common import report
+from kvweave.fuse.encode import Preamble, encode_chunks, encode_preamble
+from kvweave.fuse.fused_pass import Placement, fused_pass
+from kvweave.kv.codec import CODECS, LayerKV
+from kvweave.kv.keys import KeyContext, make_chunk_key
+from kvweave.kv.objects import layer_of, pack_chunk
+from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.load import load_decoder
+from kvweave.model.locate import locate
+from kvweave.prompt import Document, Prompt, build_prompt
+from kvweave.tokenizer import Tokenizer
+
+KINDS = ("quantised", "reused")
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    folder = locate(args.model)
+    tokenizer, decoder = Tokenizer(folder), load_decoder(folder, device=args.device)
+    prompts = read_prompts(args.data, tokenizer, args.prompts)
+    kl: dict[tuple[str, str], list[float]] = {(k, c): [] for k in KINDS for c in CODECS}
+    for prompt in track(prompts, "scoring", transient=True):
+        for cell, value in score(decoder, prompt, args.answer_tokens).items():
+            kl[cell].append(value)
+    table = Table(title=f"{args.model}: KL to full prefill, nats per token, {len(prompts)} prompts")
+    for column in ("codec", "bytes per token", *KINDS):
+        table.add_column(column, justify="left" if column == "codec" else "right")
+    results = {}
+    for codec in CODECS:
+        size = bytes_per_token(decoder, codec)
+        means = {kind: statistics.fmean(kl[kind, codec]) for kind in KINDS}
+        results[codec] = {"bytes_per_token": size, **{k: round(v, 6) for k, v in means.items()}}
+        table.add_row(codec, f"{size:,.0f}", *(f"{means[kind]:.5f}" for kind in KINDS))
+    Console().print(table)
+    config = {**vars(args), "data": "hotpotqa"}
+    report("codec_kl", args.device, config, {"kl_nats": results})
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder with hotpotqa/")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args()
+
+
+def read_prompts(data: Path, tokenizer: Tokenizer, count: int) -> list[Prompt]:
+    prompts = []
+    with gzip.open(data / "hotpotqa" / "hotpotqa_distractor.jsonl.gz", "rt") as lines:
+        for line, _ in zip(lines, range(count), strict=False):
+            record = json.loads(line)
+            documents = [Document(p["text"], p["title"]) for p in record["passages"]]
+            prompts.append(build_prompt(tokenizer, record["question"], documents))
+    return prompts
+
+
+def score(decoder: Decoder, prompt: Prompt, num_tokens: int) -> dict[tuple[str, str], float]:
+    """KL of every kind and codec on one prompt."""
+    answer, exact = full_answer(decoder, prompt.token_ids, num_tokens)
+    nothing = Preamble((), ())
+    (whole,) = encode_chunks(decoder, nothing, [prompt.token_ids])
+    preamble = encode_preamble(decoder, prompt.preamble)
+    start, spans = len(prompt.preamble), []
+    for ids in prompt.chunks:
+        spans.append((start, start + len(ids)))
+        start += len(ids)
+    layers = {
+        "quantised": [[LayerKV(kv.k[a:b], kv.v[a:b]) for kv in whole] for a, b in spans],
+        "reused": encode_chunks(decoder, preamble, prompt.chunks),
+    }
+    found = {}
+    for kind, chunks in layers.items():
+        for codec in CODECS:
+            got = answer_over(decoder, prompt, preamble, spans, chunks, codec, answer)
+            divergence = (exact.exp() * (exact - got)).sum(-1)
+            found[kind, codec] = float(divergence.mean())
+    return found
+
+
+def full_answer(
+    decoder: Decoder, ids: Sequence[int], num_tokens: int
+) -> tuple[list[int], torch.Tensor]:
+    """Greedy answer under full prefill and its log probabilities [A, V]."""
+    kv = decoder.new_kv(len(ids) + num_tokens)
+    logits = decoder.forward([Rows(ids, range(len(ids)), kv, [len(ids) - 1])])
+    answer, rows = [], []
+    for step in range(num_tokens):
+        rows.append(logits[0])
+        answer.append(int(logits[0].argmax()))
+        logits = decoder.forward([Rows(answer[-1:], [len(ids) + step], kv, [0])])
+    return answer, torch.stack(rows).log_softmax(-1)
+
+
+def answer_over(
+    decoder: Decoder,
+    prompt: Prompt,
+    preamble: Preamble,
+    spans: Sequence[tuple[int, int]],
+    chunks: Sequence[Sequence[LayerKV]],
+    codec: str,
+    answer: Sequence[int],
+) -> torch.Tensor:
+    """Log probabilities [A, V] of `answer` when the chunks' KV went through `codec`."""
+    context = KeyContext("bench", "any", codec, "any", prompt.preamble, "any")
+    packed, placements = {}, []
+    for ids, layers, (start, end) in zip(prompt.chunks, chunks, spans, strict=True):
+        key = make_chunk_key(context, [*ids, start])
+        packed[key] = pack_chunk(key, layers, codec)
+        placements.append(Placement(key, start, end - start))
+    ids = prompt.token_ids
+    kv = decoder.new_kv(len(ids) + len(answer))
+    first = fused_pass(
+        decoder,
+        ids,
+        range(len(ids) - len(prompt.question), len(ids)),
+        preamble,
+        placements,
+        lambda layer: {key: layer_of(p.header, p.memory, layer) for key, p in packed.items()},
+        kv,
+    )
+    positions = range(len(ids), len(ids) + len(answer) - 1)
+    rest = decoder.forward([Rows(answer[:-1], positions, kv, range(len(answer) - 1))])
+    return torch.cat([first[None], rest]).log_softmax(-1)
+
+
+def bytes_per_token(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
+    spec = decoder.spec
+    zeros = torch.zeros(num_tokens, spec.num_kv_heads, spec.head_dim, dtype=decoder.dtype)
+    context = KeyContext("bench", "any", codec, "any", (), "any")
+    layers = [LayerKV(zeros, zeros)] * spec.num_layers
+    return pack_chunk(make_chunk_key(context, [0]), layers, codec).header.total_bytes / num_tokens
+
+
+if __name__ == "__main__":
+    main()
