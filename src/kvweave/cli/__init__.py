@@ -12,6 +12,7 @@ from kvweave.errors import KVWeaveError
 # command → module that holds a click command named `command`
 COMMANDS: dict[str, str] = {
     "ask": "kvweave.cli.ask",
+    "cache": "kvweave.cli.cache",
     "models": "kvweave.cli.models",
     "serve": "kvweave.cli.serve",
 }

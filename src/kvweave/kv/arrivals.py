@@ -226,9 +226,19 @@ class Arrival:
 
     def _read_all(self, spans: list[Span]) -> None:
         for span in spans:
-            self._launch(lambda span=span: self._read(span))  # type: ignore[misc]
+            self._launch(lambda span=span: self._read_run(span))  # type: ignore[misc]
 
-    def _read(self, span: Span) -> None:
+    def _read_run(self, span: Span) -> None:
+        """Read a span and, while no other job waits for a thread, the ones after it: waking a
+        thread costs about as much as reading a layer."""
+        following = self._read(span)
+        while following and not self._cancelled and self._failure is None:
+            mine = None if self._pool.is_crowded() else following.pop(0)
+            self._read_all(following)
+            following = [] if mine is None else self._read(mine)
+
+    def _read(self, span: Span) -> list[Span]:
+        """Read, check and show one span; returns the spans that are due now."""
         header, landing, reader = self.header, self.landing, self._reader
         assert header is not None
         assert landing is not None
@@ -244,11 +254,12 @@ class Arrival:
             self._ready[span.first : span.end] = [True] * (span.end - span.first)
             self._spans_done += 1
             done = self._spans_done == len(self._spans) and self._failure is None
-            spans = self._due_spans()
+            self._progress_s = time.monotonic()
+            due = self._due_spans()
             self._changed.notify_all()
-        self._read_all(spans)
         if done:
             self._hooks.complete(self)
+        return due
 
     def _fail(self, miss: Miss, detail: str) -> None:
         with self._changed:

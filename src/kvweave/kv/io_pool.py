@@ -43,6 +43,10 @@ class IoPool:
         self._jobs.put(job)
         return True
 
+    def is_crowded(self) -> bool:
+        """Whether jobs wait for a thread."""
+        return not self._jobs.empty()
+
     def stalled_s(self) -> float:
         """For how long jobs have been waiting or running without any of them finishing."""
         with self._lock:

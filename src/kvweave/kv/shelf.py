@@ -98,11 +98,18 @@ class Shelf:
     def touch(self, key: ChunkKey, usage: Usage) -> None:
         self._ranking.set(key, self._policy.rank(usage), usage.last_access_s)
 
-    def remove(self, key: ChunkKey) -> None:
-        """Its bytes are gone: deleted by its owner, damaged, or vanished."""
+    def take_off(self, key: ChunkKey) -> int:
+        """Take an entry off to delete it. Its bytes stay reserved until they are really gone:
+        then give `unreserve` the size returned here."""
+        size = self._remove(key)
+        self.reserved_bytes += size
+        return size
+
+    def _remove(self, key: ChunkKey) -> int:
         entry = self._entries.pop(key)
         self._ranking.remove(key)
         self.used_bytes -= entry.size_bytes
+        return entry.size_bytes
 
     def evict_for(self, size_bytes: int, newcomer: Usage) -> list[tuple[ChunkKey, int]] | None:
         """Make room for a newcomer that is worth more than what it pushes out.
@@ -126,7 +133,7 @@ class Shelf:
         if freed < missing:
             return None
         for key, _ in victims:
-            self.remove(key)
+            self._remove(key)
         if victims:
             self._policy.left(highest)
         self.reserved_bytes += size_bytes + self._surplus(size_bytes, freed)

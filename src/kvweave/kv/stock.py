@@ -212,9 +212,10 @@ class Stock:
             if entry is not None and entry.pins:
                 entry.doomed = True  # perhaps not for the first time
                 return True
-            if entry is not None and place.shelf is not None:
-                place.shelf.remove(key)
-        return self.delete_quietly(place, key)
+            size = place.shelf.take_off(key) if entry is not None and place.shelf is not None else 0
+        was_here = self.delete_quietly(place, key)
+        self._gone(place, size)
+        return was_here
 
     def finish_delete(self, place: Place, key: ChunkKey, entry: Entry) -> None:
         """A doomed entry lost its last pin."""
@@ -222,8 +223,9 @@ class Stock:
         with self.lock:
             if not place.shelf.has(key, entry) or entry.pins or not entry.doomed:
                 return  # revived by a save, or leased again before that
-            place.shelf.remove(key)
+            size = place.shelf.take_off(key)
         self.delete_quietly(place, key)
+        self._gone(place, size)
 
     def delete_quietly(self, place: Place, key: ChunkKey) -> bool:
         """Delete an object that is off the shelf. Trouble is counted: the bytes may stay behind
@@ -236,19 +238,29 @@ class Stock:
             return False
 
     def quarantine(self, place: Place, key: ChunkKey) -> None:
-        self.forget(place, key)
+        """Take a damaged object off the books and out of sight."""
+        with self.lock:
+            size = 0
+            if place.shelf is not None and key in place.shelf:
+                size = place.shelf.take_off(key)
         try:
             if place.tier.quarantine(key):
                 self._metrics.count("kv_quarantined_total", tier=place.name)
         except TierError as error:
             self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
             place.writes.failed(str(error))
+        self._gone(place, size)
+
+    def _gone(self, place: Place, size_bytes: int) -> None:
+        if place.shelf is not None and size_bytes:
+            with self.lock:
+                place.shelf.unreserve(size_bytes)
 
     def forget(self, place: Place, key: ChunkKey) -> None:
-        """Take an object that is gone or useless off the books, leased or not."""
+        """Take an object that went away by itself off the books, leased or not."""
         with self.lock:
             if place.shelf is not None and key in place.shelf:
-                place.shelf.remove(key)
+                place.shelf.unreserve(place.shelf.take_off(key))
 
     # ---- books
 

@@ -1,0 +1,126 @@
+"""`kvweave cache` on a small store: what people see, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvweave.cli.cache import command
+from kvweave.errors import ConfigError
+from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.tiers.disk import DiskTier
+from kvworld import CHUNK_BYTES, make_chunk, make_context, make_key
+
+
+def make_store(root: Path, num_chunks: int = 3) -> DiskTier:
+    tier = DiskTier(DiskTierConfig(root))
+    for number in range(num_chunks):
+        chunk = make_chunk(number)
+        tier.write(chunk.key, [chunk.view])
+    return tier
+
+
+def run(*words: object, exit_code: int = 0) -> Result:
+    result = CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+def run_json(*words: object, exit_code: int = 0) -> Any:
+    return json.loads(run(*words, "--json", exit_code=exit_code).output)
+
+
+def damage(root: Path, number: int) -> None:
+    (path,) = root.rglob(f"{make_key(number).hex()}.kv")
+    raw = bytearray(path.read_bytes())
+    raw[5000] ^= 1
+    path.write_bytes(raw)
+
+
+def test_ls_and_stat_say_what_is_there(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    listed = run_json("ls", "--store", tmp_path)
+    assert listed["total"] == 3
+    assert {o["key"] for o in listed["objects"]} == {make_key(n).hex() for n in range(3)}
+    assert {(o["tokens"], o["layers"], o["codec"]) for o in listed["objects"]} == {(5, 3, "raw")}
+    summary = run_json("stat", "--store", tmp_path)
+    assert (summary["objects"], summary["bytes"]) == (3, 3 * CHUNK_BYTES)
+    assert list(summary["contexts"]) == [make_context().context_id().hex()]
+    assert "3 objects" in run("ls", "--store", tmp_path).output
+    assert "3 objects" in run("stat", "--store", tmp_path).output
+
+
+def test_verify_finds_damage_and_repair_moves_it_aside(tmp_path: Path) -> None:
+    tier = make_store(tmp_path)
+    assert run_json("verify", "--store", tmp_path)["ok"] == 3
+    damage(tmp_path, 1)
+    found = run_json("verify", "--store", tmp_path, exit_code=1)
+    assert (found["ok"], found["damaged"]) == (2, 1)
+    assert found["problems"][0]["key"] == make_key(1).hex()
+    assert "checksum is wrong" in run("verify", "--store", tmp_path, exit_code=1).output
+    run("verify", "--store", tmp_path, "--repair", exit_code=1)
+    assert len(tier.quarantined()) == 1
+    assert "2 ok" in run("verify", "--store", tmp_path).output
+
+
+def test_gc_frees_by_size_context_and_age_and_a_dry_run_frees_nothing(tmp_path: Path) -> None:
+    tier = make_store(tmp_path, 4)
+    tier.quarantine(make_key(3))
+    limit = ("gc", "--store", tmp_path, "--max-bytes", CHUNK_BYTES)
+    assert run_json(*limit, "--dry-run")["deleted"] == 2
+    assert len(list(tier.scan())) == 3
+    assert run_json(*limit)["freed_bytes"] == 3 * CHUNK_BYTES
+    assert (len(list(tier.scan())), tier.quarantined()) == (1, [])
+    assert run_json("gc", "--store", tmp_path, "--max-age-days", 1)["deleted"] == 0
+    context = make_context().context_id().hex()
+    assert "1 objects" in run("gc", "--store", tmp_path, "--context", context).output
+    assert list(tier.scan()) == []
+
+
+def test_gc_removes_objects_of_other_versions_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = make_store(tmp_path, 1)
+    monkeypatch.setattr("kvweave.kv.layout.LAYOUT_VERSION", 2)
+    newer = make_chunk(1)
+    monkeypatch.undo()
+    tier.write(newer.key, [newer.view])
+    assert run_json("verify", "--store", tmp_path)["foreign"] == 1
+    assert run_json("gc", "--store", tmp_path, "--foreign")["deleted"] == 1
+    assert [o.key for o in tier.scan()] == [make_key(0)]
+
+
+def test_rm_takes_a_key_or_its_first_digits_and_refuses_what_is_unclear(tmp_path: Path) -> None:
+    tier = make_store(tmp_path)
+    run("rm", "--store", tmp_path, make_key(0).hex())
+    assert run_json("rm", "--store", tmp_path, make_key(1).hex()[16:32])["deleted"] == 1
+    assert [o.key for o in tier.scan()] == [make_key(2)]
+    with pytest.raises(ConfigError, match="names 0 objects"):
+        run("rm", "--store", tmp_path, make_key(2).hex(), "ffffffff")
+    assert len(list(tier.scan())) == 1
+
+
+def test_a_folder_that_is_no_store_is_refused_and_not_made_one(tmp_path: Path) -> None:
+    for verb in ("ls", "stat", "verify", "gc"):
+        with pytest.raises(ConfigError, match="holds no chunk KV"):
+            run(verb, "--store", tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
+
+
+def test_looking_at_a_store_does_not_load_torch(tmp_path: Path) -> None:
+    make_store(tmp_path, 1)
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from kvweave.cli.cache import command\n"
+        f"command(['ls', '--store', {str(tmp_path)!r}])"
+    )
+    src = Path(__file__).parents[2] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(src)}, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"1 objects" in done.stdout
