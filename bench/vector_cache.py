@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from common import CACHE
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from common import CACHE
 from kvweave.corpus.embedder import Embedder, Vectors
 
 SHARD = 512  # texts per file: a kill costs about ten seconds of work

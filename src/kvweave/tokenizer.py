@@ -73,7 +73,7 @@ class Tokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and, for each, the half-open character range of `text` it came from."""
         encoding = self._fast.encode(text, add_special_tokens=False)
-        return list(encoding.ids), [tuple(o) for o in encoding.offsets]
+        return list(encoding.ids), [(start, end) for start, end in encoding.offsets]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         return str(self._fast.decode(list(ids), skip_special_tokens=skip_special))

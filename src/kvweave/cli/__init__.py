@@ -12,6 +12,8 @@ from kvweave.errors import KVWeaveError
 # command → module that holds a click command named `command`
 COMMANDS: dict[str, str] = {
     "ask": "kvweave.cli.ask",
+    "docs": "kvweave.cli.docs",
+    "ingest": "kvweave.cli.ingest",
     "models": "kvweave.cli.models",
     "serve": "kvweave.cli.serve",
 }

@@ -116,9 +116,7 @@ class Catalogue:
         )
         return {DocumentId(document_id): fingerprint for document_id, fingerprint in rows}
 
-    def put(
-        self, document: Document, fingerprint: str, placed: Sequence[PlacedChunk]
-    ) -> Written:
+    def put(self, document: Document, fingerprint: str, placed: Sequence[PlacedChunk]) -> Written:
         """Add a document, or replace it, in one transaction. Its vectors must be there already.
 
         Chunks that the old version shares with the new one stay as they are.
@@ -131,7 +129,12 @@ class Catalogue:
             for chunk, _, _ in placed:
                 if chunk.id in known:
                     continue
-                row = (chunk.id, chunk.title, chunk.text, np.array(chunk.token_ids, "<u4").tobytes())
+                row = (
+                    chunk.id,
+                    chunk.title,
+                    chunk.text,
+                    np.array(chunk.token_ids, "<u4").tobytes(),
+                )
                 cursor = db.execute(
                     "INSERT INTO chunks (chunk_id, title, text, token_ids) VALUES (?, ?, ?, ?)", row
                 )

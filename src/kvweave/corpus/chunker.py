@@ -11,8 +11,8 @@ stretch of text propose where to cut, the chunk's own tokenisation decides.
 
 import hashlib
 import re
-from array import array
-from bisect import bisect_left, bisect_right
+import struct
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,9 +42,8 @@ class ChunkTokenizer(Protocol):
 
 def make_chunk_id(token_ids: Sequence[int]) -> ChunkId:
     """Equal tokens, equal id, on every machine: a hash of the ids as little-endian uint32."""
-    ids = array("I", token_ids)
-    assert ids.itemsize == 4, "array('I') is not 32 bits wide here"
-    return ChunkId(hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest())
+    data = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return ChunkId(hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +163,9 @@ class _Window:
         return min(len(self.text), self.start + WINDOW_CHUNKS * self.max_tokens * 4)
 
     @cached_property
-    def token_starts(self) -> list[int]:
+    def token_ends(self) -> list[int]:
         _, offsets = self.tokenizer.encode_with_offsets(self.text[self.start : self.end])
-        return [self.start + start for start, _ in offsets]
+        return [self.start + end for _, end in offsets]
 
     @cached_property
     def breaks(self) -> list[_Break]:
@@ -208,9 +207,9 @@ class _Window:
 
     def _furthest(self, start: int, room: int) -> int:
         """The end of the `room`-th token from `start`."""
-        starts = self.token_starts
-        after = bisect_left(starts, start) + room
-        return starts[after] if after < len(starts) else self.end
+        ends = self.token_ends
+        last = bisect_right(ends, start) + room - 1
+        return ends[last] if last < len(ends) else self.end
 
 
 def _skip_blank(text: str, start: int) -> int:

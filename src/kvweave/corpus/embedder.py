@@ -77,7 +77,8 @@ class SentenceEmbedder:
         """A hash of weights, tokenizer and pooling, or name and commit for a model of the hub."""
         folder = Path(self._model)
         if not folder.is_dir():
-            commit = getattr(self._loaded[0].auto_model.config, "_commit_hash", None)
+            config = getattr(self._loaded[0].auto_model, "config", None)
+            commit = getattr(config, "_commit_hash", None)
             return f"{self._model}@{commit or 'unknown'}"
         digest = hashlib.sha256()
         for pattern in (*SHAPING_FILES, *WEIGHT_FILES):
@@ -127,12 +128,12 @@ class SentenceEmbedder:
         """Loaded on first use: listing documents needs no embedder."""
         try:
             from sentence_transformers import SentenceTransformer
-            from transformers.utils import logging
+            from transformers.utils import logging as transformers_logging
         except ImportError as error:
             raise ConfigError(
                 f"embedding needs sentence-transformers ({error}); pip install 'kvweave[rag]'"
             ) from error
-        logging.disable_progress_bar()  # it draws over ours
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # over ours
         try:
             return SentenceTransformer(self._model, device=self._device)
         except (OSError, ValueError) as error:

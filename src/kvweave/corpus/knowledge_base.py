@@ -210,7 +210,7 @@ class KnowledgeBase:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Be the one writer. A second one is refused, not kept waiting; a dead one is no obstacle."""
+        """Be the one writer. A second one is refused at once; a dead one does not count."""
         with _writer_lock(self.folder):
             sweep_temporaries(self.folder)
             sweep_temporaries(self.folder / "index")

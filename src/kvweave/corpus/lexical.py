@@ -16,10 +16,10 @@ MAX_WORDS = 64  # a question, not a document
 RRF_OFFSET = 60  # the constant of Cormack, Clarke and Büttcher, 2009
 # Words that most passages contain: they cost the search its time and say nothing.
 STOP_WORDS = frozenset(
-    "a an and are as at be been but by can could did do does for from had has have he her him his"
-    " how i if in into is it its me my no not of on or our she so some than that the their them"
-    " then there these they this to up us was we were what when where which who whom whose why"
-    " will with would you your".split()
+    """a an and are as at be been but by can could did do does for from had has have he her him his
+    how i if in into is it its me my no not of on or our she so some than that the their them then
+    there these they this to up us was we were what when where which who whom whose why will with
+    would you your""".split()  # noqa: SIM905 – words read better as words
 )
 
 

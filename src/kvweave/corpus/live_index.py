@@ -15,7 +15,7 @@ import numpy as np
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.index import Hits, VectorIndex, is_remote, make_index, resolve_kind
 from kvweave.corpus.index.base import Vector
-from kvweave.corpus.index.files import atomic_file, load_index, save_index
+from kvweave.corpus.index.files import LocalIndex, atomic_file, load_index, save_index
 from kvweave.corpus.settings import KnowledgeBaseSettings
 from kvweave.corpus.sharedlock import SharedLock
 from kvweave.errors import CorpusError
@@ -75,7 +75,7 @@ class LiveIndex:
                 self._pull()
 
     def publish(self) -> None:
-        """Catch up, rebuild if that is due, make it last. Only for the holder of the writer lock."""
+        """Catch up, rebuild if that is due, save. Only for the holder of the writer lock."""
         kind = resolve_kind(self._settings.index, self._catalogue.totals().num_chunks)
         with self._lock.write():
             if self._index is None:
@@ -149,8 +149,8 @@ class LiveIndex:
         if loaded is None or loaded.generation > self._catalogue.generation():
             self._start_over(kind)  # newer than the catalogue: the catalogue was restored
             return
-        self._index, self._generation = loaded.index, loaded.generation
-        self._last_id = int(loaded.index.rows.by_row.max(initial=0))
+        self._index, self._generation = loaded.vectors, loaded.generation
+        self._last_id = int(loaded.vectors.rows.by_row.max(initial=0))
 
     def _save(self) -> None:
         index = self._loaded
@@ -163,7 +163,7 @@ class LiveIndex:
             }
             with atomic_file(self._folder / SERVER_FILE) as file:
                 file.write(json.dumps(state).encode())
-        elif not is_remote(self._settings.index):
+        elif isinstance(index, LocalIndex):
             save_index(self._folder / FILE, index, self._generation)
 
     def _load_server_state(self) -> None:

@@ -28,7 +28,13 @@ class KnowledgeBaseSettings:
 
 
 def new_settings(
-    *, tokenizer: str, embedder: str, embedder_identity: str, dim: int, chunk_tokens: int, index: str
+    *,
+    tokenizer: str,
+    embedder: str,
+    embedder_identity: str,
+    dim: int,
+    chunk_tokens: int,
+    index: str,
 ) -> KnowledgeBaseSettings:
     return KnowledgeBaseSettings(
         tokenizer=tokenizer,

@@ -18,7 +18,7 @@ from kvweave.corpus.parsers import ParseLimits, Record, parse, read_bytes
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
 from kvweave.errors import CorpusError
 from kvweave.ingest.encoder import Encoder
-from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress, Skipped
+from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress, Phase, Skipped
 from kvweave.ingest.sources import FoundFile, Ignored, Selection, Source, TextSource, find_files
 from kvweave.types import Chunk, ChunkId, Document, DocumentId, PlacedChunk
 
@@ -68,7 +68,6 @@ class _File:
 
     source: str
     fingerprint: str
-    size_bytes: int
     num_pending: int = 0  # documents not yet committed
     seen: set[DocumentId] = field(default_factory=set)
     is_read: bool = False  # all its documents are in the window or in the catalogue
@@ -81,6 +80,7 @@ class _Pending:
     fingerprint: str
     placed: list[PlacedChunk]
     is_update: bool
+    size_bytes: int  # its share of the file
 
 
 class _Run:
@@ -153,7 +153,7 @@ class _Run:
             if self._is_unchanged(source, fingerprint, len(data)):
                 return
             records = parse(path, data, self._options.limits)
-            self._cut(_File(source, fingerprint, len(data)), records)
+            self._cut(_File(source, fingerprint), records, len(data))
         except (CorpusError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._skipped.append(Skipped(source, reason or type(error).__name__))
@@ -165,7 +165,7 @@ class _Run:
             fingerprint = _text_fingerprint(item.title, item.text)
             if not self._is_unchanged(source, fingerprint, size_bytes):
                 records = lone_record(item.title, item.text)
-                self._cut(_File(source, fingerprint, size_bytes), records)
+                self._cut(_File(source, fingerprint), records, size_bytes)
         except CorpusError as error:
             self._skipped.append(Skipped(f"{source} ({item.title[:60]})", str(error)))
 
@@ -176,22 +176,28 @@ class _Run:
         self._done_bytes += size_bytes
         return True
 
-    def _cut(self, file: _File, records: Sequence[Record]) -> None:
-        """Queue what is new or changed in a file. Everything is cut before anything is queued."""
+    def _cut(self, file: _File, records: Sequence[Record], size_bytes: int) -> None:
+        """Queue what is new or changed in a file."""
         old = self._catalogue.fingerprints(file.source)
+        num_chars = sum(len(record.text) for record in records)
         for record in records:
+            share_bytes = size_bytes * len(record.text) // num_chars
             document_id = _document_id(file.source, record.key)
             file.seen.add(document_id)
             fingerprint = _text_fingerprint(record.title, record.text)
             if old.get(document_id) == fingerprint:
                 self._unchanged += 1
+                self._done_bytes += share_bytes
                 continue
             document = Document(document_id, file.source, record.title, record.text)
             placed = list(self._chunker.cut(record.title, record.text))
             assert placed, "parsers leave blank records out"
             self._cut_chunks += len(placed)
             file.num_pending += 1
-            self._window.append(_Pending(file, document, fingerprint, placed, document_id in old))
+            is_update = document_id in old
+            self._window.append(
+                _Pending(file, document, fingerprint, placed, is_update, share_bytes)
+            )
             self._window_chunks += len(placed)
             if self._window_chunks >= WINDOW:
                 self.flush()
@@ -203,7 +209,8 @@ class _Run:
     def flush(self) -> None:
         """Embed what the window holds, then commit its documents one by one."""
         window, self._window, self._window_chunks = self._window, [], 0
-        self._embed([p.chunk for pending in window for p in pending.placed])
+        window_bytes = sum(pending.size_bytes for pending in window)
+        self._embed([p.chunk for pending in window for p in pending.placed], window_bytes)
         for pending in window:
             written = self._catalogue.put(pending.document, pending.fingerprint, pending.placed)
             self._new_chunks += len(written.new)
@@ -211,10 +218,12 @@ class _Run:
             self._orphaned += written.orphaned
             self._updated += pending.is_update
             self._added += not pending.is_update
+            self._done_bytes += pending.size_bytes
             pending.file.num_pending -= 1
             self._finish_if_done(pending.file)
+        self.tell("embed", "")
 
-    def _embed(self, chunks: Sequence[Chunk]) -> None:
+    def _embed(self, chunks: Sequence[Chunk], window_bytes: int) -> None:
         by_id = {chunk.id: chunk for chunk in chunks}
         known = self._catalogue.with_vectors(list(by_id))
         todo = [chunk for chunk_id, chunk in by_id.items() if chunk_id not in known]
@@ -223,7 +232,7 @@ class _Run:
             part = todo[start : start + SLICE]
             vectors = self._kb.embedder.embed_passages([chunk.text for chunk in part])
             self._catalogue.put_vectors([chunk.id for chunk in part], vectors)
-            self.tell("embed", "", extra=(start + len(part)) / len(todo))
+            self.tell("embed", "", window_bytes * (start + len(part)) // len(todo))
 
     def _finish_if_done(self, file: _File) -> None:
         """All documents are in: drop those that left the file, and mark it as done."""
@@ -234,8 +243,6 @@ class _Run:
             self._orphaned += self._catalogue.remove(gone).orphaned
             self._removed += len(gone)
         self._catalogue.finish_source(file.source, file.fingerprint)
-        self._done_bytes += file.size_bytes
-        self.tell("embed", file.source)
 
     def prune(self) -> None:
         """Forget files below the given folders that are no longer there."""
@@ -256,21 +263,18 @@ class _Run:
 
     # ── telling ──────────────────────────────────────────────────────────────
 
-    def tell(self, phase: str, source: str, extra: float = 0.0) -> None:
-        if self._progress is None:
-            return
-        assert phase in ("read", "embed", "index", "encode"), phase
-        looked_at = self._added + self._updated + self._unchanged
-        self._progress(
-            IngestProgress(
-                phase,  # type: ignore[arg-type]
-                self._done_bytes,
-                self._total_bytes,
-                looked_at,
-                self._cut_chunks,
-                source,
+    def tell(self, phase: Phase, source: str, embedded_bytes: int = 0) -> None:
+        if self._progress is not None:
+            self._progress(
+                IngestProgress(
+                    phase,
+                    self._done_bytes + embedded_bytes,
+                    self._total_bytes,
+                    self._added + self._updated + self._unchanged,
+                    self._cut_chunks,
+                    source,
+                )
             )
-        )
 
     def report(self) -> IngestReport:
         return IngestReport(

@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 from kvweave.types import ChunkId
 
+Phase = Literal["read", "embed", "index", "encode"]
+
 
 class Skipped(NamedTuple):
     """A file that did not get in, and why."""
@@ -15,10 +17,10 @@ class Skipped(NamedTuple):
 
 
 class IngestProgress(NamedTuple):
-    """How far an ingest is. Bytes weigh the work; they count once their chunks are committed."""
+    """How far an ingest is."""
 
-    phase: Literal["read", "embed", "index", "encode"]
-    done_bytes: int
+    phase: Phase
+    done_bytes: int  # embedded counts, committed or not
     total_bytes: int | None  # None when the sources come from an iterator
     num_documents: int  # looked at so far
     num_chunks: int  # cut so far; in phase "encode": offered to the encoder

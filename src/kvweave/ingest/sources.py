@@ -132,7 +132,10 @@ def _look_at(path: Path, selection: Selection) -> FoundFile | Skipped:
         resolved = path.resolve()
         if selection.roots is not None:
             resolved = ensure_inside(selection.roots, path)
+        str(resolved).encode()  # it becomes a key in the catalogue
         return FoundFile(resolved, resolved.stat().st_size)
+    except UnicodeEncodeError:
+        return Skipped(ascii(str(path)), "the file's name is not valid UTF-8; rename it")
     except (OSError, RuntimeError, CorpusError) as error:
         return Skipped(str(path), _reason(error))
 

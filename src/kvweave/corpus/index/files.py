@@ -29,8 +29,8 @@ BLOCK = 1 << 20
 LocalIndex = FlatIndex | IvfIndex | HnswIndex
 
 
-class Loaded(NamedTuple):
-    index: LocalIndex
+class LoadedIndex(NamedTuple):
+    vectors: LocalIndex
     generation: int  # of the catalogue that it reflects
 
 
@@ -58,7 +58,7 @@ def save_index(path: Path, index: LocalIndex, generation: int) -> None:
         file.write(struct.pack("<I", out.crc))
 
 
-def load_index(path: Path) -> Loaded | None:
+def load_index(path: Path) -> LoadedIndex | None:
     """What was saved, or None when there is no file. Raises CorpusError for a damaged one."""
     import faiss
 
@@ -86,7 +86,7 @@ def load_index(path: Path) -> Loaded | None:
             index = HnswIndex(dim, faiss_index=inner, rows=rows)
         case other:
             raise CorpusError(f"{path} holds an index of unknown kind {other!r}")
-    return Loaded(index, header["generation"])
+    return LoadedIndex(index, header["generation"])
 
 
 @contextmanager
@@ -143,5 +143,3 @@ def _verify(path: Path) -> None:
         (stored,) = struct.unpack("<I", file.read(4))
     if stored != crc:
         raise CorpusError(f"{path} is damaged: its checksum does not match")
-
-

@@ -81,7 +81,8 @@ class IvfIndex:
         """Clusters that a plain search visits."""
         if self.faiss_index is None:
             return 0
-        return min(self.faiss_index.nlist, max(8, round(self.faiss_index.nlist * self.probe_share)))
+        num_clusters = int(self.faiss_index.nlist)
+        return min(num_clusters, max(8, round(num_clusters * self.probe_share)))
 
     def search(self, vector: Vector, k: int) -> Hits:
         *_, final = self.search_staged(vector, k, 1)

@@ -124,12 +124,14 @@ class QdrantIndex:
     def _query(self, query: Vectors, k: int, effort: int) -> Hits:
         from qdrant_client import models
 
+        # in memory every search is exact, and asking for effort is answered with a warning
+        settings = models.SearchParams(hnsw_ef=effort) if self.shared else None
         with _as_corpus_error(self.url):
             points = self._client.query_points(
                 self.collection,
                 query=query[0].tolist(),
                 limit=k,
-                search_params=models.SearchParams(hnsw_ef=effort),
+                search_params=settings,
                 with_payload=False,
             ).points
         if not points:

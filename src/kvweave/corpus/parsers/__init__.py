@@ -33,9 +33,9 @@ def read_bytes(path: Path, limits: ParseLimits) -> bytes:
     if not stat.S_ISREG(info.st_mode):
         raise CorpusError("not a regular file")
     if info.st_size > limits.file_bytes:
+        size, limit = (f"{n / 2**20:,.0f} MiB" for n in (info.st_size, limits.file_bytes))
         raise CorpusError(
-            f"{info.st_size / 2**20:,.0f} MiB is over the limit of {limits.file_bytes / 2**20:,.0f} "
-            "MiB; raise it with --max-file-mb or split the file"
+            f"{size} is over the limit of {limit}; raise it with --max-file-mb or split the file"
         )
     if info.st_size == 0:
         raise CorpusError("the file is empty")

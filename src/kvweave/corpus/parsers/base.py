@@ -47,21 +47,21 @@ ID_FIELDS = ("id", "_id", "doc_id", "pid", "key")
 
 def decode(data: bytes) -> str:
     """UTF-8, or what a byte order mark says. Never a guess: wrong characters look like text."""
-    for mark, encoding in BOMS:
-        if data.startswith(mark):
-            data = data[len(mark) :]
-            break
-    else:
-        encoding = "utf-8"
-        if b"\0" in data:
-            raise CorpusError("binary data, not text")
+    mark, encoding = next((bom for bom in BOMS if data.startswith(bom[0])), (b"", "utf-8"))
+    data = data.removeprefix(mark)
+    if encoding == "utf-8" and b"\0" in data:
+        raise CorpusError("binary data, not text")
     try:
-        return data.decode(encoding)
+        text = data.decode(encoding)
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"not valid {encoding.upper()} (byte {error.start}); convert it first, for example "
             "with iconv"
         ) from error
+    sample = text[:4096]
+    if sum(c.isprintable() or c.isspace() for c in sample) < 0.9 * len(sample):
+        raise CorpusError("binary data, not text")
+    return text
 
 
 def clean(text: str) -> str:

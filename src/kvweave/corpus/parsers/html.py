@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
 
 DROPPED = frozenset(
-    "script style noscript template svg math head nav iframe object canvas audio video select"
-    " button form".split()
+    """script style noscript template svg math head nav iframe object canvas audio video select
+    button form""".split()  # noqa: SIM905 – words read better as words
 )
 BLOCKS = frozenset(
-    "p div section article main header footer aside ul ol dl dt dd table blockquote figure"
-    " figcaption pre hr address details summary h1 h2 h3 h4 h5 h6".split()
+    """p div section article main header footer aside ul ol dl dt dd table blockquote figure
+    figcaption pre hr address details summary h1 h2 h3 h4 h5 h6""".split()  # noqa: SIM905 – words read better as words
 )
 LINES = frozenset(("br", "tr"))
 CHARSET = re.compile(rb"charset=[\"']?([\w-]+)", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""JSON lines: each line a document, an object with a text field (and a title, an id) or a string."""
+"""JSON lines: each line a document, either a string or an object with a text field."""
 
 import json
 from collections.abc import Iterator
