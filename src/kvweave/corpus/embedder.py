@@ -67,7 +67,7 @@ class SentenceEmbedder:
     def __init__(
         self, model: str | Path, *, name: str | None = None, device: str | None = None
     ) -> None:
-        self._model = str(model)
+        self._where = str(model)
         self.name = name or str(model)
         self._device = device
         self.batch_size = 32  # 16 to 64 are within 10 % of each other: 2-core CPU, MiniLM
@@ -75,11 +75,11 @@ class SentenceEmbedder:
     @cached_property
     def identity(self) -> str:
         """A hash of weights, tokenizer and pooling, or name and commit for a model of the hub."""
-        folder = Path(self._model)
+        folder = Path(self._where)
         if not folder.is_dir():
-            config = getattr(self._loaded[0].auto_model, "config", None)
+            config = getattr(self.model[0].auto_model, "config", None)
             commit = getattr(config, "_commit_hash", None)
-            return f"{self._model}@{commit or 'unknown'}"
+            return f"{self._where}@{commit or 'unknown'}"
         digest = hashlib.sha256()
         for pattern in (*SHAPING_FILES, *WEIGHT_FILES):
             for path in sorted(folder.glob(pattern)):
@@ -90,13 +90,13 @@ class SentenceEmbedder:
 
     @property
     def dim(self) -> int:
-        dim = self._loaded.get_embedding_dimension()
+        dim = self.model.get_embedding_dimension()
         assert dim is not None, "a sentence-transformers model without a dimension"
         return int(dim)
 
     @cached_property
     def instructions(self) -> Instructions:
-        prompts = {k: v for k, v in self._loaded.prompts.items() if v}
+        prompts = {k: v for k, v in self.model.prompts.items() if v}
         if prompts:
             passage = next((prompts[p] for p in PASSAGE_PROMPTS if p in prompts), "")
             return Instructions(prompts.get("query", ""), passage)
@@ -107,13 +107,16 @@ class SentenceEmbedder:
         return self._embed(texts, self.instructions.passage)
 
     def embed_query(self, text: str) -> Vectors:
-        vector: Vectors = self._embed([text], self.instructions.query)[0]
+        vector: Vectors = self.embed_queries([text])[0]
         return vector
+
+    def embed_queries(self, texts: Sequence[str]) -> Vectors:
+        return self._embed(texts, self.instructions.query)
 
     def _embed(self, texts: Sequence[str], instruction: str) -> Vectors:
         if not texts:
             return np.zeros((0, self.dim), dtype=np.float32)
-        vectors = self._loaded.encode(
+        vectors = self.model.encode(
             list(texts),
             prompt=instruction,
             batch_size=self.batch_size,
@@ -124,8 +127,8 @@ class SentenceEmbedder:
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
     @cached_property
-    def _loaded(self) -> "SentenceTransformer":
-        """Loaded on first use: listing documents needs no embedder."""
+    def model(self) -> "SentenceTransformer":
+        """The model itself, loaded on first use: listing documents needs no embedder."""
         try:
             from sentence_transformers import SentenceTransformer
             from transformers.utils import logging as transformers_logging
@@ -135,10 +138,10 @@ class SentenceEmbedder:
             ) from error
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # over ours
         try:
-            return SentenceTransformer(self._model, device=self._device)
+            return SentenceTransformer(self._where, device=self._device)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ModelNotFound(
-                f"no embedder {self._model!r}: give a sentence-transformers folder or a hub name "
+                f"no embedder {self._where!r}: give a sentence-transformers folder or a hub name "
                 f"({reason[:200]})"
             ) from error
