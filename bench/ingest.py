@@ -15,10 +15,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import commit, cpu_device, finish, read_jsonl, versions
 from rich.console import Console
 from rich.table import Table
 
+from common import commit, cpu_device, finish, read_jsonl, versions
 from kvweave.cli.knowledge_bases import find_embedder, find_tokenizer
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import SentenceEmbedder

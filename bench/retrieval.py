@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import commit, cpu_device, finish, read_jsonl, rss_mb, versions
 from rich.console import Console
 from rich.table import Table
-from vector_cache import cached_vectors
 
+from common import commit, cpu_device, finish, read_jsonl, rss_mb, versions
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
@@ -37,6 +36,7 @@ from kvweave.corpus.index import VectorIndex, make_index
 from kvweave.corpus.index.files import LocalIndex, load_index, save_index
 from kvweave.corpus.lexical import fuse_ranks, search_words
 from kvweave.types import Chunk, Document, DocumentId, PlacedChunk
+from vector_cache import cached_vectors
 
 KINDS = ("flat", "ivf", "hnsw")
 STAGES = 8

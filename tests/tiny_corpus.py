@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,33 @@ from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.tokenizer import Tokenizer
 
-WORDS = (
-    "node pod drain cordon evict kubelet cluster volume claim secret ingress service label taint "
-    "toleration schedule replica rollout namespace controller image registry probe budget quota"
-).split()
+WORDS = [
+    "node",
+    "pod",
+    "drain",
+    "cordon",
+    "evict",
+    "kubelet",
+    "cluster",
+    "volume",
+    "claim",
+    "secret",
+    "ingress",
+    "service",
+    "label",
+    "taint",
+    "toleration",
+    "schedule",
+    "replica",
+    "rollout",
+    "namespace",
+    "controller",
+    "image",
+    "registry",
+    "probe",
+    "budget",
+    "quota",
+]
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
@@ -39,7 +63,7 @@ class WordEmbedder:
 
     name = "words"
 
-    def __init__(self, dim: int = 24, identity: str = "words-1") -> None:
+    def __init__(self, dim: int = 64, identity: str = "words-1") -> None:
         self.dim = dim
         self.identity = identity
         self.num_embedded = 0
@@ -53,7 +77,7 @@ class WordEmbedder:
 
     def _embed(self, text: str) -> Vectors:
         total = np.zeros(self.dim, np.float32)
-        for word in text.lower().split():
+        for word in re.findall(r"\w+", text.lower()):
             seed = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=4).digest(), "little")
             total += np.random.default_rng(seed).standard_normal(self.dim, np.float32)
         return total / max(float(np.linalg.norm(total)), 1e-6)

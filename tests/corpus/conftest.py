@@ -1,7 +1,7 @@
 import pytest
-from tiny_corpus import make_tokenizer
 
 from kvweave.tokenizer import Tokenizer
+from tiny_corpus import make_tokenizer
 
 
 @pytest.fixture(scope="session")

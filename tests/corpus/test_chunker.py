@@ -3,16 +3,18 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_corpus import make_text
 
 from kvweave.corpus.chunker import MIN_CHUNK_TOKENS, Chunker, make_chunk_id
 from kvweave.errors import ConfigError
 from kvweave.tokenizer import Tokenizer
+from tiny_corpus import make_text
 
 PIECES = st.one_of(
     st.sampled_from(
         ["node", " pod", ". ", "\n", "\n\n", "# Drain\n", "## Evict the pods\n\n", "    code()\n"]
-        + ["<|im_end|>", "<|im_start|>", "日本語。", "é", "👩‍👩‍👧", " " * 40, "\t", "x" * 90, "! "]
+    ),
+    st.sampled_from(
+        ["<|im_end|>", "<|im_start|>", "日本語。", "é", "👩‍👩‍👧", " " * 40, "\t", "x" * 90, "! "]
     ),
     st.text(max_size=12),
 )

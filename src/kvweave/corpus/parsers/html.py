@@ -19,6 +19,13 @@ BLOCKS = frozenset(
     figcaption pre hr address details summary h1 h2 h3 h4 h5 h6""".split()  # noqa: SIM905 – words read better as words
 )
 LINES = frozenset(("br", "tr"))
+# Elements that need no closing tag: an open one says nothing about depth.
+UNCLOSED = frozenset(
+    """area base br col embed hr img input link meta source track wbr p li dt dd tr td th thead
+    tbody tfoot option optgroup colgroup html head body""".split()  # noqa: SIM905 – as above
+)
+TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
+MAX_DEPTH = 4096  # the tree builder's time grows with the square of the depth
 CHARSET = re.compile(rb"charset=[\"']?([\w-]+)", re.IGNORECASE)
 SPACES = re.compile(r"[^\S\n]+")
 BLANK_LINES = re.compile(r"\n\s*\n")
@@ -27,13 +34,25 @@ BLANK_LINES = re.compile(r"\n\s*\n")
 def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
     from selectolax.lexbor import LexborHTMLParser
 
-    tree = LexborHTMLParser(_decode(data))
+    page = _decode(data)
+    _check_depth(page)
+    tree = LexborHTMLParser(page)
     if tree.body is None:
         raise CorpusError("no text in it")
     heading = tree.css_first("h1")
     title = (tree.css_first("title") or heading) if heading is None else heading
     name = " ".join(title.text().split()) if title is not None else ""
     return lone_record(name or path.stem, check_length(_text(tree.body), limits))
+
+
+def _check_depth(page: str) -> None:
+    depth = 0
+    for match in TAG.finditer(page):
+        closing, name = match.groups()
+        if name.lower() not in UNCLOSED:
+            depth = max(0, depth - 1) if closing else depth + 1
+            if depth > MAX_DEPTH:
+                raise CorpusError(f"elements nested over {MAX_DEPTH:,} deep")
 
 
 def _decode(data: bytes) -> str:
