@@ -4,6 +4,7 @@ import hashlib
 import random
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +79,14 @@ class WordEmbedder:
     def _embed(self, text: str) -> Vectors:
         total = np.zeros(self.dim, np.float32)
         for word in re.findall(r"\w+", text.lower()):
-            seed = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=4).digest(), "little")
-            total += np.random.default_rng(seed).standard_normal(self.dim, np.float32)
+            total += _direction(word, self.dim)
         return total / max(float(np.linalg.norm(total)), 1e-6)
+
+
+@lru_cache
+def _direction(word: str, dim: int) -> Vectors:
+    seed = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=4).digest(), "little")
+    return np.random.default_rng(seed).standard_normal(dim, np.float32)
 
 
 def make_text(num_words: int, seed: int) -> str:
