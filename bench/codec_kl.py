@@ -11,10 +11,9 @@ KV that went through a codec, and the distributions are compared, KL(full || cod
 """
 
 import argparse
-import gzip
-import json
 import statistics
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common import report
+from common import read_jsonl, report
 from kvweave.fuse.encode import Preamble, encode_chunks, encode_preamble
 from kvweave.fuse.fused_pass import Placement, fused_pass
 from kvweave.kv.codec import CODECS, LayerKV
@@ -74,11 +73,10 @@ def parse_args() -> argparse.Namespace:
 
 def read_prompts(data: Path, tokenizer: Tokenizer, count: int) -> list[Prompt]:
     prompts = []
-    with gzip.open(data / "hotpotqa" / "hotpotqa_distractor.jsonl.gz", "rt") as lines:
-        for line, _ in zip(lines, range(count), strict=False):
-            record = json.loads(line)
-            documents = [Document(p["text"], p["title"]) for p in record["passages"]]
-            prompts.append(build_prompt(tokenizer, record["question"], documents))
+    records = read_jsonl(data / "hotpotqa" / "hotpotqa_distractor.jsonl.gz")
+    for record in islice(records, count):
+        documents = [Document(p["text"], p["title"]) for p in record["passages"]]
+        prompts.append(build_prompt(tokenizer, record["question"], documents))
     return prompts
 
 

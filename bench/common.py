@@ -1,15 +1,27 @@
 """What every bench shares: where it ran, how it reports, how two things are timed side by side."""
 
+import gzip
 import json
+import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
+CACHE = REPO / "bench" / "cache"
+sys.path.insert(0, str(REPO / "src"))  # a bench measures the tree it stands in
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
 
 
 def commit() -> str:
@@ -68,3 +80,34 @@ def alternate(
 
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def cpu_device() -> str:
+    return f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU"
+
+
+def versions(*names: str) -> dict[str, str]:
+    return {name: version(name) for name in names}
+
+
+def peak_rss_mb() -> float:
+    """Highest resident memory of this process so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+def rss_mb() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+def finish(result: dict[str, Any], out: Path | None = None) -> None:
+    """The last line of every bench: one JSON object. `out` keeps a readable copy."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))

@@ -30,6 +30,9 @@ class Tokenizer:
             )
         try:
             self._fast = FastTokenizer.from_file(str(path))
+            # Some files carry a training run's settings: a cut or padded chunk is another chunk.
+            self._fast.no_truncation()
+            self._fast.no_padding()
             self._config = _read_json(folder / "tokenizer_config.json")
             generation = _read_json(folder / "generation_config.json")
             model_config = _read_json(folder / "config.json")

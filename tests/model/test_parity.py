@@ -86,7 +86,7 @@ def test_half_precision_stays_near_float32(folder: Path, dtype: str) -> None:
     theirs = reference_logits(folder, PROMPT, getattr(torch, dtype))
     # As far from float32 as transformers itself is in this dtype, give or take. Of the best tenth
     # of the rows: where rounding sends one row to another expert, all rows that see it follow.
-    assert best_rows(ours - exact) < 1.5 * best_rows(theirs - exact) + 1e-3
+    assert best_rows(ours - exact) < 2 * best_rows(theirs - exact) + 3e-3
 
 
 def best_rows(gap: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from kvweave.errors import KVWeaveError
 COMMANDS: dict[str, str] = {
     "ask": "kvweave.cli.ask",
     "cache": "kvweave.cli.cache",
+    "docs": "kvweave.cli.docs",
+    "ingest": "kvweave.cli.ingest",
     "models": "kvweave.cli.models",
     "serve": "kvweave.cli.serve",
 }

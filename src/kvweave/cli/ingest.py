@@ -1,0 +1,158 @@
+"""`kvweave ingest`: files and folders into a knowledge base."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvweave.cli.knowledge_bases import (
+    api_key_option,
+    find_embedder,
+    find_tokenizer,
+    json_option,
+    kb_option,
+)
+
+if TYPE_CHECKING:
+    from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
+
+EXIT_SKIPPED = 1  # it went through, but some files did not get in
+MAX_LISTED = 20
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@kb_option
+@click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match. Repeatable.")
+@click.option("--model", default="smollm2", show_default=True, help="The model that will serve.")
+@click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
+@click.option("--embedder", help="Folder, embedded model or hub id.  [default: minilm]")
+@click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
+@click.option("--max-file-mb", type=click.FloatRange(min=0), default=64, show_default=True)
+@click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
+@api_key_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    paths: tuple[Path, ...],
+    kb_folder: Path,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    model: str,
+    chunk_tokens: int | None,
+    embedder: str | None,
+    index: str | None,
+    max_file_mb: float,
+    prune: bool,
+    qdrant_api_key: str | None,
+    as_json: bool,
+) -> None:
+    """Bring files and folders into a knowledge base. Run it again: only changes are done.
+
+    Reads txt, md, html, pdf, csv, tsv, jsonl and docx. A file that cannot be read is reported and
+    skipped; the exit code is then 1.
+    """
+    from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.corpus.parsers import ParseLimits
+    from kvweave.corpus.settings import read_settings
+    from kvweave.ingest.pipeline import IngestOptions, ingest
+    from kvweave.ingest.sources import Selection
+
+    stored = read_settings(kb_folder)
+    options = IngestOptions(
+        selection=Selection(include, exclude),
+        limits=ParseLimits(file_bytes=int(max_file_mb * 2**20)),
+        prune=prune,
+    )
+    with KnowledgeBase.open(
+        kb_folder,
+        tokenizer=find_tokenizer(model),
+        embedder=find_embedder(embedder or (stored.embedder if stored else "minilm")),
+        chunk_tokens=chunk_tokens,
+        index=index,
+        create=True,
+        api_key=qdrant_api_key,
+    ) as kb:
+        try:
+            with _progress_bar() as progress:
+                report = ingest(kb, paths, progress=progress, options=options)
+        except KeyboardInterrupt:
+            num_documents = kb.totals().num_documents
+            click.echo(
+                f"stopped; {num_documents:,} documents are in, run the same command to go on",
+                err=True,
+            )
+            raise
+        _show(kb, report, as_json)
+    if report.skipped:
+        ctx.exit(EXIT_SKIPPED)
+
+
+def _show(kb: "KnowledgeBase", report: "IngestReport", as_json: bool) -> None:
+    totals = kb.totals()
+    if as_json:
+        outcome = asdict(report) | {"skipped": [s._asdict() for s in report.skipped]}
+        click.echo(json.dumps({"kb": str(kb.folder), **outcome, "totals": totals._asdict()}))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]{report.added:,}[/] added, {report.updated:,} updated, {report.unchanged:,} "
+        f"unchanged, {report.removed:,} removed in {report.elapsed_s:.1f} s"
+    )
+    console.print(
+        f"{report.new_chunks:,} new chunks, {report.shared_chunks:,} shared; "
+        f"{escape(str(kb.folder))} now holds {totals.num_documents:,} documents, "
+        f"{totals.num_chunks:,} chunks, {totals.num_tokens:,} tokens"
+    )
+    if report.ignored_files:
+        console.print(f"[dim]{report.ignored_files:,} files of other kinds left alone[/]")
+    complaints = Console(stderr=True, highlight=False, soft_wrap=True)
+    for source, reason in report.skipped[:MAX_LISTED]:
+        complaints.print(f"[yellow]skipped[/] {escape(source)}: {escape(reason)}")
+    if len(report.skipped) > MAX_LISTED:
+        complaints.print(f"… and {len(report.skipped) - MAX_LISTED} more; --json lists all")
+
+
+@contextmanager
+def _progress_bar() -> "Iterator[OnProgress | None]":
+    """Rate and time left on a terminal; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    columns = (
+        TextColumn("{task.description:8}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[chunks]:,} chunks · {task.fields[rate]:,.0f}/s"),
+        TimeLeft(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("read", total=None, chunks=0, rate=0.0)
+
+        def show(state: "IngestProgress") -> None:
+            elapsed_s = bar.tasks[0].elapsed or 1.0
+            bar.update(
+                task,
+                description=state.phase,
+                total=state.total_bytes,
+                completed=state.done_bytes,
+                chunks=state.num_chunks,
+                rate=state.num_chunks / max(elapsed_s, 0.1),
+            )
+
+        yield show

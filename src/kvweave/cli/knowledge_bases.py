@@ -1,0 +1,47 @@
+"""Opening a knowledge base from the command line: names become folders here, and only here."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from kvweave.corpus.embedder import Embedder
+    from kvweave.tokenizer import Tokenizer
+
+kb_option = click.option(
+    "--kb",
+    "kb_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("kb"),
+    show_default=True,
+    help="Folder of the knowledge base.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+api_key_option = click.option(
+    "--qdrant-api-key", envvar="QDRANT_API_KEY", help="For an index on a Qdrant server."
+)
+
+
+def find_tokenizer(model: str) -> "Tokenizer":
+    """The tokenizer of a model folder, an embedded model or a hub id."""
+    from kvweave.tokenizer import Tokenizer
+
+    if Path(model).is_dir():
+        return Tokenizer(Path(model))
+    from kvweave.model.locate import locate
+
+    return Tokenizer(locate(model))
+
+
+def find_embedder(name: str) -> "Embedder":
+    """A sentence-transformers folder, an embedded model, or a hub id (org/name)."""
+    from kvweave.corpus.embedder import SentenceEmbedder
+
+    if Path(name).is_dir():
+        return SentenceEmbedder(Path(name).resolve())
+    if "/" in name:
+        return SentenceEmbedder(name)
+    from kvweave.model.locate import locate
+
+    return SentenceEmbedder(locate(name), name=name)

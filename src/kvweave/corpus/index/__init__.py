@@ -1,0 +1,66 @@
+"""Vector indexes behind one interface. `make_index` knows the kinds; the rest uses VectorIndex."""
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from kvweave.corpus.index.base import Hits, VectorIndex
+from kvweave.errors import ConfigError
+
+__all__ = ["AUTO", "KINDS", "Hits", "VectorIndex", "is_remote", "make_index", "resolve_kind"]
+
+AUTO = "auto"
+FLAT_LIMIT = 50_000  # up to here comparing everything costs a few ms: bench/retrieval.py
+HNSW_LIMIT = 2_000_000  # beyond, the graph's memory and build time outweigh its speed
+
+
+def _flat(dim: int) -> VectorIndex:
+    from kvweave.corpus.index.flat import FlatIndex
+
+    return FlatIndex(dim)
+
+
+def _ivf(dim: int) -> VectorIndex:
+    from kvweave.corpus.index.ivf import IvfIndex
+
+    return IvfIndex(dim)
+
+
+def _hnsw(dim: int) -> VectorIndex:
+    from kvweave.corpus.index.hnsw import HnswIndex
+
+    return HnswIndex(dim)
+
+
+KINDS: dict[str, Callable[[int], VectorIndex]] = {"flat": _flat, "ivf": _ivf, "hnsw": _hnsw}
+
+
+def is_remote(kind: str) -> bool:
+    """A Qdrant server by URL, or qdrant-client's own in-memory mode."""
+    return kind == ":memory:" or urlsplit(kind).scheme in ("qdrant", "qdrants", "http", "https")
+
+
+def check_kind(kind: str) -> str:
+    if kind in (AUTO, *KINDS) or is_remote(kind):
+        return kind
+    known = ", ".join((AUTO, *KINDS))
+    raise ConfigError(
+        f"no index kind {kind!r}; known: {known}, or the URL of a Qdrant server (qdrant://host:6333)"
+    )
+
+
+def resolve_kind(kind: str, num_vectors: int) -> str:
+    """`auto` by size; anything else is taken as it is."""
+    if kind != AUTO:
+        return kind
+    if num_vectors <= FLAT_LIMIT:
+        return "flat"
+    return "hnsw" if num_vectors <= HNSW_LIMIT else "ivf"
+
+
+def make_index(kind: str, dim: int, *, collection: str, api_key: str | None = None) -> VectorIndex:
+    """An empty local index, or the Qdrant collection of that name with whatever it holds."""
+    if is_remote(kind):
+        from kvweave.corpus.index.qdrant import QdrantIndex
+
+        return QdrantIndex.connect(kind, dim, collection, api_key=api_key)
+    return KINDS[kind](dim)

@@ -1,0 +1,112 @@
+"""What a vector index promises, and the order in which hits come.
+
+Shapes: N vectors, D dimensions. Vectors have length 1, scores are inner products: cosines.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.errors import RequestError
+
+Ids = NDArray[np.int64]
+Scores = NDArray[np.float32]
+Vector = NDArray[np.float32]  # [D]
+Vectors = NDArray[np.float32]  # [N, D]
+
+
+class Hits(NamedTuple):
+    """Best first; equal scores by ascending id. Fewer than k when the index holds fewer."""
+
+    ids: Ids
+    scores: Scores
+
+
+class VectorIndex(Protocol):
+    """Finds the nearest of many vectors.
+
+    `search` and `search_staged` may run in many threads at once. `add` and `remove` need the index
+    alone; the knowledge base sees to it. Between two stages of a staged search others may add and
+    remove: the later stages then see a mixture, and the last one is still a valid answer.
+    Ids are chosen by the caller and ascend: `add` never gets an id at or below an earlier one, so
+    adding what is there already (after a crash) is recognised and harmless.
+    """
+
+    kind: str
+    dim: int
+    learns_from_first_add: bool  # it should bring everything there is
+
+    @property
+    def shared(self) -> bool:
+        """It lives on a server: only the writer changes it, and nothing is saved here."""
+        ...
+
+    def __len__(self) -> int:
+        """Vectors that a search can find."""
+        ...
+
+    def ids(self) -> Ids:
+        """All ids that a search can find, ascending."""
+        ...
+
+    def add(self, ids: Ids, vectors: Vectors) -> None: ...
+
+    def remove(self, ids: Ids) -> None:
+        """Never found again from now on. Unknown ids are ignored."""
+        ...
+
+    def search(self, vector: Vector, k: int) -> Hits: ...
+
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+        """The current top-k after each stage, the last one equal to what `search` returns.
+
+        At least one and at most `stages` results. Stopping early costs nothing.
+        """
+        ...
+
+    @property
+    def wants_rebuild(self) -> bool:
+        """Too many removed, or grown far beyond what it was trained on."""
+        ...
+
+
+def ordered(ids: Ids, scores: Scores, k: int) -> Hits:
+    """The best k in the one order that all indexes share."""
+    best = np.lexsort((ids, -scores))[:k]
+    return Hits(ids[best], scores[best])
+
+
+def merge(a: Hits, b: Hits, k: int) -> Hits:
+    return ordered(np.concatenate([a.ids, b.ids]), np.concatenate([a.scores, b.scores]), k)
+
+
+def nothing() -> Hits:
+    return Hits(np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+def exact_top(find: Callable[[int], Hits], k: int, available: int) -> Hits:
+    """The best k under (score, then id), from a search that breaks ties as it likes.
+
+    `find(n)` returns up to n of the `available` vectors, best scores first, removed ones left out.
+    When the k-th place is tied, ask for more until the tie is over: a staged search, which cuts
+    the same vectors into other portions, must come to the same k.
+    """
+    n = k + 8
+    while True:
+        hits = find(min(n, available))
+        done = len(hits.ids) > k and hits.scores[-1] < np.partition(hits.scores, -k)[-k]
+        if done or n >= available:
+            return ordered(hits.ids, hits.scores, k)
+        n *= 4
+
+
+def check_query(vector: Vector, dim: int, k: int, stages: int = 1) -> Vector:
+    """The query as FAISS wants it: [1, D], contiguous float32."""
+    if k < 1 or stages < 1:
+        raise RequestError(f"k and stages must be at least 1, got k={k}, stages={stages}")
+    query = np.ascontiguousarray(vector, dtype=np.float32).reshape(1, -1)
+    if query.shape[1] != dim:
+        raise RequestError(f"the query has {query.shape[1]} dimensions, the index {dim}")
+    return query

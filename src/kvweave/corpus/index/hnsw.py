@@ -1,0 +1,94 @@
+"""Walks a graph of neighbours: fastest search, slowest to build, most memory."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvweave.corpus.index.base import Hits, Ids, Vector, Vectors, check_query, nothing, ordered
+from kvweave.corpus.index.rows import Rows
+
+if TYPE_CHECKING:
+    import faiss
+
+NEIGHBOURS = 32  # edges per vector
+BUILD_EFFORT = 128  # candidates kept while linking a new vector
+SEARCH_EFFORT = 128  # candidates kept by a plain search; see bench/retrieval.py
+
+
+class HnswIndex:
+    """A FAISS HNSW index. Stages repeat the walk with growing effort, up to the plain search's.
+
+    Efforts double from stage to stage, so all stages together cost about two plain searches.
+    """
+
+    kind = "hnsw"
+    shared = False
+    learns_from_first_add = False
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        faiss_index: "faiss.IndexHNSWFlat | None" = None,
+        rows: Rows | None = None,
+        effort: int = SEARCH_EFFORT,
+    ) -> None:
+        import faiss
+
+        self.dim = dim
+        if faiss_index is None:
+            faiss_index = faiss.IndexHNSWFlat(dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+            faiss_index.hnsw.efConstruction = BUILD_EFFORT
+        self.faiss_index = faiss_index
+        self.rows = rows or Rows()
+        self.effort = effort
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ids(self) -> Ids:
+        return self.rows.live_ids
+
+    def add(self, ids: Ids, vectors: Vectors) -> None:
+        fresh = self.rows.unseen(ids)
+        if fresh.any():
+            self.faiss_index.add(np.ascontiguousarray(vectors[fresh], np.float32))
+            self.rows.append(ids[fresh])
+
+    def remove(self, ids: Ids) -> None:
+        self.rows.bury(ids)
+
+    @property
+    def wants_rebuild(self) -> bool:
+        return self.rows.too_many_dead
+
+    def search(self, vector: Vector, k: int) -> Hits:
+        query = check_query(vector, self.dim, k)
+        return self._walk(query, k, self._full_effort(k))
+
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+        query = check_query(vector, self.dim, k, stages)
+        full = self._full_effort(k)
+        # fewer candidates than k could not fill the list
+        efforts = sorted({max(k, full >> (stages - 1 - stage)) for stage in range(stages)})
+        for effort in efforts:
+            yield self._walk(query, k, effort)
+
+    def _full_effort(self, k: int) -> int:
+        return max(self.effort, 2 * k)
+
+    def _walk(self, query: Vectors, k: int, effort: int) -> Hits:
+        import faiss
+
+        if not len(self.rows):
+            return nothing()
+        settings = faiss.SearchParametersHNSW(efSearch=effort)
+        if self.rows.num_dead:
+            # The walk may pass through tombstones but keeps none.
+            live = np.packbits(~self.rows.dead, bitorder="little")
+            selector = faiss.IDSelectorBitmap(live)  # FAISS keeps a bare pointer: hold on to it
+            settings.sel = selector
+        scores, found = self.faiss_index.search(query, k, params=settings)
+        real = found[0] >= 0
+        return ordered(self.rows.by_row[found[0][real]], scores[0][real], k)

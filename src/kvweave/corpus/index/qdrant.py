@@ -1,0 +1,164 @@
+"""A Qdrant collection as a vector index, for knowledge bases that outgrow one machine.
+
+The catalogue stays the truth; the collection holds vector ids and vectors, no text. Adding and
+removing are idempotent there, so a writer that died half-way simply repeats what it last sent.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from kvweave.corpus.index.base import Hits, Ids, Vector, Vectors, check_query, nothing, ordered
+from kvweave.errors import ConfigError, CorpusError
+
+if TYPE_CHECKING:
+    from qdrant_client import QdrantClient
+
+BATCH = 512  # points per request: about 1 MB at 384 dimensions
+SEARCH_EFFORT = 128  # hnsw_ef of a plain search
+TIMEOUT_S = 30
+
+
+class QdrantIndex:
+    """One collection. Stages repeat the search with growing effort, as for HNSW."""
+
+    kind = "qdrant"
+    learns_from_first_add = False
+
+    def __init__(self, client: "QdrantClient", dim: int, collection: str, url: str) -> None:
+        self.dim = dim
+        self.collection = collection
+        self.url = url
+        self._client = client
+
+    @classmethod
+    def connect(
+        cls, url: str, dim: int, collection: str, *, api_key: str | None = None
+    ) -> "QdrantIndex":
+        """Open or create the collection. A path in the URL names another collection."""
+        try:
+            from qdrant_client import QdrantClient, models
+        except ImportError as error:
+            raise ConfigError(
+                f"the index {url} needs qdrant-client; pip install 'kvweave[qdrant]'"
+            ) from error
+        parts = urlsplit(url)
+        collection = parts.path.strip("/") or collection
+        with _as_corpus_error(url):
+            if url == ":memory:":
+                client = QdrantClient(":memory:", force_disable_check_same_thread=True)
+                collection = "memory"
+            else:
+                client = QdrantClient(
+                    host=parts.hostname or "localhost",
+                    port=parts.port or 6333,
+                    https=parts.scheme in ("https", "qdrants"),
+                    api_key=api_key,
+                    timeout=TIMEOUT_S,
+                    check_compatibility=False,  # it prints instead of raising
+                )
+            if not client.collection_exists(collection):
+                client.create_collection(
+                    collection,
+                    vectors_config=models.VectorParams(size=dim, distance=models.Distance.DOT),
+                )
+            index = cls(client, dim, collection, url)
+            index._check_dim()
+        return index
+
+    @property
+    def shared(self) -> bool:
+        """A server outlives this process and has other clients; memory has neither."""
+        return self.url != ":memory:"
+
+    def __len__(self) -> int:
+        with _as_corpus_error(self.url):
+            return int(self._client.count(self.collection, exact=True).count)
+
+    def ids(self) -> Ids:
+        found: list[int] = []
+        offset: Any = None
+        with _as_corpus_error(self.url):
+            while True:
+                points, offset = self._client.scroll(
+                    self.collection, limit=4096, offset=offset, with_payload=False
+                )
+                found += [int(point.id) for point in points]
+                if offset is None:
+                    return np.array(sorted(found), np.int64)
+
+    def add(self, ids: Ids, vectors: Vectors) -> None:
+        from qdrant_client import models
+
+        with _as_corpus_error(self.url):
+            for start in range(0, len(ids), BATCH):
+                part = slice(start, start + BATCH)
+                batch = models.Batch(ids=ids[part].tolist(), vectors=vectors[part].tolist())
+                self._client.upsert(self.collection, batch, wait=True)
+
+    def remove(self, ids: Ids) -> None:
+        from qdrant_client import models
+
+        with _as_corpus_error(self.url):
+            for start in range(0, len(ids), BATCH):
+                points = models.PointIdsList(points=ids[start : start + BATCH].tolist())
+                self._client.delete(self.collection, points, wait=True)
+
+    @property
+    def wants_rebuild(self) -> bool:
+        return False  # the server looks after itself
+
+    def search(self, vector: Vector, k: int) -> Hits:
+        query = check_query(vector, self.dim, k)
+        return self._query(query, k, max(SEARCH_EFFORT, 2 * k))
+
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+        query = check_query(vector, self.dim, k, stages)
+        full = max(SEARCH_EFFORT, 2 * k)
+        for effort in sorted({max(k, full >> (stages - 1 - stage)) for stage in range(stages)}):
+            yield self._query(query, k, effort)
+
+    def _query(self, query: Vectors, k: int, effort: int) -> Hits:
+        from qdrant_client import models
+
+        # in memory every search is exact, and asking for effort is answered with a warning
+        settings = models.SearchParams(hnsw_ef=effort) if self.shared else None
+        with _as_corpus_error(self.url):
+            points = self._client.query_points(
+                self.collection,
+                query=query[0].tolist(),
+                limit=k,
+                search_params=settings,
+                with_payload=False,
+            ).points
+        if not points:
+            return nothing()
+        ids = np.array([int(point.id) for point in points], np.int64)
+        return ordered(ids, np.array([point.score for point in points], np.float32), k)
+
+    def _check_dim(self) -> None:
+        config = self._client.get_collection(self.collection).config.params.vectors
+        size = getattr(config, "size", None)
+        if size != self.dim:
+            raise ConfigError(
+                f"collection {self.collection!r} at {self.url} holds vectors of {size} dimensions, "
+                f"the embedder makes {self.dim}; name another collection in the URL's path"
+            )
+
+
+@contextmanager
+def _as_corpus_error(url: str) -> Iterator[None]:
+    """A server that is down or refuses is trouble in the world, told in one line."""
+    from qdrant_client.http.exceptions import ApiException
+
+    try:
+        yield
+    except (ApiException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CorpusError(
+            f"the vector index at {url} does not answer ({reason}); start it or ingest into a "
+            "knowledge base with a local index"
+        ) from error

@@ -1,0 +1,281 @@
+"""The knowledge base: one folder, and the facade that the rest of kvweave sees.
+
+    kb.json              what it was made with
+    catalogue.sqlite     documents, chunks, vectors, words: the truth
+    index/               a vector index, derived; may be deleted at any time
+    writer.lock          held by the one process that writes
+
+Any number of processes may read and search while one writes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+from kvweave.corpus.catalogue import Catalogue, DocumentInfo, Totals, Written
+from kvweave.corpus.chunker import Chunker, ChunkTokenizer
+from kvweave.corpus.embedder import Embedder
+from kvweave.corpus.index import check_kind
+from kvweave.corpus.index.base import Vector
+from kvweave.corpus.index.files import sweep_temporaries
+from kvweave.corpus.lexical import fuse_ranks, search_words
+from kvweave.corpus.live_index import LiveIndex
+from kvweave.corpus.settings import (
+    FILE,
+    KnowledgeBaseSettings,
+    check_settings,
+    new_settings,
+    read_settings,
+    write_settings,
+)
+from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.types import Chunk, ChunkId, Hit
+
+CHUNK_TOKENS = 256
+LOCK = "writer.lock"
+Mode = Literal["vector", "words", "hybrid"]
+MODES: tuple[Mode, ...] = ("vector", "words", "hybrid")
+
+
+class KnowledgeBaseTokenizer(ChunkTokenizer, Protocol):
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class KnowledgeBase:
+    """Searches and removals may come from any thread. `close` when done, or use `with`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: KnowledgeBaseSettings,
+        *,
+        tokenizer: KnowledgeBaseTokenizer | None,
+        embedder: Embedder | None,
+        api_key: str | None = None,
+    ) -> None:
+        """Use `open`; this trusts that the parts fit together."""
+        self.folder = folder
+        self.settings = settings
+        self._tokenizer = tokenizer
+        self._embedder = embedder
+        self.catalogue = Catalogue(folder / "catalogue.sqlite")
+        self._live = LiveIndex(folder / "index", self.catalogue, settings, api_key)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        tokenizer: KnowledgeBaseTokenizer | None = None,
+        embedder: Embedder | None = None,
+        chunk_tokens: int | None = None,
+        index: str | None = None,
+        create: bool = False,
+        api_key: str | None = None,
+    ) -> "KnowledgeBase":
+        """Open what is there, or create it where `create` allows.
+
+        Listing and removing need neither tokenizer nor embedder, searching needs the embedder,
+        ingesting both. Whatever is given must fit what the knowledge base was made with.
+        """
+        folder = Path(folder)
+        settings = read_settings(folder)
+        if settings is None:
+            if not create:
+                raise CorpusError(
+                    f"no knowledge base in {folder}; make one: kvweave ingest PATH --kb {folder}"
+                )
+            if tokenizer is None or embedder is None:
+                raise ConfigError("a new knowledge base needs a tokenizer and an embedder")
+            settings = _create(folder, tokenizer, embedder, chunk_tokens, index)
+        check_settings(
+            folder,
+            settings,
+            tokenizer=None if tokenizer is None else tokenizer.fingerprint,
+            embedder_identity=None if embedder is None else embedder.identity,
+            chunk_tokens=chunk_tokens,
+        )
+        if index is not None and index != settings.index:
+            settings = replace(settings, index=check_kind(index))
+            with _writer_lock(folder):
+                write_settings(folder, settings)
+        return cls(folder, settings, tokenizer=tokenizer, embedder=embedder, api_key=api_key)
+
+    def close(self) -> None:
+        self.catalogue.close()
+
+    def __enter__(self) -> "KnowledgeBase":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── searching ────────────────────────────────────────────────────────────
+
+    def search(self, query: str | Vector, k: int, *, mode: Mode = "vector") -> list[Hit]:
+        """The k best chunks, best first. A vector may stand for a query embedded before."""
+        *_, final = self.search_staged(query, k, 1, mode=mode)
+        return final
+
+    def search_staged(
+        self, query: str | Vector, k: int, stages: int, *, mode: Mode = "vector"
+    ) -> Iterator[list[Hit]]:
+        """The current top-k after each of at most `stages` stages; the last is `search`'s answer.
+
+        The caller may stop at any time and may take its time between stages.
+        """
+        if mode not in MODES:
+            raise RequestError(f"no search mode {mode!r}; known: {', '.join(MODES)}")
+        if k < 1 or stages < 1:
+            raise RequestError(f"k and stages must be at least 1, got k={k}, stages={stages}")
+        if mode != "vector" and not isinstance(query, str):
+            raise RequestError(f"a search by {mode} needs the query's words, not its vector")
+        if mode == "words":
+            assert isinstance(query, str), "checked above"
+            yield self._hits(search_words(self.catalogue, query, k))
+            return
+        vector = self.embedder.embed_query(query) if isinstance(query, str) else query
+        if mode == "vector":
+            for found in self._live.search_staged(vector, k, stages):
+                yield self._hits(list(zip(found.ids.tolist(), found.scores.tolist(), strict=True)))
+            return
+        assert isinstance(query, str), "checked above"
+        depth = max(50, 4 * k)  # a chunk that both rank low may still win together
+        words = [vector_id for vector_id, _ in search_words(self.catalogue, query, depth)]
+        for found in self._live.search_staged(vector, depth, stages):
+            yield self._hits(fuse_ranks([found.ids.tolist(), words], k))
+
+    def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
+        chunks = self.catalogue.chunks_of_vectors([vector_id for vector_id, _ in found])
+        return [Hit(chunks[vector_id], score) for vector_id, score in found if vector_id in chunks]
+
+    # ── looking around ───────────────────────────────────────────────────────
+
+    def chunks(self, ids: Sequence[ChunkId]) -> list[Chunk]:
+        """In the order asked for. All of them must exist."""
+        found = self.catalogue.chunks(ids)
+        missing = [chunk_id for chunk_id in ids if chunk_id not in found]
+        if missing:
+            raise CorpusError(f"{self.folder} has no chunk {missing[0]}; was its document removed?")
+        return [found[chunk_id] for chunk_id in ids]
+
+    def documents(self) -> list[DocumentInfo]:
+        return self.catalogue.documents()
+
+    def find(self, reference: str) -> list[DocumentInfo]:
+        """Documents by id, by the beginning of an id (6 or more characters), or by file."""
+        documents = self.documents()
+        exact = [d for d in documents if d.id == reference]
+        if exact:
+            return exact
+        path = str(Path(reference).expanduser().resolve())
+        by_source = [d for d in documents if d.source in (reference, path)]
+        by_prefix = [d for d in documents if len(reference) >= 6 and d.id.startswith(reference)]
+        found = by_source or by_prefix
+        if not found:
+            raise CorpusError(
+                f"{self.folder} has no document {reference!r}; see: kvweave docs ls --kb "
+                f"{self.folder}"
+            )
+        if not by_source and len(found) > 1:
+            raise CorpusError(f"{reference!r} begins {len(found)} document ids; give more of it")
+        return found
+
+    def totals(self) -> Totals:
+        return self.catalogue.totals()
+
+    @property
+    def index_kind(self) -> str:
+        return self._live.kind
+
+    def check(self) -> list[str]:
+        """Everything that does not fit together, in words. Empty for a sound knowledge base."""
+        leftovers = [f"{p.name} was left behind" for p in self.folder.rglob("*.tmp")]
+        return [*self.catalogue.problems(), *self._live.problems(), *leftovers]
+
+    # ── changing ─────────────────────────────────────────────────────────────
+
+    def remove(self, reference: str) -> Written:
+        """Remove documents, their vectors and their words at once.
+
+        Returns the chunks that no other document uses: the owner of the KV store drops theirs.
+        """
+        with self.writing():
+            written = self.catalogue.remove([d.id for d in self.find(reference)])
+            self.publish()
+        return written
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Be the one writer. A second one is refused at once; a dead one does not count."""
+        with _writer_lock(self.folder):
+            sweep_temporaries(self.folder)
+            sweep_temporaries(self.folder / "index")
+            yield
+
+    def publish(self) -> None:
+        """Bring the index up to date and everything onto the disk. Only inside `writing`."""
+        self._live.publish()
+        self.catalogue.checkpoint()
+
+    @property
+    def chunker(self) -> Chunker:
+        if self._tokenizer is None:
+            raise ConfigError("this knowledge base was opened without a tokenizer: read-only")
+        return Chunker(self._tokenizer, self.settings.chunk_tokens)
+
+    @property
+    def embedder(self) -> Embedder:
+        if self._embedder is None:
+            raise ConfigError("this knowledge base was opened without an embedder: no search")
+        return self._embedder
+
+
+def _create(
+    folder: Path,
+    tokenizer: KnowledgeBaseTokenizer,
+    embedder: Embedder,
+    chunk_tokens: int | None,
+    index: str | None,
+) -> KnowledgeBaseSettings:
+    if folder.exists() and (not folder.is_dir() or any(p.name != LOCK for p in folder.iterdir())):
+        raise CorpusError(
+            f"{folder} exists and is no knowledge base (it has no {FILE}); name a new folder"
+        )
+    settings = new_settings(
+        tokenizer=tokenizer.fingerprint,
+        embedder=embedder.name,
+        embedder_identity=embedder.identity,
+        dim=embedder.dim,
+        chunk_tokens=CHUNK_TOKENS if chunk_tokens is None else chunk_tokens,
+        index="auto" if index is None else index,
+    )
+    Chunker(tokenizer, settings.chunk_tokens)  # refuses a bad size before anything is written
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CorpusError(f"cannot make {folder}: {error.strerror}; name another folder") from error
+    with _writer_lock(folder):
+        there = read_settings(folder)  # another process may have been first
+        if there is not None:
+            return there
+        write_settings(folder, settings)
+    return settings
+
+
+@contextmanager
+def _writer_lock(folder: Path) -> Iterator[None]:
+    """The operating system drops the lock when its holder dies, however it dies."""
+    from filelock import FileLock, Timeout
+
+    try:
+        lock = FileLock(folder / LOCK, timeout=0)
+        with lock:
+            yield
+    except Timeout as error:
+        raise CorpusError(
+            f"{folder} is being written by another process; wait for it and run this again"
+        ) from error

@@ -1,0 +1,176 @@
+"""Keeps the vector index in step with the catalogue.
+
+The index never hears of documents. It remembers the catalogue's generation and pulls what it has
+missed: at the next search in any process, and once more when a writer publishes. So there is one
+way for a vector to get in or out, and an index that is stale, damaged or gone repairs itself.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvweave.corpus.catalogue import Catalogue
+from kvweave.corpus.index import Hits, VectorIndex, is_remote, make_index, resolve_kind
+from kvweave.corpus.index.base import Vector
+from kvweave.corpus.index.files import LocalIndex, atomic_file, load_index, save_index
+from kvweave.corpus.settings import KnowledgeBaseSettings
+from kvweave.corpus.sharedlock import SharedLock
+from kvweave.errors import CorpusError
+
+log = logging.getLogger(__name__)
+FILE = "vectors.index"
+SERVER_FILE = "server.json"
+PULL = 16_384  # vectors moved at a time: 25 MB at 384 dimensions
+
+
+class LiveIndex:
+    """Safe for many threads. Loads on first use."""
+
+    def __init__(
+        self,
+        folder: Path,
+        catalogue: Catalogue,
+        settings: KnowledgeBaseSettings,
+        api_key: str | None = None,
+    ) -> None:
+        self._folder = folder
+        self._catalogue = catalogue
+        self._settings = settings
+        self._api_key = api_key
+        self._lock = SharedLock()
+        self._index: VectorIndex | None = None
+        self._generation = 0  # of the catalogue that the index reflects
+        self._last_id = 0  # highest vector id it was ever given
+
+    def search(self, vector: Vector, k: int) -> Hits:
+        self.refresh()
+        with self._lock.read():
+            return self._loaded.search(vector, k)
+
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+        """Holds the lock within a stage, never between two: the caller may take its time."""
+        self.refresh()
+        with self._lock.read():
+            steps = self._loaded.search_staged(vector, k, stages)
+        while True:
+            with self._lock.read():
+                hits = next(steps, None)
+            if hits is None:
+                return
+            yield hits
+
+    def refresh(self) -> None:
+        """Catch up with the catalogue. Cheap when nothing changed."""
+        if self._index is not None and (
+            self._index.shared or self._generation == self._catalogue.generation()
+        ):
+            return  # a shared index is the writer's to change
+        with self._lock.write():
+            if self._index is None:
+                self._load()
+            if not self._loaded.shared:
+                self._pull()
+
+    def publish(self) -> None:
+        """Catch up, rebuild if that is due, save. Only for the holder of the writer lock."""
+        kind = resolve_kind(self._settings.index, self._catalogue.totals().num_chunks)
+        with self._lock.write():
+            if self._index is None:
+                self._load()
+            self._pull()
+            index = self._loaded
+            if not is_remote(kind) and (index.kind != kind or index.wants_rebuild):
+                self._start_over(kind)
+                self._pull()
+            self._save()
+
+    def problems(self) -> list[str]:
+        """Where index and catalogue disagree, after catching up."""
+        self.refresh()
+        with self._lock.read():
+            have = self._loaded.ids()
+            want = self._catalogue.changes_since(0, 0).added
+        missing = np.setdiff1d(want, have)
+        extra = np.setdiff1d(have, want)
+        return [
+            f"the index {words} {len(ids)} vectors"
+            for words, ids in (("misses", missing), ("has kept", extra))
+            if len(ids)
+        ]
+
+    @property
+    def kind(self) -> str:
+        self.refresh()
+        return self._loaded.kind
+
+    @property
+    def _loaded(self) -> VectorIndex:
+        assert self._index is not None, "used before loading"
+        return self._index
+
+    def _pull(self) -> None:
+        """Apply what happened since. Repeating a part of it, after a crash, changes nothing."""
+        index = self._loaded
+        changes = self._catalogue.changes_since(self._generation, self._last_id)
+        if len(changes.removed):
+            index.remove(changes.removed)
+        everything = index.learns_from_first_add and not self._last_id
+        step = max(1, len(changes.added)) if everything else PULL
+        for start in range(0, len(changes.added), step):
+            ids = changes.added[start : start + step]
+            index.add(*self._catalogue.vectors(ids, self._settings.dim))
+            self._last_id = int(ids[-1])
+        self._generation = changes.generation
+
+    def _start_over(self, kind: str) -> None:
+        self._generation = self._last_id = 0
+        self._index = make_index(
+            kind,
+            self._settings.dim,
+            collection=f"kvweave-{self._settings.uid}",
+            api_key=self._api_key,
+        )
+
+    def _load(self) -> None:
+        num_chunks = self._catalogue.totals().num_chunks
+        kind = resolve_kind(self._settings.index, num_chunks)
+        if is_remote(kind):
+            self._start_over(kind)
+            self._load_server_state()
+            return
+        try:
+            loaded = load_index(self._folder / FILE)
+        except CorpusError as error:
+            log.warning("%s; building it again from the catalogue", error)
+            loaded = None
+        if loaded is None or loaded.generation > self._catalogue.generation():
+            self._start_over(kind)  # newer than the catalogue: the catalogue was restored
+            return
+        self._index, self._generation = loaded.vectors, loaded.generation
+        self._last_id = int(loaded.vectors.rows.by_row.max(initial=0))
+
+    def _save(self) -> None:
+        index = self._loaded
+        if index.shared:
+            state = {
+                "url": self._settings.index,
+                "generation": self._generation,
+                "last_id": self._last_id,
+                "num_vectors": len(index),
+            }
+            with atomic_file(self._folder / SERVER_FILE) as file:
+                file.write(json.dumps(state).encode())
+        elif isinstance(index, LocalIndex):
+            save_index(self._folder / FILE, index, self._generation)
+
+    def _load_server_state(self) -> None:
+        """What this knowledge base last sent. A server that lost vectors gets them all again."""
+        path = self._folder / SERVER_FILE
+        if not path.is_file() or not self._loaded.shared:
+            return
+        state = json.loads(path.read_text())
+        if state["url"] == self._settings.index and state["num_vectors"] == len(self._loaded):
+            self._generation, self._last_id = state["generation"], state["last_id"]

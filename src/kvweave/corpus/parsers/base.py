@@ -1,0 +1,124 @@
+"""What a parser gives, and how bytes become text."""
+
+import codecs
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvweave.errors import CorpusError
+
+PARSERS_VERSION = 1  # raise it when a parser would give other text for the same file
+
+
+class Record(NamedTuple):
+    """One document inside a file. Most files hold one; tables and JSON lines may hold many."""
+
+    key: str  # tells records of a file apart and stays when others come and go; "" for a lone one
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParseLimits:
+    """Above these a file is reported and skipped, before it costs memory."""
+
+    file_bytes: int = 64 << 20  # size on disk
+    text_chars: int = 256 << 20  # after unpacking: a small archive can hold a huge text
+
+
+# Gives all records of a file or raises CorpusError with the reason; never some of them.
+Parser = Callable[[Path, bytes, ParseLimits], list[Record]]
+
+CONTROLS = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")
+BOMS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before UTF-16: its mark begins with that one's
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+TEXT_FIELDS = ("text", "content", "contents", "body", "passage")
+TITLE_FIELDS = ("title", "heading", "name")
+ID_FIELDS = ("id", "_id", "doc_id", "pid", "key")
+
+
+def decode(data: bytes) -> str:
+    """UTF-8, or what a byte order mark says. Never a guess: wrong characters look like text."""
+    mark, encoding = next((bom for bom in BOMS if data.startswith(bom[0])), (b"", "utf-8"))
+    data = data.removeprefix(mark)
+    if encoding == "utf-8" and b"\0" in data:
+        raise CorpusError("binary data, not text")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"not valid {encoding.upper()} (byte {error.start}); convert it first, for example "
+            "with iconv"
+        ) from error
+    sample = text[:4096]
+    if sum(c.isprintable() or c.isspace() for c in sample) < 0.9 * len(sample):
+        raise CorpusError("binary data, not text")
+    return text
+
+
+def clean(text: str) -> str:
+    """One kind of newline, no control characters. Positions in the result are the ones kept."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    text = CONTROLS.sub("", text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CorpusError(f"half a surrogate pair at character {error.start}") from error
+    return text
+
+
+def lone_record(title: str, text: str) -> list[Record]:
+    text = clean(text)
+    if not text.strip():
+        raise CorpusError("no text in it")
+    return [Record("", clean(title), text)]
+
+
+def field(row: Mapping[str, object], names: Iterable[str]) -> str | None:
+    """The first of `names` that the row has, whatever its case, as text."""
+    lowered = {str(key).strip().lower(): value for key, value in row.items()}
+    for name in names:
+        value = lowered.get(name)
+        if value is not None:
+            return value if isinstance(value, str) else str(value)
+    return None
+
+
+def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[Record]:
+    """Records from (id, title, text). Without a unique id the content is the key.
+
+    Rows that come, go or move then leave the keys of the other rows alone.
+    """
+    records: list[Record] = []
+    used: set[str] = set()
+    for row_id, title, text in rows:
+        title, text = clean(title), clean(text)
+        if not text.strip():
+            continue
+        content = hashlib.blake2b(f"{title}\0{text}".encode(), digest_size=8).hexdigest()
+        key = f"id:{row_id}" if row_id else content
+        if key in used:
+            key = f"{key}:{content}"
+        copy = 1
+        while key in used:
+            copy += 1
+            key = f"{content}:{copy}"
+        used.add(key)
+        records.append(Record(key, title, text))
+    if not records:
+        raise CorpusError("no text in it")
+    return records
+
+
+def check_length(text: str, limits: ParseLimits) -> str:
+    if len(text) > limits.text_chars:
+        raise CorpusError(f"more than {limits.text_chars:,} characters of text")
+    return text

@@ -1,0 +1,38 @@
+"""JSON lines: each line a document, either a string or an object with a text field."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvweave.corpus.parsers.base import (
+    ID_FIELDS,
+    TEXT_FIELDS,
+    TITLE_FIELDS,
+    ParseLimits,
+    Record,
+    decode,
+    field,
+    keyed_records,
+)
+from kvweave.errors import CorpusError
+
+
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+    return keyed_records(_rows(decode(data), path.stem))
+
+
+def _rows(text: str, default_title: str) -> Iterator[tuple[str | None, str, str]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CorpusError(f"line {number} is not JSON ({error})") from error
+        if isinstance(value, str):
+            yield None, default_title, value
+            continue
+        body = field(value, TEXT_FIELDS) if isinstance(value, dict) else None
+        if body is None:
+            raise CorpusError(f"line {number} has no text; name the field one of {TEXT_FIELDS}")
+        yield field(value, ID_FIELDS), field(value, TITLE_FIELDS) or default_title, body

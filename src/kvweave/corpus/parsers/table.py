@@ -1,0 +1,64 @@
+"""CSV and TSV. With a text column each row is a document, otherwise each row is a line."""
+
+import csv
+import io
+from pathlib import Path
+
+from kvweave.corpus.parsers.base import (
+    ID_FIELDS,
+    TEXT_FIELDS,
+    TITLE_FIELDS,
+    ParseLimits,
+    Record,
+    decode,
+    field,
+    keyed_records,
+    lone_record,
+)
+from kvweave.errors import CorpusError
+
+DELIMITERS = ",;\t|"
+
+
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+    text = decode(data)
+    header, rows = _rows(text, "\t" if path.suffix.lower() == ".tsv" else _delimiter(text))
+    has_text = field(dict.fromkeys(header, ""), TEXT_FIELDS) is not None
+    if has_text:
+        return keyed_records(
+            (
+                field(row, ID_FIELDS),
+                field(row, TITLE_FIELDS) or path.stem,
+                field(row, TEXT_FIELDS) or "",
+            )
+            for row in rows
+        )
+    lines = ("; ".join(f"{name}: {value}" for name, value in row.items() if value) for row in rows)
+    return lone_record(path.stem, "\n".join(lines))
+
+
+def _rows(text: str, delimiter: str) -> tuple[list[str], list[dict[str, str]]]:
+    """Header and rows. A row of another width means that the file is not what it seems."""
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        header = next(reader, None)
+        if not header or not any(header):
+            raise CorpusError("no header row")
+        rows: list[dict[str, str]] = []
+        for row in reader:
+            if not row:
+                continue
+            if len(row) != len(header):
+                raise CorpusError(
+                    f"line {reader.line_num} has {len(row)} fields, the header has {len(header)}"
+                )
+            rows.append(dict(zip(header, row, strict=True)))
+    except csv.Error as error:
+        raise CorpusError(f"not valid CSV ({error})") from error
+    return header, rows
+
+
+def _delimiter(text: str) -> str:
+    """Whatever splits the header into the most columns."""
+    first = text.split("\n", 1)[0]
+    return max(DELIMITERS, key=first.count)

@@ -1,0 +1,102 @@
+"""kb.json: what a knowledge base was made with. Written once, checked at every opening."""
+
+import json
+import uuid
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from kvweave.corpus.index import AUTO, check_kind
+from kvweave.corpus.index.files import atomic_file
+from kvweave.errors import CorpusError
+
+VERSION = 1
+FILE = "kb.json"
+
+
+@dataclass(frozen=True, slots=True)
+class KnowledgeBaseSettings:
+    """All of it fixes bytes that are stored, so none of it changes later, except `index`."""
+
+    tokenizer: str  # fingerprint of the serving model's tokenizer
+    embedder: str  # the name to load the embedder by
+    embedder_identity: str  # what that name meant when the vectors were made
+    dim: int  # of the vectors
+    chunk_tokens: int = 256  # at most so many tokens per chunk, title line included
+    index: str = AUTO  # auto, flat, ivf, hnsw, or the URL of a Qdrant server
+    uid: str = ""  # tells collections of a shared server apart
+    version: int = VERSION
+
+
+def new_settings(
+    *,
+    tokenizer: str,
+    embedder: str,
+    embedder_identity: str,
+    dim: int,
+    chunk_tokens: int,
+    index: str,
+) -> KnowledgeBaseSettings:
+    return KnowledgeBaseSettings(
+        tokenizer=tokenizer,
+        embedder=embedder,
+        embedder_identity=embedder_identity,
+        dim=dim,
+        chunk_tokens=chunk_tokens,
+        index=check_kind(index),
+        uid=uuid.uuid4().hex[:12],
+    )
+
+
+def write_settings(folder: Path, settings: KnowledgeBaseSettings) -> None:
+    with atomic_file(folder / FILE) as file:
+        file.write(json.dumps(asdict(settings), indent=1).encode() + b"\n")
+
+
+def read_settings(folder: Path) -> KnowledgeBaseSettings | None:
+    """None when there is no knowledge base in the folder."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        stored = json.loads(path.read_text())
+        known = {f.name for f in fields(KnowledgeBaseSettings)}
+        if stored["version"] != VERSION:
+            raise CorpusError(
+                f"{path} has version {stored['version']}, this kvweave reads version {VERSION}; "
+                "use the kvweave that wrote it, or ingest into a new folder"
+            )
+        unknown = sorted(set(stored) - known)
+        if unknown:
+            raise CorpusError(f"{path} has unknown settings: {', '.join(unknown)}")
+        return KnowledgeBaseSettings(**stored)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorpusError(
+            f"{path} does not parse ({error!r}); restore it or ingest into a new folder"
+        ) from error
+
+
+def check_settings(
+    folder: Path,
+    stored: KnowledgeBaseSettings,
+    *,
+    tokenizer: str | None,
+    embedder_identity: str | None,
+    chunk_tokens: int | None,
+) -> None:
+    """Refuse what does not fit the bytes in the folder. None means the caller does not mind."""
+    way_out = "ingest into a new folder"
+    if tokenizer is not None and tokenizer != stored.tokenizer:
+        raise CorpusError(
+            f"{folder} was cut with another tokenizer ({stored.tokenizer[:8]}…, this model has "
+            f"{tokenizer[:8]}…); serve the model it was made for, or {way_out}"
+        )
+    if embedder_identity is not None and embedder_identity != stored.embedder_identity:
+        raise CorpusError(
+            f"{folder} was embedded with {stored.embedder!r} ({stored.embedder_identity[:8]}…), "
+            f"not with {embedder_identity[:8]}…; use that embedder, or {way_out}"
+        )
+    if chunk_tokens is not None and chunk_tokens != stored.chunk_tokens:
+        raise CorpusError(
+            f"{folder} has chunks of at most {stored.chunk_tokens} tokens, not {chunk_tokens}; "
+            f"leave the size away, or {way_out}"
+        )

@@ -1,0 +1,129 @@
+"""One transaction per document, use counts that hold, and a schema that grows by numbers."""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.corpus import migrations
+from kvweave.corpus.catalogue import Catalogue, Written
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.errors import CorpusError
+from kvweave.types import Chunk, Document, DocumentId, PlacedChunk
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Iterator[Catalogue]:
+    opened = Catalogue(tmp_path / "catalogue.sqlite")
+    yield opened
+    opened.close()
+
+
+def make_chunk(*token_ids: int) -> Chunk:
+    return Chunk(make_chunk_id(token_ids), "T", f"text {token_ids}", token_ids)
+
+
+def put(catalogue: Catalogue, name: str, *chunks: Chunk) -> Written:
+    catalogue.put_vectors([c.id for c in chunks], np.eye(len(chunks), 4, dtype=np.float32))
+    placed = [PlacedChunk(chunk, n, n + 1) for n, chunk in enumerate(chunks)]
+    return catalogue.put(Document(DocumentId(name), f"{name}.txt", "T", "x"), "f1", placed)
+
+
+def test_a_chunk_in_two_documents_is_stored_once_and_goes_with_the_last(
+    catalogue: Catalogue,
+) -> None:
+    shared, own = make_chunk(1, 2), make_chunk(3)
+    put(catalogue, "a", shared, own)
+    put(catalogue, "b", shared)
+    assert catalogue.totals() == (2, 2, 3)
+    assert catalogue.remove([DocumentId("a")]).orphaned == (own.id,)
+    assert catalogue.remove([DocumentId("b")]).orphaned == (shared.id,)
+    assert catalogue.totals() == (0, 0, 0)
+    assert catalogue.problems() == []
+
+
+def test_a_chunk_twice_in_one_document_counts_twice(catalogue: Catalogue) -> None:
+    chunk = make_chunk(1)
+    put(catalogue, "a", chunk, chunk)
+    assert [p.chunk for p in catalogue.document_chunks(DocumentId("a"))] == [chunk, chunk]
+    assert catalogue.problems() == []
+    assert catalogue.remove([DocumentId("a")]).orphaned == (chunk.id,)
+
+
+def test_replacing_a_document_keeps_the_chunks_that_stayed(catalogue: Catalogue) -> None:
+    kept, old, new = make_chunk(1), make_chunk(2), make_chunk(3)
+    put(catalogue, "a", kept, old)
+    before = catalogue.changes_since(0, 0)
+    written = put(catalogue, "a", kept, new)
+    assert written == Written((new.id,), (old.id,))
+    changes = catalogue.changes_since(before.generation, int(before.added[-1]))
+    assert changes.added.tolist() == [3]
+    assert changes.removed.tolist() == [2]
+
+
+def test_a_document_that_fails_half_way_leaves_nothing(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(catalogue, "a", make_chunk(1))
+    generation = catalogue.generation()
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalogue, "_bury", fail)
+    with pytest.raises(KeyboardInterrupt):
+        put(catalogue, "b", make_chunk(2))
+    assert [d.id for d in catalogue.documents()] == ["a"]
+    assert catalogue.generation() == generation
+    assert catalogue.problems() == []
+
+
+def test_a_chunk_comes_back_with_the_very_tokens_it_went_in_with(catalogue: Catalogue) -> None:
+    chunk = make_chunk(0, 1, 2**31, 2**32 - 1)
+    put(catalogue, "a", chunk)
+    assert catalogue.chunks([chunk.id]) == {chunk.id: chunk}
+    assert next(catalogue.all_chunks(10)) == [chunk]
+
+
+def test_vectors_of_unfinished_documents_wait_and_can_be_dropped(catalogue: Catalogue) -> None:
+    put(catalogue, "a", make_chunk(1))
+    waiting = make_chunk(9)
+    catalogue.put_vectors([waiting.id], np.ones((1, 4), np.float32))
+    assert catalogue.with_vectors([waiting.id]) == {waiting.id}
+    assert len(catalogue.changes_since(0, 0).added) == 1  # no search can find it
+    assert catalogue.drop_unused_vectors() == 1
+    assert catalogue.with_vectors([waiting.id]) == set()
+
+
+def test_a_removed_chunk_never_gives_its_vector_id_to_another(catalogue: Catalogue) -> None:
+    put(catalogue, "a", make_chunk(1))
+    catalogue.remove([DocumentId("a")])
+    put(catalogue, "a", make_chunk(1))
+    assert catalogue.changes_since(0, 0).added.tolist() == [2]
+
+
+def test_a_catalogue_of_schema_one_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "catalogue.sqlite"
+    with sqlite3.connect(path) as db:
+        db.executescript(f"{migrations.MIGRATIONS[0]} PRAGMA user_version = 1;")
+        db.execute("INSERT INTO chunks VALUES (7, 'id', 'T', 'drain the node', x'01000000', 1)")
+    db.close()
+    catalogue = Catalogue(path)
+    assert [vector_id for vector_id, _ in catalogue.match_words('"draining"', 5)] == [7]
+    catalogue.close()
+
+
+def test_a_catalogue_from_the_future_is_refused(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "c.sqlite") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(CorpusError, match=r"schema 99.*newer kvweave"):
+        Catalogue(tmp_path / "c.sqlite")
+
+
+def test_a_file_that_is_no_database_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "c.sqlite").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(CorpusError, match=r"c\.sqlite is not a usable catalogue"):
+        Catalogue(tmp_path / "c.sqlite")

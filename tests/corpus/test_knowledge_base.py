@@ -1,0 +1,222 @@
+"""The facade: opens what fits, refuses what does not, finds and removes."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.corpus.index.files import load_index
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.ingest import ingest
+from kvweave.tokenizer import Tokenizer
+from tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
+
+PAIRS = [
+    ("Drain", "Cordon the node, then evict its pods."),
+    ("Taints", "A taint keeps pods away unless they tolerate it."),
+    ("Volumes", "A claim binds to a volume of the storage class."),
+    ("Quota", "The budget of a namespace limits its replicas."),
+]
+
+
+@pytest.fixture
+def kb(tmp_path: Path, tokenizer: Tokenizer) -> KnowledgeBase:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    ingest(kb, PAIRS)
+    return kb
+
+
+@pytest.mark.parametrize("mode", ["vector", "words", "hybrid"])
+def test_a_question_finds_its_document(kb: KnowledgeBase, mode: str) -> None:
+    (best, *_) = kb.search("evict the pods of a node", 2, mode=mode)  # type: ignore[arg-type]
+    assert best.chunk.title == "Drain"
+
+
+@pytest.mark.parametrize("mode", ["vector", "words", "hybrid"])
+@pytest.mark.parametrize("index", ["flat", "ivf", "hnsw", ":memory:"])
+def test_a_staged_search_ends_with_the_plain_answer(
+    tmp_path: Path, tokenizer: Tokenizer, index: str, mode: str
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer, index=index)
+    ingest(kb, [(f"Note {n}", make_text(50, n)) for n in range(20)])
+    for query in ("drain node", "quota registry probe"):
+        *_, final = kb.search_staged(query, 5, 4, mode=mode)  # type: ignore[arg-type]
+        assert final == kb.search(query, 5, mode=mode)  # type: ignore[arg-type]
+        assert len(final) == 5
+
+
+def test_words_are_never_read_as_operators(kb: KnowledgeBase) -> None:
+    for query in ('"', "AND OR NOT", "a* NEAR(b)", "-pods", "text:pods", "", "?!", "the of"):
+        kb.search(query, 3, mode="words")
+
+
+def test_a_removed_document_is_gone_from_every_search_at_once(kb: KnowledgeBase) -> None:
+    other = KnowledgeBase.open(kb.folder, embedder=WordEmbedder())
+    assert other.search("evict pods node", 1)[0].chunk.title == "Drain"
+    (drain,) = [d for d in kb.documents() if d.title == "Drain"]
+    orphaned = kb.remove(drain.id[:8]).orphaned
+    for reader in (kb, other):  # the second one had its index in memory already
+        for mode in ("vector", "words", "hybrid"):
+            hits = reader.search("evict pods node", 10, mode=mode)  # type: ignore[arg-type]
+            assert "Drain" not in [hit.chunk.title for hit in hits]
+    assert len(orphaned) == 1
+    assert kb.check() == []
+
+
+def test_a_reader_sees_what_a_writer_added_meanwhile(
+    kb: KnowledgeBase, tokenizer: Tokenizer
+) -> None:
+    reader = KnowledgeBase.open(kb.folder, embedder=WordEmbedder())
+    reader.search("pods", 1)
+    ingest(kb, [("Ingress", "An ingress routes hosts to services.")])
+    assert reader.search("ingress routes hosts", 1)[0].chunk.title == "Ingress"
+    assert reader.check() == []
+
+
+def test_chunks_come_back_in_the_order_asked_for(kb: KnowledgeBase) -> None:
+    ids = [hit.chunk.id for hit in kb.search("pods", 4)]
+    assert [chunk.id for chunk in kb.chunks(ids[::-1])] == ids[::-1]
+    with pytest.raises(CorpusError, match="has no chunk feed"):
+        kb.chunks(["feed"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "flipped", "older"])
+def test_an_index_file_that_is_not_right_is_built_again(
+    tmp_path: Path, tokenizer: Tokenizer, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    ingest(kb, PAIRS[:2])
+    path = tmp_path / "kb" / "index" / "vectors.index"
+    first = path.read_bytes()
+    ingest(kb, PAIRS)
+    data = path.read_bytes()
+    match damage:
+        case "missing":
+            path.unlink()
+        case "torn":
+            path.write_bytes(data[: len(data) // 2])
+        case "flipped":
+            path.write_bytes(data[:-40] + bytes([data[-40] ^ 1]) + data[-39:])
+        case "older":
+            path.write_bytes(first)
+    again = KnowledgeBase.open(tmp_path / "kb", embedder=WordEmbedder())
+    assert again.check() == []
+    assert again.search("claim volume storage", 1)[0].chunk.title == "Volumes"
+    assert ("building it again" in caplog.text) == (damage in ("torn", "flipped"))
+
+
+def test_the_saved_index_needs_no_catching_up(kb: KnowledgeBase) -> None:
+    loaded = load_index(kb.folder / "index" / "vectors.index")
+    assert loaded is not None
+    assert loaded.generation == kb.catalogue.generation()
+    assert len(loaded.vectors) == kb.totals().num_chunks
+
+
+@pytest.mark.parametrize("index", ["flat", "ivf", "hnsw"])
+def test_many_removals_end_in_a_compact_index(
+    tmp_path: Path, tokenizer: Tokenizer, index: str
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer, index=index)
+    folder = make_folder(tmp_path / "docs", 12)
+    ingest(kb, [folder])
+    for path in sorted(folder.iterdir())[:6]:
+        kb.remove(str(path))
+    loaded = load_index(tmp_path / "kb" / "index" / "vectors.index")
+    assert loaded is not None
+    assert loaded.vectors.rows.num_dead <= 0.25 * loaded.vectors.rows.num_rows
+    assert kb.check() == []
+
+
+def test_the_kind_of_index_can_be_changed_later(kb: KnowledgeBase, tokenizer: Tokenizer) -> None:
+    assert kb.index_kind == "flat"
+    again = open_kb(kb.folder, tokenizer, index="hnsw")
+    ingest(again, PAIRS)
+    assert KnowledgeBase.open(kb.folder).index_kind == "hnsw"
+    assert again.check() == []
+
+
+def test_searches_run_beside_an_ingest(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    ingest(kb, PAIRS)
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def search() -> None:
+        try:
+            while not done.is_set():
+                assert kb.search("evict pods node", 1)[0].chunk.title == "Drain"
+                list(kb.search_staged("volume", 3, 4, mode="hybrid"))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=search) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for round_ in range(5):
+        ingest(kb, [(f"{round_}-{n}", make_text(40, 100 * round_ + n)) for n in range(10)])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert kb.check() == []
+
+
+def test_another_tokenizer_embedder_or_size_is_refused_with_the_way_out(
+    kb: KnowledgeBase, tokenizer: Tokenizer
+) -> None:
+    class Other(WordEmbedder):
+        fingerprint = "0123456789abcdef"
+
+    with pytest.raises(CorpusError, match=r"another tokenizer.*ingest into a new folder"):
+        KnowledgeBase.open(kb.folder, tokenizer=Other())  # type: ignore[arg-type]
+    with pytest.raises(CorpusError, match=r"embedded with 'words'.*ingest into a new folder"):
+        KnowledgeBase.open(kb.folder, embedder=WordEmbedder(identity="words-2"))
+    with pytest.raises(CorpusError, match="at most 48 tokens, not 64"):
+        open_kb(kb.folder, tokenizer, chunk_tokens=64)
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(kb: KnowledgeBase) -> None:
+    other = KnowledgeBase.open(kb.folder, embedder=WordEmbedder())
+    with kb.writing():
+        with pytest.raises(CorpusError, match="being written by another process"), other.writing():
+            pass
+        assert other.search("pods", 1)
+
+
+def test_a_folder_that_is_no_knowledge_base_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(CorpusError, match=r"no knowledge base in .*kvweave ingest PATH"):
+        KnowledgeBase.open(tmp_path / "none")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").touch()
+    with pytest.raises(CorpusError, match="exists and is no knowledge base"):
+        open_kb(tmp_path / "full", tokenizer)
+    with pytest.raises(ConfigError, match="no index kind 'tree'; known: auto, flat"):
+        open_kb(tmp_path / "new", tokenizer, index="tree")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content", ["{", '{"version": 9}', '{"version": 1}', "[]"])
+def test_a_broken_kb_json_is_one_line_with_a_way_out(kb: KnowledgeBase, content: str) -> None:
+    (kb.folder / "kb.json").write_text(content)
+    with pytest.raises(CorpusError, match=r"kb\.json .*(ingest into a new folder)"):
+        KnowledgeBase.open(kb.folder)
+
+
+def test_bad_searches_are_refused_by_name(kb: KnowledgeBase) -> None:
+    with pytest.raises(RequestError, match="k and stages"):
+        kb.search("pods", 0)
+    with pytest.raises(RequestError, match="no search mode 'magic'"):
+        kb.search("pods", 1, mode="magic")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="needs the query's words"):
+        kb.search(np.zeros(64, np.float32), 1, mode="hybrid")
+    with pytest.raises(ConfigError, match="without an embedder"):
+        KnowledgeBase.open(kb.folder).search("pods", 1)
+
+
+def test_a_qdrant_server_that_is_down_is_one_line(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer, index="http://127.0.0.1:9/things")
+    with pytest.raises(CorpusError, match=r"http://127\.0\.0\.1:9/things does not answer"):
+        ingest(kb, PAIRS)
+    assert kb.totals().num_documents == len(PAIRS)  # the catalogue has them; the next run goes on

@@ -1,0 +1,9 @@
+import pytest
+
+from kvweave.tokenizer import Tokenizer
+from tiny_corpus import make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))

@@ -1,0 +1,232 @@
+"""Ingest does only what changed, skips what is bad, and never leaves half a document."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.corpus.embedder import Vectors
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.parsers import ParseLimits
+from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, pipeline
+from kvweave.ingest.sources import Selection, TextSource
+from kvweave.tokenizer import Tokenizer
+from kvweave.types import Chunk
+from tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
+
+
+def counts(report: IngestReport) -> tuple[int, int, int, int]:
+    return report.added, report.updated, report.unchanged, report.removed
+
+
+@pytest.fixture
+def world(tmp_path: Path, tokenizer: Tokenizer) -> tuple[KnowledgeBase, Path]:
+    return open_kb(tmp_path / "kb", tokenizer), make_folder(tmp_path / "docs", 6)
+
+
+def embedded(kb: KnowledgeBase) -> int:
+    assert isinstance(kb.embedder, WordEmbedder)
+    return kb.embedder.num_embedded
+
+
+def test_a_second_run_does_only_what_changed(world: tuple[KnowledgeBase, Path]) -> None:
+    kb, folder = world
+    assert counts(ingest(kb, [folder])) == (6, 0, 0, 0)
+    before = embedded(kb)
+    assert counts(ingest(kb, [folder])) == (0, 0, 6, 0)
+    assert embedded(kb) == before
+    note = folder / "doc002.md"
+    note.write_text(f"{note.read_text()}\n\nOne more sentence about quota.\n")
+    (folder / "new.txt").write_text("A new note.")
+    assert counts(ingest(kb, [folder])) == (1, 1, 6 - 1, 0)
+    assert embedded(kb) - before <= 3  # the last chunk of the changed note, and the new one
+    assert kb.check() == []
+
+
+def test_prune_removes_the_documents_of_files_that_are_gone(
+    world: tuple[KnowledgeBase, Path],
+) -> None:
+    kb, folder = world
+    ingest(kb, [folder, ("Kept", "a text from Python")])
+    (folder / "doc000.md").unlink()
+    assert counts(ingest(kb, [folder])) == (0, 0, 5, 0)
+    report = ingest(kb, [folder], options=IngestOptions(prune=True))
+    assert counts(report) == (0, 0, 5, 1)
+    assert report.orphaned
+    assert len(kb.documents()) == 6
+    assert kb.check() == []
+
+
+def test_the_same_passage_in_two_documents_is_one_chunk(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    text = make_text(20, 1)
+    report = ingest(kb, [TextSource("Note", text, "a"), TextSource("Note", text, "b")])
+    assert (report.added, report.new_chunks, report.shared_chunks) == (2, 1, 1)
+    (first, second) = kb.documents()
+    assert kb.remove(first.id).orphaned == ()
+    assert len(kb.remove(second.id).orphaned) == 1
+
+
+def test_texts_from_python_are_known_by_content_or_by_key(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    assert counts(ingest(kb, [("A", "one"), ("A", "two")])) == (2, 0, 0, 0)
+    assert counts(ingest(kb, (p for p in [("A", "one")]))) == (0, 0, 1, 0)  # also from a generator
+    assert counts(ingest(kb, [TextSource("B", "old", key="b")])) == (1, 0, 0, 0)
+    assert counts(ingest(kb, [TextSource("B", "new", key="b")])) == (0, 1, 0, 0)
+    assert [h.chunk.text for h in kb.search("new", 1)] == ["B\nnew"]
+
+
+def test_records_that_leave_a_file_leave_the_knowledge_base(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "alpha"}\n{"text": "beta"}\n{"text": "gamma"}\n')
+    assert counts(ingest(kb, [path])) == (3, 0, 0, 0)
+    path.write_text('{"text": "delta"}\n{"text": "gamma"}\n{"text": "alpha"}\n')
+    assert counts(ingest(kb, [path])) == (1, 0, 2, 1)
+    assert kb.check() == []
+
+
+def test_every_bad_file_is_reported_and_the_rest_goes_in(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    folder = make_folder(tmp_path / "docs", 3)
+    bad = {
+        "a.pdf": b"%PDF-1.4 nothing",
+        "b.txt": bytes(range(256)),
+        "c.txt": b"caf\xe9",
+        "d.csv": b"a,b\n1,2\n3\n",
+        "e.md": b"",
+        "f.jsonl": b'{"text": "fine"}\n{"text": "fine too"}\nbroken',
+        "g.docx": b"no zip",
+    }
+    for name, data in bad.items():
+        (folder / name).write_bytes(data)
+    with (folder / "huge.txt").open("wb") as file:
+        file.truncate(200 << 20)
+    (folder / "loop").symlink_to(folder)
+    report = ingest(kb, [folder, ("Half", "a \ud800 pair"), ("Blank", " \n")])
+    assert counts(report) == (3, 0, 0, 0)
+    names = sorted(Path(s.source).name for s in report.skipped if not s.source.startswith("text:"))
+    assert names == sorted([*bad, "huge.txt", "loop"])
+    assert [s.reason.split()[0] for s in report.skipped[-2:]] == ["half", "no"]
+    assert not report.is_complete
+    assert {Path(d.source).suffix for d in kb.documents()} == {".md"}
+    assert kb.check() == []
+
+
+def test_a_file_that_turns_bad_keeps_its_last_good_version(
+    world: tuple[KnowledgeBase, Path],
+) -> None:
+    kb, folder = world
+    ingest(kb, [folder])
+    (folder / "doc001.md").write_bytes(b"caf\xe9")
+    report = ingest(kb, [folder], options=IngestOptions(prune=True))
+    assert len(report.skipped) == 1
+    assert len(kb.documents()) == 6
+
+
+def test_paths_outside_the_roots_are_skipped(world: tuple[KnowledgeBase, Path]) -> None:
+    kb, folder = world
+    options = IngestOptions(selection=Selection(roots=(folder / "inner",)))
+    report = ingest(kb, [folder], options=options)
+    assert [s.reason for s in report.skipped] == ["outside the allowed folders"]
+    assert kb.documents() == []
+
+
+def test_a_large_text_is_taken_when_the_limit_allows(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    (tmp_path / "big.txt").write_text(make_text(12_000, 1))
+    small = IngestOptions(limits=ParseLimits(file_bytes=10_000))
+    assert "over the limit" in ingest(kb, [tmp_path / "big.txt"], options=small).skipped[0].reason
+    report = ingest(kb, [tmp_path / "big.txt"])
+    assert report.added == 1
+    assert report.new_chunks > 300
+    assert kb.check() == []
+
+
+class FailingEmbedder(WordEmbedder):
+    """Gives up after some passages, as if someone had pressed Ctrl-C."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self._left = after
+
+    def embed_passages(self, texts: Sequence[str]) -> Vectors:
+        self._left -= len(texts)
+        if self._left < 0:
+            raise KeyboardInterrupt
+        return super().embed_passages(texts)
+
+
+def test_an_interrupt_keeps_whole_documents_and_the_next_run_embeds_nothing_twice(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "WINDOW", 24)
+    monkeypatch.setattr(pipeline, "SLICE", 4)
+    folder = make_folder(tmp_path / "docs", 12)
+    first = FailingEmbedder(after=50)
+    kb = open_kb(tmp_path / "kb", tokenizer, embedder=first)
+    with pytest.raises(KeyboardInterrupt):
+        ingest(kb, [folder])
+    assert 0 < len(kb.documents()) < 12
+    assert kb.check() == []
+    second = WordEmbedder()
+    again = open_kb(tmp_path / "kb", tokenizer, embedder=second)
+    ingest(again, [folder])
+    assert len(again.documents()) == 12
+    assert first.num_embedded + second.num_embedded == again.totals().num_chunks
+    assert again.check() == []
+
+
+class RecordingEncoder:
+    """Keeps what it was offered; skips what it has, as the contract asks."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode(self, chunks: Sequence[Chunk]) -> None:
+        self.encoded += [chunk.id for chunk in chunks if chunk.id not in self.encoded]
+
+
+def test_the_encoder_is_offered_every_chunk_after_its_vector_is_there(
+    world: tuple[KnowledgeBase, Path],
+) -> None:
+    kb, folder = world
+    encoder = RecordingEncoder()
+    ingest(kb, [folder], encoder)
+    first = list(encoder.encoded)
+    assert len(first) == kb.totals().num_chunks
+    ingest(kb, [("New", "text")], encoder)
+    assert len(encoder.encoded) == len(first) + 1
+
+
+def test_progress_reaches_the_total_and_never_goes_back(world: tuple[KnowledgeBase, Path]) -> None:
+    kb, folder = world
+    seen: list[IngestProgress] = []
+    ingest(kb, [folder], progress=seen.append)
+    done = [state.done_bytes for state in seen]
+    assert done == sorted(done)
+    assert seen[-1].total_bytes is not None
+    assert 0.99 * seen[-1].total_bytes <= done[-1] <= seen[-1].total_bytes
+    assert [s.phase for s in seen][-1] == "index"
+
+
+def test_a_moved_knowledge_base_still_answers(
+    world: tuple[KnowledgeBase, Path], tmp_path: Path
+) -> None:
+    kb, folder = world
+    ingest(kb, [folder])
+    kb.close()
+    moved = shutil.move(tmp_path / "kb", tmp_path / "elsewhere")
+    again = KnowledgeBase.open(moved, embedder=WordEmbedder())
+    assert len(again.search("drain node", 3)) == 3
+    assert np.isfinite([hit.score for hit in again.search("drain node", 3)]).all()
