@@ -23,7 +23,18 @@ ALLOWED: dict[str, set[str]] = {
     "hosts": {"kv", "fuse"},
     "gateway": {"corpus", "plan"},
     "serve": {"app"},
-    "cli": {"app", "serve", "gateway", "model", "corpus", "kv", "fuse", "ingest", "plan"},
+    "cli": {
+        "app",
+        "library",
+        "serve",
+        "gateway",
+        "model",
+        "corpus",
+        "kv",
+        "fuse",
+        "ingest",
+        "plan",
+    },
 }
 CORE = ["kernels", "model", "kv", "fuse", "engine"]
 HEAVY = ["fastapi", "uvicorn", "faiss", "sentence_transformers", "click", "rich", "redis", "boto3"]

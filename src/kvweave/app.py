@@ -1,119 +1,171 @@
-"""The composition root: opens a model and answers.
+"""The composition root: opens a model and a knowledge base, and answers.
 
 `Weave` is what the library, the command line and the server share. It may be used from many
 threads: each request owns its state, and the decoder runs one step at a time.
 """
 
 import threading
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from kvweave.detokenizer import Detokenizer, StopMatcher
-from kvweave.engine.generate import generate
+from kvweave.answering import Answer, Answering, Piece, TokenLogprob
+from kvweave.engine.generate import check_prompt, generate
 from kvweave.engine.sampling import Choice, Sampling
-from kvweave.errors import RequestError
+from kvweave.errors import ConfigError, RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
-from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt
+from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, lay_out
 from kvweave.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvweave.ingest.report import IngestReport, OnProgress
+    from kvweave.ingest.sources import Source
+    from kvweave.library import Library
+    from kvweave.types import Hit
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
 
-
-class TokenLogprob(NamedTuple):
-    """What the model thought of a token it gave."""
-
-    token: str
-    logprob: float  # natural logarithm
-    alternatives: tuple[tuple[str, float], ...]  # likeliest first
-
-
-class Piece(NamedTuple):
-    """A bit of an answer as it is made."""
-
-    text: str  # may be empty: a token can end in the middle of a character
-    logprob: TokenLogprob | None = None  # set when Sampling.logprobs is
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A finished answer."""
-
-    text: str
-    finish_reason: str  # "stop": the model or a stop string ended it; "length": no room left
-    prompt_tokens: int
-    completion_tokens: int
-    ttft_ms: float  # from the call to the first token
-    total_ms: float
-    logprobs: tuple[TokenLogprob, ...] = ()
+REUSES = ("full", "reuse")
+TOP_K = 5  # chunks that are put in front of a question
 
 
 class Weave:
-    """Answers questions over documents with one loaded model."""
+    """Answers questions with one loaded model, over given documents or a knowledge base."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, name: str, system: str) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        name: str,
+        system: str,
+        library: "Library | None" = None,
+    ) -> None:
         self.model_name = name
         self.system = system
         self._decoder = decoder
         self._tokenizer = tokenizer
+        self._library = library
         self._turn = threading.Lock()  # held for one decoder step
 
     @classmethod
     def open(
         cls,
+        kb: str | Path | None = None,
         *,
         model: str = "smollm2",
         device: str = "auto",
         dtype: str = "auto",
         quant: str = "none",
         system: str = SYSTEM,
+        embedder: str | None = None,
     ) -> "Weave":
-        """Load a model: an embedded name, a folder, a .gguf file or a hub id."""
+        """Load a model: an embedded name, a folder, a .gguf file or a hub id.
+
+        `kb` is the folder of a knowledge base, made if it is not there; None does without one.
+        `embedder` None is the one it was made with, MiniLM for a new one.
+        """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
+        tokenizer = Tokenizer(folder)
         path = Path(model).expanduser()
         name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
-        return cls(decoder, Tokenizer(folder), name, system)
+        library = None
+        if kb is not None:
+            from kvweave.library import Library
+
+            library = Library.open(Path(kb), decoder, tokenizer, system, embedder)
+        return cls(decoder, tokenizer, name, system, library)
+
+    def close(self) -> None:
+        """Finish writing chunk KV and let go of the knowledge base."""
+        if self._library is not None:
+            self._library.close()
+
+    def __enter__(self) -> "Weave":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def max_context(self) -> int:
         """Tokens that prompt and answer may have together."""
         return self._decoder.spec.max_context
 
+    @property
+    def library(self) -> "Library":
+        """The open knowledge base."""
+        if self._library is None:
+            raise ConfigError("no knowledge base is open; use Weave.open('./kb') or --kb DIR")
+        return self._library
+
+    def ingest(
+        self,
+        *sources: "Source",
+        chunk_kv: bool = False,
+        progress: "OnProgress | None" = None,
+    ) -> "IngestReport":
+        """Bring files, folders or (title, text) pairs in; do only what changed.
+
+        `chunk_kv` also computes and stores the chunks' KV, so that `reuse="reuse"` finds it.
+        """
+        with self._turn:
+            return self.library.ingest(sources, chunk_kv=chunk_kv, progress=progress)
+
+    def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
+        """The chunks of the knowledge base nearest to `question`, best first."""
+        return self.library.kb.search(question, k)
+
     def ask(
         self,
         question: str,
         *,
-        documents: Sequence[Document | str] = (),
+        documents: Sequence[Document | str] | None = None,
         sampling: Sampling | None = None,
         system: str | None = None,
+        k: int = TOP_K,
+        reuse: str = "full",
     ) -> Answer:
-        """Answer from `documents` (texts, or Documents with a title).
+        """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
-        `system` takes the place of the Weave's own system prompt for this question.
+        `system` takes the place of the Weave's own system prompt for this question. `reuse`:
+        "full" prefills everything; "reuse" takes stored chunk KV as it is and computes the rest,
+        which is faster and not exact.
         """
-        stream = self.stream(question, documents=documents, sampling=sampling, system=system)
-        return stream.finish()
+        return self.stream(
+            question, documents=documents, sampling=sampling, system=system, k=k, reuse=reuse
+        ).finish()
 
     def stream(
         self,
         question: str,
         *,
-        documents: Sequence[Document | str] = (),
+        documents: Sequence[Document | str] | None = None,
         sampling: Sampling | None = None,
         system: str | None = None,
-    ) -> "Answering":
+        k: int = TOP_K,
+        reuse: str = "full",
+    ) -> Answering:
         """As `ask`, piece by piece."""
-        prompt = self.build_prompt(question, documents, system)
-        return self._start(prompt.token_ids, sampling)
+        if reuse not in REUSES:
+            raise RequestError(f"reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
+        if documents is None and self._library is not None:
+            prompt = self._retrieved(question, k, system)
+        else:
+            prompt = self.build_prompt(question, documents or (), system)
+        if reuse == "full":
+            return self._start(prompt.token_ids, sampling)
+        sampling = sampling or Sampling()
+        ids = prompt.token_ids
+        check_prompt(ids, self._decoder.spec.vocab_size, self.max_context)
+        choices = self.library.generate(prompt, sampling, self._tokenizer.eos_ids)
+        return Answering(self._taking_turns(choices), self._tokenizer, sampling, len(ids))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
-    ) -> "Answering":
+    ) -> Answering:
         """Continue a conversation of {"role", "content"} messages."""
         if not messages:
             raise RequestError("messages is empty; send at least one")
@@ -125,119 +177,33 @@ class Weave:
         documents: Sequence[Document | str] = (),
         system: str | None = None,
     ) -> Prompt:
-        """The prompt `ask` would use, by part."""
-        if not question.strip():
-            raise RequestError("the question is empty; ask something")
+        """The prompt `ask` would use for these documents, by part."""
+        _refuse_empty(question)
         texts = [Document(d) if isinstance(d, str) else d for d in documents]
         words = self.system if system is None else system
         return build_prompt(self._tokenizer, question, texts, words)
 
-    def _start(self, prompt_ids: Sequence[int], sampling: Sampling | None) -> "Answering":
+    def _retrieved(self, question: str, k: int, system: str | None) -> Prompt:
+        _refuse_empty(question)
+        chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        words = self.system if system is None else system
+        return lay_out(self._tokenizer, question, chunks, words)
+
+    def _start(self, prompt_ids: Sequence[int], sampling: Sampling | None) -> Answering:
         sampling = sampling or Sampling()
-        eos_ids = self._tokenizer.eos_ids
-        choices = generate(self._decoder, prompt_ids, sampling, eos_ids)
-        return Answering(
-            _taking_turns(choices, self._turn), self._tokenizer, sampling, len(prompt_ids)
-        )
+        choices = generate(self._decoder, prompt_ids, sampling, self._tokenizer.eos_ids)
+        return Answering(self._taking_turns(choices), self._tokenizer, sampling, len(prompt_ids))
 
-
-class Answering:
-    """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
-
-    Nothing is computed before the first piece is asked for; `close` stops at the next token.
-    """
-
-    def __init__(
-        self,
-        choices: Iterator[Choice],
-        tokenizer: Tokenizer,
-        sampling: Sampling,
-        prompt_tokens: int,
-    ) -> None:
-        self.answer: Answer | None = None
-        self.prompt_tokens = prompt_tokens
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._made = _Made()
-        self._pieces = self._make(choices)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def finish(self) -> Answer:
-        """Run to the end and return the whole answer."""
-        for _ in self._pieces:
-            pass
-        assert self.answer is not None, "an answer was closed before it was finished"
-        return self.answer
-
-    def close(self) -> None:
-        """Stop computing. `answer` stays None unless it was finished."""
-        self._pieces.close()
-
-    def _make(self, choices: Iterator[Choice]) -> Generator[Piece, None, None]:
-        detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
-        made, reason = self._made, "length"
-        for choice in choices:
-            made.count()
-            if choice.token_id in self._tokenizer.eos_ids:
-                reason = "stop"
-                break
-            cut = matcher.push(detokenizer.push(choice.token_id))
-            yield made.add(Piece(cut.text, self._logprob(choice)))
-            if cut.stopped:
-                self.answer = made.answer("stop", self.prompt_tokens)
+    def _taking_turns(self, choices: Iterator[Choice]) -> Iterator[Choice]:
+        """Let one request's step run at a time."""
+        while True:
+            with self._turn:
+                choice = next(choices, None)
+            if choice is None:
                 return
-        cut = matcher.push(detokenizer.flush())
-        rest = cut.text if cut.stopped else cut.text + matcher.flush()
-        if rest:
-            yield made.add(Piece(rest))
-        self.answer = made.answer("stop" if cut.stopped else reason, self.prompt_tokens)
-
-    def _logprob(self, choice: Choice) -> TokenLogprob | None:
-        if choice.logprob is None:
-            return None
-        text = self._tokenizer.decode
-        alternatives = tuple((text([i]), lp) for i, lp in choice.alternatives)
-        return TokenLogprob(text([choice.token_id]), choice.logprob, alternatives)
+            yield choice
 
 
-@dataclass(slots=True)
-class _Made:
-    """What has been made so far, and when."""
-
-    started_s: float = field(default_factory=time.perf_counter)
-    first_s: float | None = None
-    tokens: int = 0
-    pieces: list[Piece] = field(default_factory=list)
-
-    def count(self) -> None:
-        self.tokens += 1
-        if self.first_s is None:
-            self.first_s = time.perf_counter()
-
-    def add(self, piece: Piece) -> Piece:
-        self.pieces.append(piece)
-        return piece
-
-    def answer(self, finish_reason: str, prompt_tokens: int) -> Answer:
-        now = time.perf_counter()
-        return Answer(
-            text="".join(piece.text for piece in self.pieces),
-            finish_reason=finish_reason,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=self.tokens,
-            ttft_ms=((self.first_s or now) - self.started_s) * 1e3,
-            total_ms=(now - self.started_s) * 1e3,
-            logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
-        )
-
-
-def _taking_turns(choices: Iterator[Choice], turn: threading.Lock) -> Iterator[Choice]:
-    """Let one request's step run at a time."""
-    while True:
-        with turn:
-            choice = next(choices, None)
-        if choice is None:
-            return
-        yield choice
+def _refuse_empty(question: str) -> None:
+    if not question.strip():
+        raise RequestError("the question is empty; ask something")

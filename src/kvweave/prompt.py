@@ -41,12 +41,24 @@ def build_prompt(
     tokenizer: Tokenizer, question: str, documents: Sequence[Document], system: str = SYSTEM
 ) -> Prompt:
     """Lay out `question` behind `documents` in the model's own chat format."""
+    chunks = [tuple(tokenizer.encode_text(chunk_text(d))) for d in documents]
+    return lay_out(tokenizer, question, chunks, system)
+
+
+def lay_out(
+    tokenizer: Tokenizer,
+    question: str,
+    chunks: Sequence[tuple[int, ...]],
+    system: str = SYSTEM,
+) -> Prompt:
+    """As `build_prompt`, for chunks that have their token ids already."""
     before, after = split_template(tokenizer, system)
-    asked = f"Question: {question.strip()}" if documents else question.strip()
+    asked = f"Question: {question.strip()}" if chunks else question.strip()
+    # Users' words and the template's are tokenised apart: words can never become control tokens.
     return Prompt(
         preamble=tuple(tokenizer.encode(before)),
-        chunks=tuple(tuple(tokenizer.encode(chunk_text(d))) for d in documents),
-        question=tuple(tokenizer.encode(asked + after)),
+        chunks=tuple(chunks),
+        question=(*tokenizer.encode_text(asked), *tokenizer.encode(after)),
     )
 
 

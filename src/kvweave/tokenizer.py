@@ -30,6 +30,8 @@ class Tokenizer:
             )
         try:
             self._fast = FastTokenizer.from_file(str(path))
+            self._plain = FastTokenizer.from_file(str(path))
+            self._plain.encode_special_tokens = True  # "<|im_end|>" in a text is just characters
             # Some files carry a training run's settings: a cut or padded chunk is another chunk.
             self._fast.no_truncation()
             self._fast.no_padding()
@@ -63,8 +65,12 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         return frozenset(i for i, token in added.items() if token.special)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of foreign text, in which a spelled-out control token is ordinary characters."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
     def encode(self, text: str) -> list[int]:
-        """Ids of exactly this text: no BOS, no EOS, no template."""
+        """Ids of exactly this text: no BOS, no EOS, no template. Control tokens are recognised."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvweave.corpus.chunker import MIN_CHUNK_TOKENS, Chunker, make_chunk_id
+from kvweave.corpus.chunker import CLOSE, MIN_CHUNK_TOKENS, Chunker, make_chunk_id
 from kvweave.errors import ConfigError
 from kvweave.tokenizer import Tokenizer
 from tiny_corpus import make_text
@@ -31,6 +31,8 @@ def test_ranges_touch_and_cover_the_text(
     assert "".join(text[p.start : p.end] for p in placed) == (text if text.strip() else "")
     for chunk, start, end in placed:
         body = chunk.text.removeprefix(f"{chunk.title}\n") if chunk.title else chunk.text
+        assert body.endswith(CLOSE)
+        body = body.removesuffix(CLOSE)
         assert body.strip() == text[start:end].strip()  # only outer white space is left out
         assert body.strip()
 
@@ -101,13 +103,13 @@ def test_sentences_stay_whole_when_they_fit(tokenizer: Tokenizer) -> None:
     text = " ".join(f"The pod number {n} is on its node." for n in range(60))
     for chunk, _, _ in Chunker(tokenizer, 64).cut("", text):
         assert chunk.text.startswith("The pod")
-        assert chunk.text.endswith("node.")
+        assert chunk.text.endswith("node.\n\n")
 
 
 def test_a_long_title_leaves_room_for_text(tokenizer: Tokenizer) -> None:
     placed = list(Chunker(tokenizer, 32).cut("title " * 200, "some text"))
     assert len(placed) == 1
-    assert placed[0].chunk.text.endswith("\nsome text")
+    assert placed[0].chunk.text.endswith("\nsome text\n\n")
     assert len(placed[0].chunk.token_ids) <= 32
 
 

@@ -79,7 +79,7 @@ def test_texts_from_python_are_known_by_content_or_by_key(
     assert counts(ingest(kb, (p for p in [("A", "one")]))) == (0, 0, 1, 0)  # also from a generator
     assert counts(ingest(kb, [TextSource("B", "old", key="b")])) == (1, 0, 0, 0)
     assert counts(ingest(kb, [TextSource("B", "new", key="b")])) == (0, 1, 0, 0)
-    assert [h.chunk.text for h in kb.search("new", 1)] == ["B\nnew"]
+    assert [h.chunk.text for h in kb.search("new", 1)] == ["B\nnew\n\n"]
 
 
 def test_records_that_leave_a_file_leave_the_knowledge_base(

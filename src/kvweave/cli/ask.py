@@ -27,6 +27,18 @@ LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it
     metavar="PATH",
     help="A text file to answer from; - is stdin. May be given many times.",
 )
+@click.option(
+    "--kb",
+    "kb_folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Answer from this knowledge base (kvweave ingest makes one).",
+)
+@click.option("--chunks", "k", type=click.IntRange(1, 100), default=5, help="How many to take (5).")
+@click.option(
+    "--reuse",
+    default="full",
+    help="full: prefill everything. reuse: stored chunk KV as it is (ingest --kv makes it).",
+)
 @model_options
 @click.option("--max-tokens", type=int, help="Length of the answer at most (256).")
 @click.option("--temperature", type=float, help="0 takes the likeliest token each time (0).")
@@ -41,6 +53,9 @@ LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it
 def command(
     question: str,
     files: tuple[str, ...],
+    kb_folder: Path | None,
+    k: int,
+    reuse: str,
     model: str,
     device: str,
     dtype: str,
@@ -50,14 +65,27 @@ def command(
     stats: bool,
     **drawing: Any,
 ) -> None:
-    """Answer QUESTION, from the given files if there are any."""
+    """Answer QUESTION, from the given files or a knowledge base if there is one."""
     if not question.strip():
         raise RequestError("the question is empty; ask something")
+    if files and kb_folder is not None:
+        raise RequestError("--file and --kb are two places to answer from; give one of them")
+    if reuse != "full" and kb_folder is None:
+        raise RequestError(
+            "--reuse takes the stored chunk KV of a knowledge base; add --kb DIR"
+        )
     documents = [read_document(name) for name in files]
     sampling = _sampling(drawing)
     # Everything the user typed has been judged; now the slow part.
-    weave = open_weave(model=model, device=device, dtype=dtype, quant=quant)
-    answering = weave.stream(question, documents=documents, sampling=sampling, system=system)
+    weave = open_weave(kb=kb_folder, model=model, device=device, dtype=dtype, quant=quant)
+    answering = weave.stream(
+        question,
+        documents=documents if kb_folder is None else None,
+        sampling=sampling,
+        system=system,
+        k=k,
+        reuse=reuse,
+    )
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # an answer that the terminal cannot show is no crash
@@ -66,6 +94,7 @@ def command(
             out.write(piece.text)
             out.flush()
     answer = answering.finish()
+    weave.close()
     if as_json:
         about = {"model": weave.model_name, "question": question, "documents": list(files)}
         out.write(json.dumps({**about, **_as_document(answer)}, indent=2) + "\n")

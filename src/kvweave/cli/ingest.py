@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from kvweave.cli.knowledge_bases import (
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.ingest.encoder import Encoder
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
@@ -37,6 +38,7 @@ MAX_LISTED = 20
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
 @click.option("--max-file-mb", type=click.FloatRange(min=0), default=64, show_default=True)
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
+@click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
 @api_key_option
 @json_option
 @click.pass_context
@@ -52,6 +54,7 @@ def command(
     index: str | None,
     max_file_mb: float,
     prune: bool,
+    kv: bool,
     qdrant_api_key: str | None,
     as_json: bool,
 ) -> None:
@@ -82,8 +85,8 @@ def command(
         api_key=qdrant_api_key,
     ) as kb:
         try:
-            with _progress_bar() as progress:
-                report = ingest(kb, paths, progress=progress, options=options)
+            with _encoder(kb, model, kv) as encoder, _progress_bar() as progress:
+                report = ingest(kb, paths, encoder, progress=progress, options=options)
         except KeyboardInterrupt:
             num_documents = kb.totals().num_documents
             click.echo(
@@ -94,6 +97,17 @@ def command(
         _show(kb, report, as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
+
+
+def _encoder(
+    kb: "KnowledgeBase", model: str, wanted: bool
+) -> "AbstractContextManager[Encoder | None]":
+    """Whoever computes chunk KV; loading the model takes a moment, so only if it is wanted."""
+    if not wanted:
+        return nullcontext()
+    from kvweave.library import chunk_encoder
+
+    return chunk_encoder(kb.folder, model)
 
 
 def _show(kb: "KnowledgeBase", report: "IngestReport", as_json: bool) -> None:

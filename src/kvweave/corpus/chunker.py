@@ -6,7 +6,8 @@ stretch of text propose where to cut, the chunk's own tokenisation decides.
 
     text   |# Drain a node↵↵Cordon first. …|Then evict the pods. …|
     chunks  [start, end) ranges that touch: together they are the text, nothing lost, nothing twice
-    prompt  title line + "\\n" + the range without its outer blank lines and trailing white space
+    prompt  title line + "\\n" + the range without its outer blank lines and trailing white space,
+            closed by a blank line, so that chunks laid side by side do not run into each other
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from kvweave.errors import ConfigError
 from kvweave.types import Chunk, ChunkId, PlacedChunk
 
 MIN_CHUNK_TOKENS = 32  # below this a title line leaves no room for text
+CLOSE = "\n\n"  # ends every chunk: part of its ids, so no separator is ever put between chunks
 WINDOW_CHUNKS = 32  # tokenise this many chunks' worth of text at a time: memory stays flat
 
 HEADING = re.compile(r"^#{1,6}[ \t]+\S.*$", re.MULTILINE)
@@ -92,13 +94,13 @@ class Chunker:
         text = window.text
         if HEADING.match(text, start):  # it brings its own heading
             line = title
-        room = self.max_tokens - (len(self._encode(f"{line}\n")) if line else 0)
+        room = self.max_tokens - (len(self._encode(f"{line}\n")) if line else 0) - 1
         end = window.cut_after(start, room)
         while True:
             body = text[start:end].strip("\n").rstrip()
             if not body:
                 return end, None
-            whole = f"{line}\n{body}" if line else body
+            whole = f"{line}\n{body}{CLOSE}" if line else f"{body}{CLOSE}"
             ids = self._encode(whole)
             if len(ids) <= self.max_tokens:
                 return end, Chunk(make_chunk_id(ids), line, whole, tuple(ids))

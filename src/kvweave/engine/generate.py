@@ -5,9 +5,12 @@ No batching and no reuse. It is what every cleverer path is compared with.
 
 from collections.abc import Collection, Iterator, Sequence
 
+from torch import Tensor
+
 from kvweave.engine.sampling import Choice, Sampler, Sampling
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.sequence_kv import SequenceKV
 
 # A prompt is computed in slices of at most this many rows, so that memory for intermediate
 # results stays bounded however long the prompt is.
@@ -41,18 +44,38 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -
 def _generate(
     decoder: Decoder, ids: list[int], sampling: Sampling, eos_ids: Collection[int]
 ) -> Iterator[Choice]:
-    sampler = Sampler(sampling)
-    num_prompt = len(ids)
-    room = min(sampling.max_tokens, decoder.spec.max_context - num_prompt)
-    kv = decoder.new_kv(num_prompt + room)
-    for start in range(0, num_prompt, PREFILL_ROWS):
-        end = min(start + PREFILL_ROWS, num_prompt)
-        wanted = [end - start - 1] if end == num_prompt else []
+    kv = decoder.new_kv(len(ids) + room_for_answer(decoder, ids, sampling))
+    for start in range(0, len(ids), PREFILL_ROWS):
+        end = min(start + PREFILL_ROWS, len(ids))
+        wanted = [end - start - 1] if end == len(ids) else []
         logits = decoder.forward([Rows(ids[start:end], range(start, end), kv, wanted)])
+    yield from continue_answer(decoder, ids, kv, logits[0], sampling, eos_ids)
+
+
+def room_for_answer(decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling) -> int:
+    """Tokens the answer may have: what was asked for, or what the context still holds."""
+    return min(sampling.max_tokens, decoder.spec.max_context - len(prompt_ids))
+
+
+def continue_answer(
+    decoder: Decoder,
+    prompt_ids: Sequence[int],
+    kv: SequenceKV,
+    logits: Tensor,
+    sampling: Sampling,
+    eos_ids: Collection[int],
+) -> Iterator[Choice]:
+    """Decode behind a prefilled prompt: `kv` holds it, `logits` [V] are those of its last token.
+
+    However the prompt was prefilled, the answer is drawn in this one place.
+    """
+    sampler = Sampler(sampling)
+    ids = list(prompt_ids)
+    room = room_for_answer(decoder, prompt_ids, sampling)
     for step in range(room):
-        choice = sampler.choose(logits[0], ids)
+        choice = sampler.choose(logits, ids)
         yield choice
         if choice.token_id in eos_ids or step == room - 1:
             return
         ids.append(choice.token_id)
-        logits = decoder.forward([Rows([choice.token_id], [len(ids) - 1], kv, [0])])
+        logits = decoder.forward([Rows([choice.token_id], [len(ids) - 1], kv, [0])])[0]

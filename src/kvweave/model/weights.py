@@ -73,7 +73,7 @@ def load_weights(
         layers=tuple(_load_layer(load, spec, i) for i in range(spec.num_layers)),
         final_norm=load.vector("model.norm.weight", spec.hidden_dim),
         head=head,
-        fingerprint=files.fingerprint(),
+        fingerprint=files.fingerprint() + ("-int8" if int8 else ""),
     )
 
 

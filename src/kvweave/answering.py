@@ -1,0 +1,133 @@
+"""An answer in the making: token choices in, pieces of text out.
+
+Stands between the engine, which knows token ids, and whoever shows text.
+"""
+
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvweave.detokenizer import Detokenizer, StopMatcher
+from kvweave.engine.sampling import Choice, Sampling
+from kvweave.tokenizer import Tokenizer
+
+
+class TokenLogprob(NamedTuple):
+    """What the model thought of a token it gave."""
+
+    token: str
+    logprob: float  # natural logarithm
+    alternatives: tuple[tuple[str, float], ...]  # likeliest first
+
+
+class Piece(NamedTuple):
+    """A bit of an answer as it is made."""
+
+    text: str  # may be empty: a token can end in the middle of a character
+    logprob: TokenLogprob | None = None  # set when Sampling.logprobs is
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer."""
+
+    text: str
+    finish_reason: str  # "stop": the model or a stop string ended it; "length": no room left
+    prompt_tokens: int
+    completion_tokens: int
+    ttft_ms: float  # from the call to the first token
+    total_ms: float
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Answering:
+    """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
+
+    Nothing is computed before the first piece is asked for; `close` stops at the next token.
+    """
+
+    def __init__(
+        self,
+        choices: Iterator[Choice],
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        prompt_tokens: int,
+    ) -> None:
+        self.answer: Answer | None = None
+        self.prompt_tokens = prompt_tokens
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._made = _Made()
+        self._pieces = self._make(choices)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def finish(self) -> Answer:
+        """Run to the end and return the whole answer."""
+        for _ in self._pieces:
+            pass
+        assert self.answer is not None, "an answer was closed before it was finished"
+        return self.answer
+
+    def close(self) -> None:
+        """Stop computing. `answer` stays None unless it was finished."""
+        self._pieces.close()
+
+    def _make(self, choices: Iterator[Choice]) -> Generator[Piece, None, None]:
+        detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
+        made, reason = self._made, "length"
+        for choice in choices:
+            made.count()
+            if choice.token_id in self._tokenizer.eos_ids:
+                reason = "stop"
+                break
+            cut = matcher.push(detokenizer.push(choice.token_id))
+            yield made.add(Piece(cut.text, self._logprob(choice)))
+            if cut.stopped:
+                self.answer = made.answer("stop", self.prompt_tokens)
+                return
+        cut = matcher.push(detokenizer.flush())
+        rest = cut.text if cut.stopped else cut.text + matcher.flush()
+        if rest:
+            yield made.add(Piece(rest))
+        self.answer = made.answer("stop" if cut.stopped else reason, self.prompt_tokens)
+
+    def _logprob(self, choice: Choice) -> TokenLogprob | None:
+        if choice.logprob is None:
+            return None
+        text = self._tokenizer.decode
+        alternatives = tuple((text([i]), lp) for i, lp in choice.alternatives)
+        return TokenLogprob(text([choice.token_id]), choice.logprob, alternatives)
+
+
+@dataclass(slots=True)
+class _Made:
+    """What has been made so far, and when."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    first_s: float | None = None
+    tokens: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+
+    def count(self) -> None:
+        self.tokens += 1
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+
+    def add(self, piece: Piece) -> Piece:
+        self.pieces.append(piece)
+        return piece
+
+    def answer(self, finish_reason: str, prompt_tokens: int) -> Answer:
+        now = time.perf_counter()
+        return Answer(
+            text="".join(piece.text for piece in self.pieces),
+            finish_reason=finish_reason,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self.tokens,
+            ttft_ms=((self.first_s or now) - self.started_s) * 1e3,
+            total_ms=(now - self.started_s) * 1e3,
+            logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
+        )

@@ -1,0 +1,122 @@
+"""A knowledge base together with the chunk KV that one model has computed for it.
+
+    <folder>/            the knowledge base, see corpus/knowledge_base.py
+    <folder>/kv/         chunk KV, see kv/store.py; may be deleted at any time
+
+Part of the composition root: only `app.py` uses it.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from kvweave.corpus.embedder import SentenceEmbedder
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.settings import read_settings
+from kvweave.engine.generate import continue_answer, room_for_answer
+from kvweave.engine.sampling import Choice, Sampling
+from kvweave.errors import RequestError
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.reuse import prefill_with_reuse
+from kvweave.ingest.pipeline import ingest
+from kvweave.ingest.report import IngestReport, OnProgress
+from kvweave.ingest.sources import Source
+from kvweave.kv.codec import dtype_name
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.model.locate import locate
+from kvweave.prompt import SYSTEM, Prompt, split_template
+from kvweave.tokenizer import Tokenizer
+
+# 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
+CODEC = "int8"
+DEFAULT_EMBEDDER = "minilm"
+
+
+def open_store(folder: Path) -> KVStore:
+    """The chunk KV of the knowledge base in `folder`: host memory over its disk."""
+    return KVStore(StoreConfig(tiers=(HostTierConfig(), DiskTierConfig(folder / "kv"))))
+
+
+def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) -> KeyContext:
+    """What this model's chunk KV depends on, besides the chunk."""
+    before, _ = split_template(tokenizer, system)
+    return KeyContext(
+        model=decoder.weights.fingerprint,
+        dtype=dtype_name(decoder.dtype),
+        codec=CODEC,
+        tokenizer=tokenizer.fingerprint,
+        preamble_ids=tuple(tokenizer.encode(before)),
+        rope=repr(sorted(asdict(decoder.spec.rope).items())),
+    )
+
+
+@contextmanager
+def chunk_encoder(folder: Path, model: str) -> Iterator[ChunkEncoder]:
+    """An encoder for ingest without a Weave: loads the model, closes the store behind it."""
+    model_folder = locate(model)
+    decoder = load_decoder(model_folder)
+    with open_store(folder) as store:
+        yield ChunkEncoder(decoder, store, key_context(decoder, Tokenizer(model_folder)))
+
+
+class Library:
+    """Ingests and answers from one knowledge base. The decoder's owner serialises calls."""
+
+    def __init__(self, kb: KnowledgeBase, store: KVStore, decoder: Decoder, context: KeyContext):
+        self.kb = kb
+        self.store = store
+        self._decoder = decoder
+        self._encoder = ChunkEncoder(decoder, store, context)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        system: str = SYSTEM,
+        embedder: str | None = None,
+    ) -> "Library":
+        """Open or make the knowledge base; `embedder` None is the one it was made with."""
+        stored = read_settings(folder)
+        name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
+        kb = KnowledgeBase.open(
+            folder,
+            tokenizer=tokenizer,
+            embedder=SentenceEmbedder(locate(name), name=name),
+            create=True,
+        )
+        return cls(kb, open_store(folder), decoder, key_context(decoder, tokenizer, system))
+
+    def close(self) -> None:
+        self.store.close()
+        self.kb.close()
+
+    def ingest(
+        self, sources: Sequence[Source], *, chunk_kv: bool, progress: OnProgress | None
+    ) -> IngestReport:
+        """Documents to chunks and vectors, and to chunk KV if asked for."""
+        return ingest(self.kb, sources, self._encoder if chunk_kv else None, progress=progress)
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]
+    ) -> Iterator[Choice]:
+        """Answer with stored chunk KV as it is; what is not stored is computed."""
+        preamble = self._encoder.preamble
+        if preamble.token_ids != prompt.preamble:
+            raise RequestError(
+                "stored chunk KV belongs to the system prompt it was computed behind; "
+                "ask without another one, or with reuse='full'"
+            )
+        ids = prompt.token_ids
+        kv = self._decoder.new_kv(len(ids) + room_for_answer(self._decoder, ids, sampling))
+        chunks = [(self._encoder.key(chunk), chunk) for chunk in prompt.chunks]
+        reused = prefill_with_reuse(
+            self._decoder, preamble, chunks, prompt.question, self.store, kv
+        )
+        yield from continue_answer(self._decoder, ids, kv, reused.logits, sampling, eos_ids)
