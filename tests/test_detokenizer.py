@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, trainers
@@ -119,6 +119,12 @@ def test_special_tokens_come_between_and_change_nothing(
     assert "".join(pieces_of(tokenizer, mixed)) == "".join(pieces_of(tokenizer, ids))
 
 
+def test_a_word_behind_many_special_tokens_keeps_its_space() -> None:
+    tokenizer, _ = sentence_piece()
+    drain, node = tokenizer.encode("drain"), tokenizer.encode("node")  # each with a ▁ in front
+    assert "".join(pieces_of(tokenizer, [*drain, *[1] * 100, *node])) == "drain node"
+
+
 @pytest.mark.parametrize("character", ["😀", "東", "ß", "a"])
 @pytest.mark.parametrize("make", [byte_level, sentence_piece])
 def test_a_long_run_is_decoded_a_few_tokens_at_a_time(
@@ -150,7 +156,9 @@ def first_stop(text: str, stops: list[str]) -> str | None:
 LETTERS = st.text("ab", max_size=12)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
+@example(text="aba", stops=["aba", "b"], cuts=[])  # "b" is complete first
+@example(text="aba", stops=["aba", "ba"], cuts=[2])  # both at once: the longer one
 @given(
     text=LETTERS,
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4),

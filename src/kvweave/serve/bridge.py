@@ -71,9 +71,8 @@ class Job:
             answering = self._start()
             try:
                 self.mailbox.open()
-                for piece in answering:
-                    if self._abandoned.is_set():
-                        break
+                pieces = iter(answering)
+                while not self._abandoned.is_set() and (piece := next(pieces, None)):
                     self.mailbox.put(piece)
             finally:
                 answering.close()
