@@ -71,7 +71,7 @@ class Library:
         self.kb = kb
         self.store = store
         self._decoder = decoder
-        self._encoder = ChunkEncoder(decoder, store, context)
+        self.encoder = ChunkEncoder(decoder, store, context)
 
     @classmethod
     def open(
@@ -101,13 +101,13 @@ class Library:
         self, sources: Sequence[Source], *, chunk_kv: bool, progress: OnProgress | None
     ) -> IngestReport:
         """Documents to chunks and vectors, and to chunk KV if asked for."""
-        return ingest(self.kb, sources, self._encoder if chunk_kv else None, progress=progress)
+        return ingest(self.kb, sources, self.encoder if chunk_kv else None, progress=progress)
 
     def generate(
         self, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]
     ) -> Iterator[Choice]:
         """Answer with stored chunk KV as it is; what is not stored is computed."""
-        preamble = self._encoder.preamble
+        preamble = self.encoder.preamble
         if preamble.token_ids != prompt.preamble:
             raise RequestError(
                 "stored chunk KV belongs to the system prompt it was computed behind; "
@@ -115,7 +115,7 @@ class Library:
             )
         ids = prompt.token_ids
         kv = self._decoder.new_kv(len(ids) + room_for_answer(self._decoder, ids, sampling))
-        chunks = [(self._encoder.key(chunk), chunk) for chunk in prompt.chunks]
+        chunks = [(self.encoder.key(chunk), chunk) for chunk in prompt.chunks]
         reused = prefill_with_reuse(
             self._decoder, preamble, chunks, prompt.question, self.store, kv
         )

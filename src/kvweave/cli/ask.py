@@ -71,9 +71,7 @@ def command(
     if files and kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
     if reuse != "full" and kb_folder is None:
-        raise RequestError(
-            "--reuse takes the stored chunk KV of a knowledge base; add --kb DIR"
-        )
+        raise RequestError("--reuse takes the stored chunk KV of a knowledge base; add --kb DIR")
     documents = [read_document(name) for name in files]
     sampling = _sampling(drawing)
     # Everything the user typed has been judged; now the slow part.

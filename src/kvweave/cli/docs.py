@@ -67,7 +67,7 @@ def show_command(reference: str, kb_folder: Path, as_json: bool) -> None:
         for chunk, start, end in placed:
             num_tokens = len(chunk.token_ids)
             click.secho(f"\n── {chunk.id[:8]} · {num_tokens} tokens · {start}–{end}", dim=True)
-            click.echo(chunk.text)
+            click.echo(chunk.text.rstrip())
 
 
 @command.command("rm")
@@ -116,7 +116,7 @@ def search_command(
         return
     for place, hit in enumerate(hits, start=1):
         click.secho(f"\n{place}  {hit.score:.4f}  {hit.chunk.id[:8]}", bold=True)
-        click.echo(hit.chunk.text)
+        click.echo(hit.chunk.text.rstrip())
     click.secho(f"\n{len(hits)} chunks in {took_ms:.0f} ms ({mode})", dim=True)
 
 
