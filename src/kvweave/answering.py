@@ -53,12 +53,14 @@ class Answering:
         tokenizer: Tokenizer,
         sampling: Sampling,
         prompt_tokens: int,
+        called_s: float,
     ) -> None:
+        """`called_s` is when the caller asked, by time.perf_counter: retrieval counts too."""
         self.answer: Answer | None = None
         self.prompt_tokens = prompt_tokens
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._made = _Made()
+        self._made = _Made(called_s)
         self._pieces = self._make(choices)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -106,7 +108,7 @@ class Answering:
 class _Made:
     """What has been made so far, and when."""
 
-    started_s: float = field(default_factory=time.perf_counter)
+    started_s: float
     first_s: float | None = None
     tokens: int = 0
     pieces: list[Piece] = field(default_factory=list)

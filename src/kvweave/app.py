@@ -5,6 +5,7 @@ threads: each request owns its state, and the decoder runs one step at a time.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,7 @@ class Weave:
         reuse: str = "full",
     ) -> Answering:
         """As `ask`, piece by piece."""
+        called_s = time.perf_counter()
         if reuse not in REUSES:
             raise RequestError(f"reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
         if documents is None and self._library is not None:
@@ -156,20 +158,22 @@ class Weave:
         else:
             prompt = self.build_prompt(question, documents or (), system)
         if reuse == "full":
-            return self._start(prompt.token_ids, sampling)
+            return self._start(prompt.token_ids, sampling, called_s)
         sampling = sampling or Sampling()
         ids = prompt.token_ids
         check_prompt(ids, self._decoder.spec.vocab_size, self.max_context)
         choices = self.library.generate(prompt, sampling, self._tokenizer.eos_ids)
-        return Answering(self._taking_turns(choices), self._tokenizer, sampling, len(ids))
+        return self._answering(choices, sampling, len(ids), called_s)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
     ) -> Answering:
         """Continue a conversation of {"role", "content"} messages."""
+        called_s = time.perf_counter()
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        return self._start(self._tokenizer.encode(self._tokenizer.render_chat(messages)), sampling)
+        prompt_ids = self._tokenizer.encode(self._tokenizer.render_chat(messages))
+        return self._start(prompt_ids, sampling, called_s)
 
     def build_prompt(
         self,
@@ -189,10 +193,18 @@ class Weave:
         words = self.system if system is None else system
         return lay_out(self._tokenizer, question, chunks, words)
 
-    def _start(self, prompt_ids: Sequence[int], sampling: Sampling | None) -> Answering:
+    def _start(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
+    ) -> Answering:
         sampling = sampling or Sampling()
         choices = generate(self._decoder, prompt_ids, sampling, self._tokenizer.eos_ids)
-        return Answering(self._taking_turns(choices), self._tokenizer, sampling, len(prompt_ids))
+        return self._answering(choices, sampling, len(prompt_ids), called_s)
+
+    def _answering(
+        self, choices: Iterator[Choice], sampling: Sampling, prompt_tokens: int, called_s: float
+    ) -> Answering:
+        turns = self._taking_turns(choices)
+        return Answering(turns, self._tokenizer, sampling, prompt_tokens, called_s)
 
     def _taking_turns(self, choices: Iterator[Choice]) -> Iterator[Choice]:
         """Let one request's step run at a time."""

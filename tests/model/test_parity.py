@@ -80,14 +80,16 @@ def test_a_later_token_never_changes_an_earlier_row(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_float32(folder: Path, dtype: str) -> None:
+def test_half_precision_stays_near_float32(folder: Path, decoder: Decoder, dtype: str) -> None:
     exact = reference_logits(folder, PROMPT)
     ours = all_logits(load_decoder(folder, device="cpu", dtype=dtype), PROMPT)
     theirs = reference_logits(folder, PROMPT, getattr(torch, dtype))
-    # As far from float32 as transformers itself is in this dtype, give or take. Of the best tenth
-    # of the rows: where rounding sends one row to another expert, all rows that see it follow.
-    assert best_rows(ours - exact) < 2 * best_rows(theirs - exact) + 3e-3
+    # As far from float32 as transformers itself is in this dtype, give or take. With experts only
+    # the best row counts: where rounding sends one row to another expert, all that see it follow.
+    share = 0.0 if decoder.spec.experts else 0.5
+    assert off(ours - exact, share) < 1.5 * off(theirs - exact, share) + 2e-3
 
 
-def best_rows(gap: Tensor) -> Tensor:
-    return gap.abs().mean(dim=1).quantile(0.1)
+def off(gap: Tensor, share: float) -> Tensor:
+    """Mean error of the row at that share of the rows, best first."""
+    return gap.abs().mean(dim=1).quantile(share)
