@@ -72,6 +72,35 @@ def test_a_second_start_finds_the_chunk_kv_of_the_first(
             assert [peek.tier is not None for peek in store.peek(keys)] == [True] * len(TEXTS)
 
 
+def test_removing_a_document_removes_its_chunk_kv_and_no_other(weave: Weave) -> None:
+    weave.ingest(*TEXTS, ("Copy of Tom", TEXTS[1][1]), chunk_kv=True)
+    library = weave.library
+    keys = {
+        chunk.title: library.encoder.key(chunk.token_ids)
+        for batch in library.kb.catalogue.all_chunks(8)
+        for chunk in batch
+    }
+    weave.ask("Where does Tom sail?", sampling=GREEDY, reuse="reuse")  # now in host memory too
+    (tom,) = [d for d in library.kb.documents() if d.title == "Tom"]
+    assert weave.remove(tom.id) == 1
+    there = {title: library.store.peek([key])[0].tier for title, key in keys.items()}
+    assert there.pop("Tom") is None
+    assert all(there.values()), there
+
+
+def test_a_changed_document_leaves_no_chunk_kv_of_its_old_text(
+    tmp_path: Path, weave: Weave
+) -> None:
+    file = tmp_path / "tom.txt"
+    file.write_text(TEXTS[1][1])
+    weave.ingest(file, chunk_kv=True)
+    old = weave.library.encoder.key(weave.search("boat", 1)[0].chunk.token_ids)
+    assert weave.library.store.peek([old])[0].tier is not None
+    file.write_text("Tom sold his boat.")
+    weave.ingest(file, chunk_kv=True)
+    assert weave.library.store.peek([old])[0].tier is None
+
+
 def test_reuse_needs_the_system_prompt_the_chunks_were_computed_behind(weave: Weave) -> None:
     weave.ingest(*TEXTS, chunk_kv=True)
     with pytest.raises(RequestError, match="belongs to the system prompt"):

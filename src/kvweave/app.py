@@ -115,6 +115,10 @@ class Weave:
         with self._turn:
             return self.library.ingest(sources, chunk_kv=chunk_kv, progress=progress)
 
+    def remove(self, reference: str) -> int:
+        """Remove a document by id or file; returns how many chunks went with it, KV and all."""
+        return self.library.remove(reference)
+
     def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
         """The chunks of the knowledge base nearest to `question`, best first."""
         return self.library.kb.search(question, k)

@@ -24,22 +24,26 @@ from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
 from kvweave.kv.codec import dtype_name
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.forget import keys_of_chunks
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.prompt import SYSTEM, Prompt, split_template
 from kvweave.tokenizer import Tokenizer
+from kvweave.types import ChunkId
 
 # 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
 CODEC = "int8"
 DEFAULT_EMBEDDER = "minilm"
+KV_FOLDER = "kv"
 
 
 def open_store(folder: Path) -> KVStore:
     """The chunk KV of the knowledge base in `folder`: host memory over its disk."""
-    return KVStore(StoreConfig(tiers=(HostTierConfig(), DiskTierConfig(folder / "kv"))))
+    return KVStore(StoreConfig(tiers=(HostTierConfig(), DiskTierConfig(folder / KV_FOLDER))))
 
 
 def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) -> KeyContext:
@@ -53,6 +57,22 @@ def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) ->
         preamble_ids=tuple(tokenizer.encode(before)),
         rope=repr(sorted(asdict(decoder.spec.rope).items())),
     )
+
+
+def forget_chunk_kv(
+    folder: Path, chunk_ids: Collection[ChunkId], store: KVStore | None = None
+) -> int:
+    """Delete the KV of these chunks from the knowledge base in `folder`; returns how many objects.
+
+    Through `store` where one is open, so that its copies in memory go too.
+    """
+    if not chunk_ids or not (folder / KV_FOLDER / "objects").is_dir():
+        return 0
+    if store is not None:
+        store.flush()  # what is still on its way must not land behind us
+    tier = DiskTier(DiskTierConfig(folder / KV_FOLDER))
+    keys = keys_of_chunks(tier, chunk_ids)
+    return sum(tier.delete(key) for key in keys) if store is None else store.delete(keys)
 
 
 @contextmanager
@@ -101,7 +121,19 @@ class Library:
         self, sources: Sequence[Source], *, chunk_kv: bool, progress: OnProgress | None
     ) -> IngestReport:
         """Documents to chunks and vectors, and to chunk KV if asked for."""
-        return ingest(self.kb, sources, self.encoder if chunk_kv else None, progress=progress)
+        report = ingest(self.kb, sources, self.encoder if chunk_kv else None, progress=progress)
+        self.forget(report.orphaned)
+        return report
+
+    def remove(self, reference: str) -> int:
+        """Remove a document by id or file; returns how many chunks went with it, KV and all."""
+        orphaned = self.kb.remove(reference).orphaned
+        self.forget(orphaned)
+        return len(orphaned)
+
+    def forget(self, chunk_ids: Collection[ChunkId]) -> None:
+        """Delete the KV of chunks that no document uses any more, whichever model computed it."""
+        forget_chunk_kv(self.kb.folder, chunk_ids, self.store)
 
     def generate(
         self, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]

@@ -85,6 +85,10 @@ def rm_command(
         before = kb.totals()
         orphaned = [chunk for name in references for chunk in kb.remove(name).orphaned]
         gone = before.num_documents - kb.totals().num_documents
+    if (kb_folder / "kv").is_dir():
+        from kvweave.library import forget_chunk_kv  # brings torch: only where there is chunk KV
+
+        forget_chunk_kv(kb_folder, orphaned)
     if as_json:
         click.echo(json.dumps({"removed": gone, "orphaned_chunks": orphaned}))
     else:

@@ -94,6 +94,10 @@ def command(
                 err=True,
             )
             raise
+        if report.orphaned and (kb_folder / "kv").is_dir():
+            from kvweave.library import forget_chunk_kv
+
+            forget_chunk_kv(kb_folder, report.orphaned)
         _show(kb, report, as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from kvweave.fuse.encode import Preamble, encode_chunks, encode_preamble, passes
 from kvweave.fuse.protocol import Decoder
+from kvweave.kv.forget import CHUNK
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.objects import pack_chunk
 from kvweave.kv.residency import Residency
@@ -57,7 +58,9 @@ class ChunkEncoder:
             num_rows = sum(len(chunk.token_ids) for chunk in batch)
             per_row_s = (time.perf_counter() - started_s) / num_rows
             for chunk, layers in zip(batch, made, strict=True):
-                packed = pack_chunk(self.key(chunk.token_ids), layers, self._context.codec)
+                extras = {CHUNK: chunk.id.encode()}
+                key = self.key(chunk.token_ids)
+                packed = pack_chunk(key, layers, self._context.codec, extras)
                 cost_s = per_row_s * len(chunk.token_ids)
                 self._store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
             if self._on_saved is not None:
