@@ -86,17 +86,19 @@ def nothing() -> Hits:
     return Hits(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-def exact_top(find: Callable[[int], Hits], k: int, available: int) -> Hits:
+def exact_top(find: Callable[[int], Hits], k: int, available: int, tolerance: float = 0.0) -> Hits:
     """The best k under (score, then id), from a search that breaks ties as it likes.
 
-    `find(n)` returns up to n of the `available` vectors, best scores first, removed ones left out.
-    When the k-th place is tied, ask for more until the tie is over: a staged search, which cuts
-    the same vectors into other portions, must come to the same k.
+    `find(n)` returns the best n of the `available` vectors, give or take `tolerance`, without the
+    removed ones. When the k-th place is tied, ask for more until the tie is over: a staged search,
+    which cuts the same vectors into other portions, must come to the same k.
     """
     n = k + 8
     while True:
         hits = find(min(n, available))
-        done = len(hits.ids) > k and hits.scores[-1] < np.partition(hits.scores, -k)[-k]
+        done = len(hits.ids) > k and bool(
+            hits.scores.min() < np.partition(hits.scores, -k)[-k] - tolerance
+        )
         if done or n >= available:
             return ordered(hits.ids, hits.scores, k)
         n *= 4
