@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -93,6 +94,22 @@ def test_a_wrong_document_or_knowledge_base_is_one_line(world: Path) -> None:
     with pytest.raises(CorpusError, match="has no document"):
         kvweave(world, "docs", "rm", listed[0]["id"], "nothing")
     assert len(as_json(world, "docs", "ls")["documents"]) == 3  # a typo removes nothing
+
+
+def test_an_interrupt_says_how_to_go_on(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kvweave(world, "ingest", str(world / "docs"))
+    (world / "docs" / "new.txt").write_text("One more note.")
+    monkeypatch.setattr(WordEmbedder, "embed_passages", interrupt)
+    result = CliRunner().invoke(
+        cli,
+        ["ingest", str(world / "docs"), "--kb", str(world / "kb"), "--model", str(world / "model")],
+        standalone_mode=False,
+    )
+    assert isinstance(result.exception, (KeyboardInterrupt, click.Abort))
+    assert "stopped; 3 documents are in, run the same command to go on" in result.stderr
 
 
 def test_prune_forgets_what_was_deleted(world: Path) -> None:

@@ -14,6 +14,7 @@ from kvweave.corpus.index.base import (
     exact_top,
     merge,
     nothing,
+    one_thread,
 )
 from kvweave.corpus.index.rows import Rows
 
@@ -90,7 +91,8 @@ class FlatIndex:
         part = all_vectors.reshape(-1, self.dim)[start:end]  # [end - start, D], a view
 
         def find(n: int) -> Hits:
-            _, found = faiss.knn(query, part, n, metric=faiss.METRIC_INNER_PRODUCT)
+            with one_thread():
+                _, found = faiss.knn(query, part, n, metric=faiss.METRIC_INNER_PRODUCT)
             rows = found[0][~self.rows.dead[start + found[0]]]
             scores = (part[rows].astype(np.float64) * query[0]).sum(axis=1).astype(np.float32)
             return Hits(self.rows.by_row[start + rows], scores)
