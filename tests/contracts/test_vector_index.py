@@ -64,6 +64,22 @@ def test_a_staged_search_ends_with_what_a_plain_search_returns(
             assert order == sorted(order)
 
 
+@pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
+def test_staged_equals_plain_to_the_last_bit_for_real_sizes(kind: str) -> None:
+    """Wide vectors: here the order in which a sum is taken shows."""
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((3000, 384)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    index = make_index(kind, 384, collection="test")
+    index.add(np.arange(1, 3001, dtype=np.int64), vectors)
+    for query in vectors[:40] + 0.5 * vectors[40:80]:
+        plain = index.search(query, 10)
+        for stages in (2, 3, 8):
+            *_, final = index.search_staged(query, 10, stages)
+            assert final.ids.tolist() == plain.ids.tolist()
+            assert final.scores.tolist() == plain.scores.tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vector_finds_itself_until_it_is_removed(kind: str) -> None:
     index, ids, vectors = make(kind), np.arange(1, 51, dtype=np.int64), make_vectors(50, 3)

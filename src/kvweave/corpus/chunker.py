@@ -24,6 +24,7 @@ from kvweave.types import Chunk, ChunkId, PlacedChunk
 
 MIN_CHUNK_TOKENS = 32  # below this a title line leaves no room for text
 CLOSE = "\n\n"  # ends every chunk: part of its ids, so no separator is ever put between chunks
+LIKELY_CHARS = 5  # per token: a text no longer than that is tried as one chunk first
 WINDOW_CHUNKS = 32  # tokenise this many chunks' worth of text at a time: memory stays flat
 
 HEADING = re.compile(r"^#{1,6}[ \t]+\S.*$", re.MULTILINE)
@@ -94,20 +95,29 @@ class Chunker:
         text = window.text
         if HEADING.match(text, start):  # it brings its own heading
             line = title
+        if len(text) - start <= LIKELY_CHARS * self.max_tokens:
+            chunk = self._chunk(line, text[start:])
+            if chunk is not None and len(chunk.token_ids) <= self.max_tokens:
+                return len(text), chunk
         room = self.max_tokens - (len(self._encode(f"{line}\n")) if line else 0) - 1
         end = window.cut_after(start, room)
         while True:
-            body = text[start:end].strip("\n").rstrip()
-            if not body:
-                return end, None
-            whole = f"{line}\n{body}{CLOSE}" if line else f"{body}{CLOSE}"
-            ids = self._encode(whole)
-            if len(ids) <= self.max_tokens:
-                return end, Chunk(make_chunk_id(ids), line, whole, tuple(ids))
+            chunk = self._chunk(line, text[start:end])
+            if chunk is None or len(chunk.token_ids) <= self.max_tokens:
+                return end, chunk
             # The estimate was too low: tokens at a seam differ, or the tokenizer normalises.
             assert end > start + 1, f"one character takes over {self.max_tokens} tokens"
-            room = max(1, room - (len(ids) - self.max_tokens))
-            end = min(window.cut_after(start, room), start + (end - start) * 15 // 16)
+            room = max(1, room - (len(chunk.token_ids) - self.max_tokens))
+            shorter = window.cut_after(start, room)
+            end = shorter if shorter < end else start + (end - start) * 15 // 16
+
+    def _chunk(self, line: str, piece: str) -> Chunk | None:
+        body = piece.strip("\n").rstrip()
+        if not body:
+            return None
+        whole = f"{line}\n{body}{CLOSE}" if line else f"{body}{CLOSE}"
+        ids = self._encode(whole)
+        return Chunk(make_chunk_id(ids), line, whole, tuple(ids))
 
     def _title_line(self, title: str, heading: str) -> str:
         if not heading or heading == title:
@@ -118,6 +128,8 @@ class Chunker:
     def _short_title(self, title: str) -> str:
         """One line, at most a quarter of the limit: a title must not crowd out the text."""
         title = " ".join(title.split())
+        if len(title.encode(errors="replace")) <= self.max_tokens // 4:
+            return title  # no token is shorter than a byte
         _, offsets = self.tokenizer.encode_with_offsets(title)
         if len(offsets) <= self.max_tokens // 4:
             return title

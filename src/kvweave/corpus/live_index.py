@@ -80,8 +80,12 @@ class LiveIndex:
         with self._lock.write():
             if self._index is None:
                 self._load()
-            self._pull()
             index = self._loaded
+            if index.shared and not self._generation:
+                # A server we know nothing about: what is there and should not be, must go.
+                live = self._catalogue.changes_since(0, 0).added
+                index.remove(np.setdiff1d(index.ids(), live))
+            self._pull()
             if not is_remote(kind) and (index.kind != kind or index.wants_rebuild):
                 self._start_over(kind)
                 self._pull()

@@ -14,15 +14,14 @@ from kvweave.corpus.index.base import (
     exact_top,
     merge,
     nothing,
+    one_thread,
 )
 from kvweave.corpus.index.rows import Rows
 
 if TYPE_CHECKING:
     import faiss
 
-# FAISS multiplies several rows at once; portions that start at a multiple of this get the same
-# rounding as one pass over everything.
-ALIGN = 64
+EPSILON = 2.0**-24  # float32 rounding of one product of two unit vectors, per dimension
 
 
 class FlatIndex:
@@ -65,7 +64,7 @@ class FlatIndex:
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
         query = check_query(vector, self.dim, k, stages)
-        size = max(ALIGN, -(-self.rows.num_rows // (stages * ALIGN)) * ALIGN)
+        size = max(1, -(-self.rows.num_rows // stages))
         best = nothing()
         start = 0
         for stage in range(stages):
@@ -78,7 +77,11 @@ class FlatIndex:
                 return
 
     def _portion(self, query: Vectors, k: int, start: int, end: int) -> Hits:
-        """The best k of rows [start, end)."""
+        """The best k of rows [start, end).
+
+        FAISS multiplies several rows at once, and how it groups them shows in the last bit. So it
+        only proposes: the proposed rows are scored again one by one, whatever portion they are in.
+        """
         import faiss
 
         end = min(end, self.rows.num_rows)
@@ -88,8 +91,10 @@ class FlatIndex:
         part = all_vectors.reshape(-1, self.dim)[start:end]  # [end - start, D], a view
 
         def find(n: int) -> Hits:
-            scores, rows = faiss.knn(query, part, n, metric=faiss.METRIC_INNER_PRODUCT)
-            live = ~self.rows.dead[start + rows[0]]
-            return Hits(self.rows.by_row[start + rows[0][live]], scores[0][live])
+            with one_thread():
+                _, found = faiss.knn(query, part, n, metric=faiss.METRIC_INNER_PRODUCT)
+            rows = found[0][~self.rows.dead[start + found[0]]]
+            scores = (part[rows].astype(np.float64) * query[0]).sum(axis=1).astype(np.float32)
+            return Hits(self.rows.by_row[start + rows], scores)
 
-        return exact_top(find, k, end - start)
+        return exact_top(find, k, end - start, tolerance=2 * self.dim * EPSILON)

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvweave.corpus.index.base import Hits, Ids, Vector, Vectors, check_query, nothing, ordered
+from kvweave.corpus.index.base import (
+    Hits,
+    Ids,
+    Vector,
+    Vectors,
+    check_query,
+    nothing,
+    one_thread,
+    ordered,
+)
 from kvweave.corpus.index.rows import Rows
 
 if TYPE_CHECKING:
@@ -89,6 +98,7 @@ class HnswIndex:
             live = np.packbits(~self.rows.dead, bitorder="little")
             selector = faiss.IDSelectorBitmap(live)  # FAISS keeps a bare pointer: hold on to it
             settings.sel = selector
-        scores, found = self.faiss_index.search(query, k, params=settings)
+        with one_thread():
+            scores, found = self.faiss_index.search(query, k, params=settings)
         real = found[0] >= 0
         return ordered(self.rows.by_row[found[0][real]], scores[0][real], k)

@@ -15,6 +15,7 @@ from kvweave.corpus.index.base import (
     exact_top,
     merge,
     nothing,
+    one_thread,
 )
 from kvweave.corpus.index.rows import Rows
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 POINTS_PER_CLUSTER = 39  # what k-means in FAISS asks for at least
 GROWTH = 4  # retrain when there are this many times the vectors it was trained on
-PROBE_SHARE = 1 / 8  # of the clusters, in a plain search; see bench/retrieval.py
+PROBE_SHARE = 1 / 8  # of the clusters, in a plain search …
+MIN_PROBES = (
+    192  # … but at least so many: 94 of 756 lost 1.4 points of recall@5, bench/retrieval.py
+)
 
 
 class IvfIndex:
@@ -43,13 +47,11 @@ class IvfIndex:
         faiss_index: "faiss.IndexIVFFlat | None" = None,
         rows: Rows | None = None,
         num_trained: int = 0,
-        probe_share: float = PROBE_SHARE,
     ) -> None:
         self.dim = dim
         self.faiss_index = faiss_index
         self.rows = rows or Rows()
         self.num_trained = num_trained
-        self.probe_share = probe_share
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -82,7 +84,7 @@ class IvfIndex:
         if self.faiss_index is None:
             return 0
         num_clusters = int(self.faiss_index.nlist)
-        return min(num_clusters, max(8, round(num_clusters * self.probe_share)))
+        return min(num_clusters, max(MIN_PROBES, round(num_clusters * PROBE_SHARE)))
 
     def search(self, vector: Vector, k: int) -> Hits:
         *_, final = self.search_staged(vector, k, 1)
@@ -94,7 +96,8 @@ class IvfIndex:
         if self.faiss_index is None:
             yield best
             return
-        distances, clusters = self.faiss_index.quantizer.search(query, self.num_probes)
+        with one_thread():
+            distances, clusters = self.faiss_index.quantizer.search(query, self.num_probes)
         for probes in np.array_split(np.arange(self.num_probes), min(stages, self.num_probes)):
             best = merge(best, self._probe(query, k, distances, clusters, probes), k)
             yield best
@@ -115,17 +118,18 @@ class IvfIndex:
         def find(n: int) -> Hits:
             scores, rows = np.empty((1, n), np.float32), np.empty((1, n), np.int64)
             # The Python wrapper fixes nprobe for the whole index; searches here run side by side.
-            index.search_preassigned_c(
-                1,
-                faiss.swig_ptr(query),
-                n,
-                faiss.swig_ptr(keys),
-                faiss.swig_ptr(near),
-                faiss.swig_ptr(scores),
-                faiss.swig_ptr(rows),
-                False,
-                settings,
-            )
+            with one_thread():
+                index.search_preassigned_c(
+                    1,
+                    faiss.swig_ptr(query),
+                    n,
+                    faiss.swig_ptr(keys),
+                    faiss.swig_ptr(near),
+                    faiss.swig_ptr(scores),
+                    faiss.swig_ptr(rows),
+                    False,
+                    settings,
+                )
             real = rows[0] >= 0
             found = rows[0][real]
             live = ~self.rows.dead[found]

@@ -1,0 +1,105 @@
+"""A real sentence-transformers model, tiny and untrained, through the embedder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvweave.corpus.embedder import Instructions, SentenceEmbedder
+from kvweave.errors import ModelNotFound
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "drain",
+    "the",
+    "node",
+    "evict",
+    "query",
+    ":",
+]
+
+
+def make_model(folder: Path, *, seed: int = 0, prompts: dict[str, str] | None = None) -> Path:
+    """One layer of width 16, mean pooling."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    torch.manual_seed(seed)
+    bert = folder / "bert"
+    bert.mkdir(parents=True)
+    (bert / "vocab.txt").write_text("\n".join(WORDS))
+    BertTokenizerFast(vocab=str(bert / "vocab.txt")).save_pretrained(bert)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    BertModel(config).save_pretrained(bert)
+    transformer = Transformer(str(bert), max_seq_length=32)
+    model = SentenceTransformer(modules=[transformer, Pooling(16)], prompts=prompts, device="cpu")
+    model.save(str(folder / "model"), create_model_card=False)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("embedder"))
+
+
+def test_vectors_have_length_one_and_do_not_depend_on_the_batch(model: Path) -> None:
+    embedder = SentenceEmbedder(model)
+    texts = ["drain the node", "evict", "the node " * 10]
+    together = embedder.embed_passages(texts)
+    assert together.dtype == np.float32
+    assert together.shape == (3, embedder.dim) == (3, 16)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, atol=1e-5)
+    alone = np.concatenate([embedder.embed_passages([text]) for text in texts])
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    np.testing.assert_allclose(embedder.embed_query("evict"), together[1], atol=1e-5)
+    assert embedder.embed_passages([]).shape == (0, 16)
+
+
+def test_identity_follows_the_weights_not_the_folder(model: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(model, tmp_path / "moved")
+    assert SentenceEmbedder(moved).identity == SentenceEmbedder(model).identity
+    other = make_model(tmp_path / "other", seed=1)
+    assert SentenceEmbedder(other).identity != SentenceEmbedder(model).identity
+
+
+def test_instructions_come_from_the_model_first_and_from_its_family_second(
+    model: Path, tmp_path: Path
+) -> None:
+    assert SentenceEmbedder(model).instructions == Instructions("", "")
+    by_family = SentenceEmbedder(model, name="intfloat/e5-small-v2")
+    assert by_family.instructions == Instructions("query: ", "passage: ")
+    config_path = (
+        Path(shutil.copytree(model, tmp_path / "own")) / "config_sentence_transformers.json"
+    )
+    config = json.loads(config_path.read_text())
+    config["prompts"] = {"query": "query : ", "passage": ""}
+    config_path.write_text(json.dumps(config))
+    own = SentenceEmbedder(config_path.parent, name="e5-like")
+    assert own.instructions == Instructions("query : ", "")
+    plain = SentenceEmbedder(model)
+    np.testing.assert_allclose(
+        own.embed_query("drain"), plain.embed_query("query : drain"), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        own.embed_passages(["drain"]), plain.embed_passages(["drain"]), atol=1e-5
+    )
+
+
+def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no embedder .*give a sentence-transformers folder"):
+        SentenceEmbedder(tmp_path).embed_query("x")

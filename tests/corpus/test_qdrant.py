@@ -1,0 +1,92 @@
+"""A knowledge base whose vectors live on a server. The server is qdrant-client's own, in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from qdrant_client import QdrantClient
+
+from kvweave.corpus.index import make_index
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import ConfigError
+from kvweave.ingest import ingest
+from kvweave.tokenizer import Tokenizer
+from tiny_corpus import WordEmbedder, make_folder, open_kb
+
+URL = "qdrant://vectors.example:6333/notes"
+pytestmark = pytest.mark.filterwarnings("ignore:Local mode performs exact")
+
+
+class Server:
+    """One QdrantClient for all who connect, and a count of what they send."""
+
+    def __init__(self) -> None:
+        self.client = QdrantClient(":memory:", force_disable_check_same_thread=True)
+        self.num_sent = 0
+        self._upsert = self.client.upsert
+        self.client.upsert = self.upsert  # type: ignore[method-assign]
+
+    def upsert(self, collection: str, batch: Any, **options: Any) -> Any:
+        self.num_sent += len(batch.ids)
+        return self._upsert(collection, batch, **options)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    server = Server()
+    monkeypatch.setattr("qdrant_client.QdrantClient", lambda **_: server.client)
+    return server
+
+
+def test_vectors_go_to_the_server_once_and_readers_find_them(
+    server: Server, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    folder = make_folder(tmp_path / "docs", 4)
+    ingest(open_kb(tmp_path / "kb", tokenizer, index=URL), [folder])
+    assert server.num_sent == server.client.count("notes").count > 0
+    sent = server.num_sent
+    (folder / "new.txt").write_text("An ingress routes hosts to services.")
+    ingest(open_kb(tmp_path / "kb", tokenizer), [folder])
+    assert server.num_sent == sent + 1
+    reader = KnowledgeBase.open(tmp_path / "kb", embedder=WordEmbedder())
+    assert reader.search("ingress routes hosts", 1)[0].chunk.title == "new"
+    *_, final = reader.search_staged("ingress routes hosts", 3, 4)
+    assert final == reader.search("ingress routes hosts", 3)
+    assert not (tmp_path / "kb" / "index" / "vectors.index").exists()
+    assert reader.check() == []
+
+
+def test_a_removed_document_leaves_the_server(
+    server: Server, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer, index=URL)
+    ingest(kb, [("Kept", "volume claim"), ("Gone", "quota budget")])
+    (gone,) = [d for d in kb.documents() if d.title == "Gone"]
+    kb.remove(gone.id)
+    assert server.client.count("notes").count == 1
+    assert kb.check() == []
+
+
+def test_a_server_that_lost_or_kept_too_much_is_put_right_by_the_next_writer(
+    server: Server, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    texts = [("A", "volume claim"), ("B", "quota budget"), ("C", "ingress host")]
+    ingest(open_kb(tmp_path / "kb", tokenizer, index=URL), texts)
+    server.client.delete("notes", [1, 2])
+    stray = make_index(URL, 64, collection="")
+    stray.add(*_one_vector(99))
+    ingest(open_kb(tmp_path / "kb", tokenizer), texts)
+    kb = KnowledgeBase.open(tmp_path / "kb", embedder=WordEmbedder())
+    assert kb.check() == []
+    assert server.client.count("notes").count == 3
+
+
+def test_a_collection_of_another_width_is_refused(server: Server) -> None:
+    make_index(URL, 64, collection="")
+    with pytest.raises(ConfigError, match=r"holds vectors of 64 dimensions, the embedder makes 32"):
+        make_index(URL, 32, collection="")
+
+
+def _one_vector(vector_id: int) -> Any:
+    return np.array([vector_id], np.int64), np.ones((1, 64), np.float32)
