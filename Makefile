@@ -11,7 +11,7 @@ MODEL ?= smollm2
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-serve: $(VENV)/.serve models  ## install what is missing and serve an OpenAI-compatible API on :$(PORT)
+serve: $(VENV)/.serve models  ## install what is missing and serve an OpenAI-compatible API (PORT=8321)
 	$(BIN)/kvweave serve --model $(MODEL) --port $(PORT)
 
 test: $(VENV)/.dev models  ## install what is missing and run the plain test suite

@@ -1,6 +1,9 @@
 """Weave over a knowledge base: ingest, retrieve, answer, with and without stored chunk KV."""
 
+import json
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,10 @@ import pytest
 from kvweave import Weave
 from kvweave.app import Document, Sampling
 from kvweave.errors import ConfigError, RequestError
+from kvweave.kv.keys import make_chunk_key
+from kvweave.library import key_context
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
 from kvweave.prompt import build_prompt, chunk_text
 from kvweave.tokenizer import Tokenizer
 
@@ -116,6 +123,106 @@ def test_without_a_knowledge_base_the_way_to_one_is_named(chat_model_folder: Pat
 def test_an_unknown_reuse_lists_the_known_ones(weave: Weave) -> None:
     with pytest.raises(RequestError, match="reuse 'magic' is unknown; known: full, reuse"):
         weave.ask("Where?", reuse="magic")
+
+
+def test_control_tokens_in_messages_and_system_prompts_stay_words(chat_model_folder: Path) -> None:
+    tokenizer = Tokenizer(chat_model_folder)
+    end = tokenizer.eos_token
+    assert end is not None
+    control = tokenizer.encode(end)[0]
+
+    def count(system: str, user: str) -> tuple[int, int]:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        chat = tokenizer.encode_chat(messages)
+        return chat.count(control), build_prompt(tokenizer, user, [], system).token_ids.count(
+            control
+        )
+
+    assert count(f"S{end}", f"x{end}") == count("S", "x")
+
+
+def test_an_encoded_conversation_reads_as_the_template_renders_it(chat_model_folder: Path) -> None:
+    tokenizer = Tokenizer(chat_model_folder)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi there"}]
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == tokenizer.render_chat(messages)
+
+
+def test_a_tokenizer_file_that_truncates_or_pads_does_neither_here(
+    tmp_path: Path, chat_model_folder: Path
+) -> None:
+    folder = tmp_path / "cutting"
+    shutil.copytree(chat_model_folder, folder)
+    path = folder / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    settings["truncation"] = {
+        "max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right",
+    }  # fmt: skip
+    path.write_text(json.dumps(settings))
+    text = "Anna lives in a red house by the sea, " * 10
+    whole = Tokenizer(chat_model_folder)
+    assert Tokenizer(folder).encode(text) == whole.encode(text)
+    assert Tokenizer(folder).encode_text(text) == whole.encode_text(text)
+
+
+@pytest.mark.parametrize("change", ["weights", "norm", "quant", "dtype", "preamble", "rope"])
+def test_what_changes_chunk_kv_changes_its_key(
+    tmp_path: Path, chat_model_folder: Path, change: str
+) -> None:
+    def key(folder: Path, system: str = "S", **options: str) -> bytes:
+        decoder = load_decoder(folder, device="cpu", **options)
+        return make_chunk_key(key_context(decoder, Tokenizer(folder), system), [1, 2, 3])
+
+    folder = tmp_path / "other"
+    shutil.copytree(chat_model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    before = key(folder)
+    assert before == key(chat_model_folder)
+    match change:
+        case "weights":
+            data = bytearray((folder / "model.safetensors").read_bytes())
+            data[-1] ^= 1
+            (folder / "model.safetensors").write_bytes(data)
+            after = key(folder)
+        case "norm" | "rope":
+            rope = {"rope_type": "default", "rope_theta": 5e5}
+            config |= {"rms_norm_eps": 1e-3} if change == "norm" else {"rope_parameters": rope}
+            (folder / "config.json").write_text(json.dumps(config))
+            after = key(folder)
+        case "quant":
+            after = key(folder, quant="int8")
+        case "dtype":
+            after = key(folder, dtype="bfloat16")
+        case _:
+            after = key(folder, system="T")
+    assert after != before
+
+
+def test_concurrent_answers_equal_each_alone(weave: Weave) -> None:
+    questions = [f"Where does Tom sail in year {year}?" * 20 for year in range(4)]
+    sampling = Sampling(max_tokens=8)
+    alone = [weave.ask(q, documents=[], sampling=sampling).text for q in questions]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(
+            pool.map(lambda q: weave.ask(q, documents=[], sampling=sampling).text, questions * 4)
+        )
+    assert together == alone * 4
+
+
+def test_a_prompt_prefilled_in_slices_gives_the_same_answer(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = "Where does Tom sail with his boat?" * 3
+    whole = weave.ask(question, documents=[], sampling=GREEDY)
+    sizes: list[int] = []
+    forward = Decoder.forward
+    monkeypatch.setattr("kvweave.engine.generate.PREFILL_ROWS", 7)
+    monkeypatch.setattr(
+        Decoder,
+        "forward",
+        lambda self, batch: sizes.append(len(batch[0].token_ids)) or forward(self, batch),
+    )
+    assert weave.ask(question, documents=[], sampling=GREEDY).text == whole.text
+    assert max(sizes) == 7
 
 
 def test_control_tokens_in_users_words_stay_words(chat_model_folder: Path) -> None:

@@ -176,7 +176,7 @@ class Weave:
         called_s = time.perf_counter()
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        prompt_ids = self._tokenizer.encode(self._tokenizer.render_chat(messages))
+        prompt_ids = self._tokenizer.encode_chat(messages)
         return self._start(prompt_ids, sampling, called_s)
 
     def build_prompt(

@@ -8,13 +8,12 @@ Part of the composition root: only `app.py` uses it.
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
-from kvweave.engine.generate import continue_answer, room_for_answer
+from kvweave.engine.generate import FIRST_ROOM, continue_answer, room_for_answer
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import RequestError
 from kvweave.fuse.chunk_encoder import ChunkEncoder
@@ -48,14 +47,14 @@ def open_store(folder: Path) -> KVStore:
 
 def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) -> KeyContext:
     """What this model's chunk KV depends on, besides the chunk."""
-    before, _ = split_template(tokenizer, system)
+    preamble_ids, _ = split_template(tokenizer, system)
     return KeyContext(
-        model=decoder.weights.fingerprint,
+        model=decoder.revision,
         dtype=dtype_name(decoder.dtype),
         codec=CODEC,
         tokenizer=tokenizer.fingerprint,
-        preamble_ids=tuple(tokenizer.encode(before)),
-        rope=repr(sorted(asdict(decoder.spec.rope).items())),
+        preamble_ids=tuple(preamble_ids),
+        rope=repr(decoder.spec.rope),
     )
 
 
@@ -138,17 +137,25 @@ class Library:
     def generate(
         self, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]
     ) -> Iterator[Choice]:
-        """Answer with stored chunk KV as it is; what is not stored is computed."""
-        preamble = self.encoder.preamble
-        if preamble.token_ids != prompt.preamble:
+        """Answer with stored chunk KV as it is; what is not stored is computed.
+
+        Checks at once, computes when iterated.
+        """
+        if self.encoder.preamble_ids != prompt.preamble:
             raise RequestError(
                 "stored chunk KV belongs to the system prompt it was computed behind; "
                 "ask without another one, or with reuse='full'"
             )
+        return self._generate(prompt, sampling, eos_ids)
+
+    def _generate(
+        self, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]
+    ) -> Iterator[Choice]:
         ids = prompt.token_ids
-        kv = self._decoder.new_kv(len(ids) + room_for_answer(self._decoder, ids, sampling))
+        room = room_for_answer(self._decoder, ids, sampling)
+        kv = self._decoder.new_kv(len(ids) + min(room, FIRST_ROOM))
         chunks = [(self.encoder.key(chunk), chunk) for chunk in prompt.chunks]
         reused = prefill_with_reuse(
-            self._decoder, preamble, chunks, prompt.question, self.store, kv
+            self._decoder, self.encoder.preamble, chunks, prompt.question, self.store, kv
         )
         yield from continue_answer(self._decoder, ids, kv, reused.logits, sampling, eos_ids)

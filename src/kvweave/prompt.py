@@ -7,11 +7,11 @@ and company; the question closes with the header of the answer. Each part is tok
 so a chunk has the same ids wherever it stands.
 """
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvweave.tokenizer import Tokenizer
+from kvweave.errors import UnsupportedModel
+from kvweave.tokenizer import Part, Tokenizer
 
 SYSTEM = "You answer questions from the passages you are given. Be brief and exact."
 
@@ -52,13 +52,12 @@ def lay_out(
     system: str = SYSTEM,
 ) -> Prompt:
     """As `build_prompt`, for chunks that have their token ids already."""
-    before, after = split_template(tokenizer, system)
+    preamble, closing = split_template(tokenizer, system)
     asked = f"Question: {question.strip()}" if chunks else question.strip()
-    # Users' words and the template's are tokenised apart: words can never become control tokens.
     return Prompt(
-        preamble=tuple(tokenizer.encode(before)),
+        preamble=tuple(preamble),
         chunks=tuple(chunks),
-        question=(*tokenizer.encode_text(asked), *tokenizer.encode(after)),
+        question=(*tokenizer.encode_text(asked), *closing),
     )
 
 
@@ -68,16 +67,30 @@ def chunk_text(document: Document) -> str:
     return f"{title}{document.text.strip()}\n\n"
 
 
-def split_template(tokenizer: Tokenizer, system: str) -> tuple[str, str]:
-    """What the chat template puts in front of and behind the user's words.
+def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[int]]:
+    """What the chat template puts in front of and behind the user's words, as token ids.
 
-    A random word stands in for the user's words and is cut out again. It is drawn anew each time,
-    so no text a user can write plays a part in where the cut falls.
+    Users' words and the template's are tokenised apart: words can never become control tokens.
     """
     if not tokenizer.has_chat_template:
-        return (f"{system}\n\n" if system else "", "\nAnswer:")
-    mark = secrets.token_hex(16)
+        before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        if system:
+            before += tokenizer.encode_text(f"{system}\n\n")
+        return before, tokenizer.encode("\nAnswer:")
     messages = [{"role": "system", "content": system}] if system else []
-    rendered = tokenizer.render_chat([*messages, {"role": "user", "content": mark}])
-    before, _, after = rendered.partition(mark)
-    return before, after
+    messages.append({"role": "user", "content": "…"})
+    parts = tokenizer.render_parts(messages)
+    places = [i for i, part in enumerate(parts) if part.message == len(messages) - 1]
+    if len(places) != 1:
+        raise UnsupportedModel(
+            f"the chat template shows the user's words {len(places)} times; kvweave wants one place"
+        )
+
+    def encode(some: Sequence[Part]) -> list[int]:
+        ids: list[int] = []
+        for part in some:
+            own = part.message is None
+            ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
+        return ids
+
+    return encode(parts[: places[0]]), encode(parts[places[0] + 1 :])

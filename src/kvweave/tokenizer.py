@@ -9,14 +9,23 @@ A Tokenizer is immutable and safe to use from many threads.
 
 import hashlib
 import json
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
+
+
+class Part(NamedTuple):
+    """A stretch of a rendered conversation."""
+
+    text: str
+    message: int | None  # whose content it is; None for the template's own words
 
 
 class Tokenizer:
@@ -32,9 +41,10 @@ class Tokenizer:
             self._fast = FastTokenizer.from_file(str(path))
             self._plain = FastTokenizer.from_file(str(path))
             self._plain.encode_special_tokens = True  # "<|im_end|>" in a text is just characters
-            # Some files carry a training run's settings: a cut or padded chunk is another chunk.
-            self._fast.no_truncation()
-            self._fast.no_padding()
+            for each in (self._fast, self._plain):
+                # Some files carry a training run's settings; a cut chunk is another chunk.
+                each.no_truncation()
+                each.no_padding()
             self._config = _read_json(folder / "tokenizer_config.json")
             generation = _read_json(folder / "generation_config.json")
             model_config = _read_json(folder / "config.json")
@@ -47,7 +57,9 @@ class Tokenizer:
         stop_ids = {self._id_of(self.eos_token)}
         for source in (generation, model_config):
             declared = source.get("eos_token_id")
-            stop_ids |= set(declared) if isinstance(declared, list) else {declared}
+            stop_ids |= set(declared if isinstance(declared, list) else [declared])
+        if not all(i is None or isinstance(i, int) for i in stop_ids):
+            raise ModelCorrupt(f"{folder}: eos_token_id must be a number or a list of numbers")
         # every id that ends an answer: a chat model often has more than one
         self.eos_ids: frozenset[int] = frozenset(i for i in stop_ids if i is not None)
 
@@ -67,14 +79,14 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of foreign text, in which a spelled-out control token is ordinary characters."""
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        try:
+            return list(self._plain.encode(text, add_special_tokens=False).ids)
+        except (TypeError, UnicodeError) as error:  # lone surrogates: bytes that were never text
+            raise RequestError("the text is not valid Unicode; send UTF-8") from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of exactly this text: no BOS, no EOS, no template. Control tokens are recognised."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(e.ids) for e in self._fast.encode_batch(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and, for each, the half-open character range of `text` it came from."""
@@ -87,6 +99,32 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template_source() is not None
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation, up to where the answer starts. Contents are foreign text."""
+        ids: list[int] = []
+        for part in self.render_parts(messages):
+            ids += self.encode(part.text) if part.message is None else self.encode_text(part.text)
+        return ids
+
+    def render_parts(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+        """The conversation in the template's words and in the messages' own, kept apart.
+
+        A random word stands in for each content while the template runs and is cut out again. It is
+        drawn anew each time, so nothing a user writes can play a part in where the cuts fall, and
+        no content can pass for the template's control tokens.
+        """
+        marks = [secrets.token_hex(16) for _ in messages]
+        stand_ins = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
+        place = {mark: i for i, mark in enumerate(marks)}
+        pieces = re.split(f"({'|'.join(marks)})", self.render_chat(stand_ins))
+        parts = []
+        for piece in filter(None, pieces):
+            at = place.get(piece)
+            parts.append(
+                Part(piece, None) if at is None else Part(str(messages[at]["content"]), at)
+            )
+        return parts
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -119,7 +157,8 @@ class Tokenizer:
                 bos_token=self.bos_token or "",
                 eos_token=self.eos_token or "",
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError,
+                ArithmeticError, RecursionError) as error:  # fmt: skip
             raise RequestError(
                 f"the chat template refuses these messages: {_one_line(error)}"
             ) from error

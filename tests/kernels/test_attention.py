@@ -66,6 +66,27 @@ def test_compact_keys_are_placed_by_their_positions() -> None:
 
 
 @given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_rows_over_any_compact_keys(data: st.DataObject) -> None:
+    places = st.sets(st.integers(0, 30), min_size=1, max_size=12)
+    key_positions = torch.tensor(sorted(data.draw(places)))
+    first = int(key_positions[0])
+    rows = sorted(data.draw(st.sets(st.integers(first, 40), min_size=1, max_size=12)))
+    q, positions, k, v = make_case(len(key_positions), rows)
+    ours = attend(q, positions, [Segment(0, len(rows), k, v, key_positions)])
+    want = dense(q, positions, k, v, key_positions)
+    torch.testing.assert_close(ours.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_as_many_rows_as_keys_behind_them_all_see_all() -> None:
+    key_positions = torch.tensor([0, 1, 2])
+    q, positions, k, v = make_case(3, [5, 6, 7])
+    ours = attend(q, positions, [Segment(0, 3, k, v, key_positions)])
+    want = dense(q, positions, k, v, key_positions)
+    torch.testing.assert_close(ours.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_batch_of_sequences_equals_each_alone(data: st.DataObject) -> None:
     q_parts, at_parts, segments, want, start = [], [], [], [], 0

@@ -81,6 +81,38 @@ def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
         load_decoder(folder, device="cpu")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": "x"},
+        {"hidden_size": None},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 3},
+        {"rms_norm_eps": "small"},
+        {"rope_parameters": "linear"},
+        {"rope_parameters": {"rope_type": "linear", "factor": "abc"}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}},
+        {"max_position_embeddings": -1},
+        {"vocab_size": 1.5},
+    ],
+)
+def test_values_that_make_no_sense_are_refused_in_one_line(
+    folder: Path, changes: dict[str, Any]
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises((ModelCorrupt, UnsupportedModel)) as caught:
+        load_decoder(folder, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": [1]}'])
+def test_a_broken_index_of_shards_is_refused(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelCorrupt, match=r"index\.json is broken"):
+        load_decoder(folder, device="cpu")
+
+
 @pytest.mark.parametrize("keep", [0, 4, 9, 100, 5_000, -1])
 def test_truncated_weights_are_noticed_before_anything_is_computed(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"
@@ -107,6 +139,7 @@ def test_an_index_cannot_reach_outside_its_folder(folder: Path) -> None:
     ("options", "says"),
     [
         ({"dtype": "int4"}, "dtype 'int4' is unknown; known: auto, float32"),
+        ({"device": "cpu:x"}, "device 'cpu:x' is unknown"),
         ({"device": "tpu"}, "device 'tpu' is unknown; known: auto, cpu, cuda"),
         ({"quant": "int3"}, "quant 'int3' is unknown; known: none, int8"),
         ({"quant": "int8", "dtype": "bfloat16"}, "quant='int8' is for CPUs with dtype float32"),
@@ -142,3 +175,14 @@ def rewrite_table(folder: Path, change: Any) -> None:
     change(table)
     text = json.dumps(table).encode().ljust(size)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def test_the_fingerprint_notices_a_change_in_the_middle_of_a_tensor(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, "llama", vocab_size=40_000)  # an embedding of 5 MB
+    before = TensorFiles(folder).fingerprint()
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + (1 << 20)] = bytes(1 << 20)
+    path.write_bytes(data)
+    assert TensorFiles(folder).fingerprint() != before

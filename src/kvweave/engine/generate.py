@@ -15,6 +15,7 @@ from kvweave.model.sequence_kv import SequenceKV
 # A prompt is computed in slices of at most this many rows, so that memory for intermediate
 # results stays bounded however long the prompt is.
 PREFILL_ROWS = 4096
+FIRST_ROOM = 256  # tokens reserved for an answer before it is known how long it gets
 
 
 def generate(
@@ -44,7 +45,7 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -
 def _generate(
     decoder: Decoder, ids: list[int], sampling: Sampling, eos_ids: Collection[int]
 ) -> Iterator[Choice]:
-    kv = decoder.new_kv(len(ids) + room_for_answer(decoder, ids, sampling))
+    kv = decoder.new_kv(len(ids) + min(room_for_answer(decoder, ids, sampling), FIRST_ROOM))
     for start in range(0, len(ids), PREFILL_ROWS):
         end = min(start + PREFILL_ROWS, len(ids))
         wanted = [end - start - 1] if end == len(ids) else []

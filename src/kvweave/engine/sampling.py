@@ -36,6 +36,14 @@ class Sampling:
             if not ok:
                 raise RequestError(f"{name} must be {wants}, got {getattr(self, name)!r}")
 
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))  # one stop string, not its letters
+        whole = {"max_tokens": self.max_tokens, "top_k": self.top_k}
+        whole |= {n: getattr(self, n) for n in ("seed", "logprobs") if getattr(self, n) is not None}
+        for name, value in whole.items():
+            check(type(value) is int, name, "a whole number")
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            check(type(getattr(self, name)) in (int, float), name, "a number")
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
         check(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")

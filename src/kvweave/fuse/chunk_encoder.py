@@ -38,6 +38,11 @@ class ChunkEncoder:
         self._preamble: Preamble | None = None
 
     @property
+    def preamble_ids(self) -> tuple[int, ...]:
+        """What stands in front of every chunk this encoder computes."""
+        return self._context.preamble_ids
+
+    @property
     def preamble(self) -> Preamble:
         """The preamble's KV, computed on first use."""
         if self._preamble is None:

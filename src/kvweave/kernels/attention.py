@@ -42,7 +42,8 @@ def attend(
     for segment in segments:
         if _is_whole_prefix(positions, segment):
             num_rows = segment.end - segment.start
-            parts.append(_sdpa(q[segment.start : segment.end], segment, num_rows, scale))
+            rows = q[segment.start : segment.end]
+            parts.append(_sdpa(rows, segment, num_rows, scale, causal=True))
             continue
         for start in range(segment.start, segment.end, BLOCK_ROWS):
             end = min(start + BLOCK_ROWS, segment.end)
@@ -85,15 +86,21 @@ def _is_whole_prefix(positions: Tensor, segment: Segment) -> bool:
 
 
 def _sdpa(
-    q: Tensor, segment: Segment, num_keys: int, scale: float | None, mask: Tensor | None = None
+    q: Tensor,
+    segment: Segment,
+    num_keys: int,
+    scale: float | None,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
 ) -> Tensor:
-    """Rows over the first `num_keys` keys; causal from the top left unless few rows or a mask."""
+    """Rows over the first `num_keys` keys: all, or causal from the top left, or as masked."""
     heads_first = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],  # [1, Hq, rows, D]
         segment.keys[:num_keys].transpose(0, 1)[None],  # [1, Hk, keys, D]
         segment.values[:num_keys].transpose(0, 1)[None],
         attn_mask=mask,
-        is_causal=mask is None and len(q) == num_keys,
+        is_causal=causal,
         scale=scale,
         enable_gqa=True,
     )

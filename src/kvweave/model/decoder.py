@@ -11,8 +11,10 @@ over layers, with chunk KV laid in between.
 Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -60,6 +62,12 @@ class Decoder:
         self.device = weights.embedding.device
         self._inv_freq = frequencies(spec.rope).to(self.device)
         self._scratch = torch.empty(0, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def revision(self) -> str:
+        """Names the function this decoder computes: weights, every setting and the precision."""
+        parts = (self.weights.fingerprint, repr(self.spec), str(self.dtype))
+        return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
     def new_kv(self, capacity: int) -> SequenceKV:
         """An empty KV with room for `capacity` tokens (it grows)."""

@@ -1,6 +1,7 @@
 """From a model folder to a running decoder."""
 
 import logging
+import re
 from pathlib import Path
 
 import torch
@@ -46,8 +47,13 @@ def _resolve_device(device: str) -> str:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         log.info("device: auto → %s", device)
     kind = device.split(":")[0]
-    if kind not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ConfigError(f"device {device!r} is unknown; known: auto, cpu, cuda, cuda:N")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' was asked for, but torch sees no CUDA device; use cpu")
+    if kind == "cuda" and torch.device(device).index not in (
+        None,
+        *range(torch.cuda.device_count()),
+    ):
+        raise ConfigError(f"{device} is not there; torch sees {torch.cuda.device_count()} GPUs")
     return device

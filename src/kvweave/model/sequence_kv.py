@@ -34,10 +34,6 @@ class SequenceKV:
             self._values = _grown(self._values, capacity, self._tokens)
         self._tokens = max(self._tokens, num_tokens)
 
-    def truncate(self, num_tokens: int) -> None:
-        """Forget everything at and behind position `num_tokens`."""
-        self._tokens = min(self._tokens, num_tokens)
-
     def keys(self, layer: int) -> Tensor:
         """[num_tokens, Hk, D], rotated. A view: writing to it writes the cache."""
         return self._keys[layer, : self._tokens]

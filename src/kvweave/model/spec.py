@@ -6,8 +6,9 @@ exactly is refused by name rather than approximated.
 """
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class ExpertSpec:
     per_token: int  # experts that each row visits
     inner_dim: int  # width of one expert
     renormalise: bool  # weights of the chosen experts sum to 1
-    layers: frozenset[int]  # layers that have experts; the others have a plain MLP
+    layers: tuple[int, ...]  # layers that have experts; the others have a plain MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,6 @@ class ModelSpec:
     qk_norm: bool = False  # RMS norm on each head of q and k, before RoPE
     experts: ExpertSpec | None = None
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token over all layers, in float32."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * 4
-
 
 def read_spec(folder: Path) -> ModelSpec:
     """The ModelSpec of a model folder."""
@@ -65,10 +61,28 @@ def read_spec(folder: Path) -> ModelSpec:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ModelCorrupt(f"{path} is not JSON ({error}); download the model again") from error
+    if not isinstance(config, dict):
+        raise ModelCorrupt(f"{path} is not a JSON object; download the model again")
     try:
-        return spec_from_config(config)
+        spec = spec_from_config(config)
+        assert_sane(spec)
     except KeyError as error:
         raise ModelCorrupt(f"{path} has no {error}; download the model again") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelCorrupt(f"{path} has a value that makes no sense: {error}") from error
+    return spec
+
+
+def assert_sane(spec: ModelSpec) -> None:
+    """Raise ValueError for sizes no model has, so that nothing fails later with a riddle."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.type in (int, "int") and (type(value) is not int or value < 1):
+            raise ValueError(f"{field.name} is {value!r}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise ValueError(f"{spec.num_heads} heads cannot share {spec.num_kv_heads} KV heads")
+    if not math.isfinite(spec.norm_eps) or not spec.rope.theta > 1:
+        raise ValueError(f"norm_eps {spec.norm_eps!r}, rope_theta {spec.rope.theta!r}")
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -128,7 +142,7 @@ def _read_experts(config: Mapping[str, Any], family: str) -> ExpertSpec | None:
             per_token=config["num_experts_per_tok"],
             inner_dim=config["intermediate_size"],
             renormalise=True,
-            layers=frozenset(range(num_layers)),
+            layers=tuple(range(num_layers)),
         )
     if family == "qwen3_moe":
         plain = set(config.get("mlp_only_layers") or ())
@@ -138,8 +152,6 @@ def _read_experts(config: Mapping[str, Any], family: str) -> ExpertSpec | None:
             per_token=config["num_experts_per_tok"],
             inner_dim=config["moe_intermediate_size"],
             renormalise=bool(config.get("norm_topk_prob", False)),
-            layers=frozenset(
-                i for i in range(num_layers) if i not in plain and (i + 1) % step == 0
-            ),
+            layers=tuple(i for i in range(num_layers) if i not in plain and (i + 1) % step == 0),
         )
     return None

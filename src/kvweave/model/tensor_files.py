@@ -20,7 +20,8 @@ from kvweave.errors import ModelCorrupt, ModelNotFound
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEADER_LIMIT_BYTES = 100 << 20  # the format's own bound on the table
-SAMPLE_BYTES = 4096  # read from both ends of each tensor for the fingerprint
+SAMPLE_BYTES = 4096  # read at a time for the fingerprint
+SAMPLE_STRIDE = 256 << 10  # bytes from one sample to the next
 
 
 class Entry(NamedTuple):
@@ -45,9 +46,6 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def total_bytes(self) -> int:
-        return sum(entry.size_bytes for entry in self._entries.values())
-
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill `out` with the tensor `name`, converting its dtype. Shapes must be equal."""
         entry = self._entries.get(name)
@@ -69,15 +67,17 @@ class TensorFiles:
     def fingerprint(self) -> str:
         """Names the weights: changes with any tensor's name, type, shape or sampled bytes.
 
-        Samples both ends of every tensor rather than all bytes, so that a 100 GB model is named in
-        a second. Independent of how the tensors are spread over files.
+        Reads a page in every SAMPLE_STRIDE of each tensor and its end rather than all bytes, so
+        that a 100 GB model is named in seconds. Training moves all of a tensor; a change of fewer
+        bytes than a stride may go unseen. Independent of how tensors are spread over files.
         """
         digest = hashlib.blake2b(digest_size=16)
         for name, entry in sorted(self._entries.items()):
             digest.update(f"{name}|{entry.dtype}|{entry.shape}|".encode())
             with entry.path.open("rb", buffering=0) as file:
                 head = min(SAMPLE_BYTES, entry.size_bytes)
-                for offset in (entry.offset, entry.offset + entry.size_bytes - head):
+                starts = range(entry.offset, entry.offset + entry.size_bytes, SAMPLE_STRIDE)
+                for offset in (*starts, entry.offset + entry.size_bytes - head):
                     file.seek(offset)
                     digest.update(file.read(head))
         return digest.hexdigest()
@@ -86,7 +86,10 @@ class TensorFiles:
 def _weight_files(folder: Path) -> Sequence[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelCorrupt(f"{index} is broken; download the model again") from error
         if any(Path(name).name != name for name in names):
             raise ModelCorrupt(f"{index} names a file outside its folder")
         missing = [name for name in names if not (folder / name).is_file()]
