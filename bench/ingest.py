@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -74,8 +75,11 @@ def main() -> None:
     parser.add_argument("--embedder", default="minilm")
     parser.add_argument("--passages", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--threads", type=int, help="for torch; 1 is steadiest on a busy machine")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     tokenizer, embedder = find_tokenizer(args.model), find_embedder(args.embedder)
     assert isinstance(embedder, SentenceEmbedder)
     records = read_jsonl(args.data / "wiki_kb" / "passages.jsonl.gz")
@@ -120,7 +124,12 @@ def main() -> None:
             "bench": "ingest",
             "commit": commit(),
             "device": cpu_device(),
-            "config": {"embedder": "all-MiniLM-L6-v2", "rounds": args.rounds, "chunk_tokens": 256},
+            "config": {
+                "embedder": "all-MiniLM-L6-v2",
+                "rounds": args.rounds,
+                "chunk_tokens": 256,
+                "torch_threads": torch.get_num_threads(),
+            },
             "versions": versions("faiss-cpu", "sentence-transformers", "torch", "tokenizers"),
             "results": results,
         },

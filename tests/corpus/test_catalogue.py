@@ -69,7 +69,7 @@ def test_a_document_that_fails_half_way_leaves_nothing(
     put(catalogue, "a", make_chunk(1))
     generation = catalogue.generation()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(catalogue, "_bury", fail)

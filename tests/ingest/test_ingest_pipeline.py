@@ -10,6 +10,7 @@ import pytest
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.parsers import ParseLimits
+from kvweave.errors import CorpusError
 from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, pipeline
 from kvweave.ingest.sources import Selection, TextSource
 from kvweave.tokenizer import Tokenizer
@@ -80,6 +81,46 @@ def test_texts_from_python_are_known_by_content_or_by_key(
     assert counts(ingest(kb, [TextSource("B", "old", key="b")])) == (1, 0, 0, 0)
     assert counts(ingest(kb, [TextSource("B", "new", key="b")])) == (0, 1, 0, 0)
     assert [h.chunk.text for h in kb.search("new", 1)] == ["B\nnew\n\n"]
+
+
+def test_a_passage_that_moves_to_another_document_keeps_its_vector(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    ingest(kb, [TextSource("Note", "moving text", "a"), TextSource("Note", "other", "b")])
+    before = embedded(kb)
+    report = ingest(kb, [TextSource("Note", "new", "a"), TextSource("Note", "moving text", "b")])
+    assert counts(report) == (0, 2, 0, 0)
+    assert embedded(kb) - before == 1
+    assert len(report.orphaned) == 1  # "other"; the moved one is in use again
+    assert kb.check() == []
+    assert kb.catalogue.drop_unused_vectors() == 0
+
+
+def test_the_same_text_twice_in_one_run_is_one_document(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    assert counts(ingest(kb, [("A", "one"), ("A", "one")])) == (1, 0, 0, 0)
+    both = [TextSource("B", "old", key="b"), TextSource("B", "new", key="b")]
+    ingest(kb, both)
+    assert [h.chunk.text for h in kb.search("old new", 5) if h.chunk.title == "B"] == ["B\nnew"]
+    assert kb.check() == []
+
+
+def test_trouble_while_writing_stops_the_run_and_blames_no_file(
+    world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb, folder = world
+
+    def full(*_: object) -> None:
+        raise CorpusError("the disk is full")
+
+    monkeypatch.setattr(pipeline, "WINDOW", 1)
+    monkeypatch.setattr(kb.catalogue, "put_vectors", full)
+    with pytest.raises(CorpusError, match="the disk is full"):
+        ingest(kb, [folder])
+    assert kb.documents() == []
 
 
 def test_records_that_leave_a_file_leave_the_knowledge_base(

@@ -51,6 +51,10 @@ def test_a_symlink_loop_is_reported_once_and_not_followed(tmp_path: Path) -> Non
 def test_a_path_that_is_not_there_is_reported(tmp_path: Path) -> None:
     (item,) = find_files(tmp_path / "none.txt", Selection())
     assert item == Skipped(str(tmp_path / "none.txt"), "no such file or directory")
+    (item,) = find_files(Path("a\0b.txt"), Selection())
+    assert isinstance(item, Skipped)
+    (item,) = find_files(Path("a\0b.txt"), Selection(roots=(tmp_path,)))
+    assert isinstance(item, Skipped)
 
 
 def test_a_name_that_is_not_utf8_is_reported(tmp_path: Path) -> None:

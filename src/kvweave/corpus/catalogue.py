@@ -119,7 +119,9 @@ class Catalogue:
     def put(self, document: Document, fingerprint: str, placed: Sequence[PlacedChunk]) -> Written:
         """Add a document, or replace it, in one transaction. Its vectors must be there already.
 
-        Chunks that the old version shares with the new one stay as they are.
+        Chunks that the old version shares with the new one stay as they are. Vectors of chunks
+        that nobody uses now stay until `drop_unused_vectors`: a document that comes next in the
+        same run may bring such a chunk back, and it was told that the vector is there.
         """
         with self._transaction() as db:
             old = self._release(db, [document.id])
@@ -163,10 +165,10 @@ class Catalogue:
             )
             have = self.with_vectors(new)
             assert have == set(new), f"{document.source}: vectors are missing for its chunks"
-            orphaned = self._bury(db, old)
+            orphaned = self._bury(db, old, keep_vectors=True)
         return Written(tuple(new), orphaned)
 
-    def remove(self, document_ids: Sequence[DocumentId]) -> Written:
+    def remove(self, document_ids: Sequence[DocumentId], *, keep_vectors: bool = False) -> Written:
         """Drop documents, and the chunks and vectors that only they used, in one transaction."""
         with self._transaction() as db:
             db.execute(
@@ -174,7 +176,8 @@ class Catalogue:
                 f" (SELECT source FROM documents WHERE document_id IN {AMONG})",
                 (json.dumps(document_ids),),
             )
-            orphaned = self._bury(db, self._release(db, document_ids))
+            released = self._release(db, document_ids)
+            orphaned = self._bury(db, released, keep_vectors=keep_vectors)
         return Written((), orphaned)
 
     def forget_source(self, source: str) -> Written:
@@ -182,7 +185,7 @@ class Catalogue:
         with self._transaction() as db:
             released = self._release(db, list(self.fingerprints(source)))
             db.execute("DELETE FROM sources WHERE source = ?", (source,))
-            orphaned = self._bury(db, released)
+            orphaned = self._bury(db, released, keep_vectors=False)
         return Written((), orphaned)
 
     def documents(self) -> list[DocumentInfo]:
@@ -192,7 +195,12 @@ class Catalogue:
         )
         return [DocumentInfo(*row) for row in rows]
 
+    def num_chunks(self) -> int:
+        (count,) = self._db.execute("SELECT count(*) FROM chunks").fetchone()
+        return int(count)
+
     def totals(self) -> Totals:
+        """Reads every chunk's row: for people, not for the hot path."""
         row = self._db.execute(
             "SELECT (SELECT count(*) FROM documents), count(*),"
             " coalesce(sum(length(token_ids)), 0) / 4 FROM chunks"
@@ -255,10 +263,11 @@ class Catalogue:
             db.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
 
     def drop_unused_vectors(self) -> int:
-        """Of documents that never completed. Only when no ingest is under way."""
+        """Of documents that never completed or that changed. Only at the end of an ingest."""
         with self._transaction() as db:
-            cursor = db.execute(
-                "DELETE FROM vectors WHERE chunk_id NOT IN (SELECT chunk_id FROM chunks)"
+            cursor = db.execute(  # both sides are read from indexes alone
+                "DELETE FROM vectors WHERE chunk_id IN"
+                " (SELECT chunk_id FROM vectors EXCEPT SELECT chunk_id FROM chunks)"
             )
         return cursor.rowcount
 
@@ -334,7 +343,9 @@ class Catalogue:
         db.execute(f"DELETE FROM documents WHERE document_id IN {AMONG}", (ids,))
         return [vector_id for (vector_id,) in rows]
 
-    def _bury(self, db: sqlite3.Connection, vector_ids: Sequence[int]) -> tuple[ChunkId, ...]:
+    def _bury(
+        self, db: sqlite3.Connection, vector_ids: Sequence[int], *, keep_vectors: bool
+    ) -> tuple[ChunkId, ...]:
         """Delete those chunks that nobody uses now, note them for the index, move on in time."""
         db.execute("UPDATE state SET generation = generation + 1")
         dead = db.execute(
@@ -345,7 +356,8 @@ class Catalogue:
             "INSERT INTO removals SELECT generation, ? FROM state", [(row[0],) for row in dead]
         )
         db.executemany("DELETE FROM chunks WHERE vector_id = ?", [(row[0],) for row in dead])
-        db.executemany("DELETE FROM vectors WHERE chunk_id = ?", [(row[1],) for row in dead])
+        if not keep_vectors:
+            db.executemany("DELETE FROM vectors WHERE chunk_id = ?", [(row[1],) for row in dead])
         return tuple(ChunkId(row[1]) for row in dead)
 
     def _vector_ids(self, db: sqlite3.Connection, ids: Iterable[ChunkId]) -> dict[ChunkId, int]:

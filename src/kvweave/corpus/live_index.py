@@ -76,7 +76,7 @@ class LiveIndex:
 
     def publish(self) -> None:
         """Catch up, rebuild if that is due, save. Only for the holder of the writer lock."""
-        kind = resolve_kind(self._settings.index, self._catalogue.totals().num_chunks)
+        kind = resolve_kind(self._settings.index, self._catalogue.num_chunks())
         with self._lock.write():
             if self._index is None:
                 self._load()
@@ -139,8 +139,7 @@ class LiveIndex:
         )
 
     def _load(self) -> None:
-        num_chunks = self._catalogue.totals().num_chunks
-        kind = resolve_kind(self._settings.index, num_chunks)
+        kind = resolve_kind(self._settings.index, self._catalogue.num_chunks())
         if is_remote(kind):
             self._start_over(kind)
             self._load_server_state()

@@ -48,7 +48,7 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TABLE vectors (              -- may run ahead of chunks while a document is under way
         chunk_id    TEXT PRIMARY KEY,
         vector      BLOB NOT NULL       -- little-endian float32
-    ) WITHOUT ROWID;
+    );
     CREATE TABLE removals (             -- what an index that lags behind must drop
         generation  INTEGER NOT NULL,
         vector_id   INTEGER NOT NULL,

@@ -8,6 +8,7 @@ was half-way is looked at again and only its missing documents are added.
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class _Run:
         self._window_chunks = 0
         self._skipped: list[Skipped] = []
         self._orphaned: list[ChunkId] = []
-        self._present: set[str] = set()  # sources seen in this run
+        self._present: dict[str, str] = {}  # sources seen in this run; of texts the fingerprint
         self._folders: list[Path] = []
         self._added = self._updated = self._unchanged = self._removed = self._ignored = 0
         self._new_chunks = self._shared_chunks = self._cut_chunks = 0
@@ -125,7 +126,7 @@ class _Run:
         if isinstance(source, tuple):
             return [TextSource(*source)]
         path = Path(source)
-        if path.expanduser().is_dir():
+        if os.path.isdir(path.expanduser()):  # unlike Path.is_dir it never raises
             self._folders.append(path.expanduser().resolve())
         return find_files(path, self._options.selection)
 
@@ -135,39 +136,44 @@ class _Run:
                 self._skipped.append(item)
             case Ignored():
                 self._ignored += 1
-            case TextSource(title, text, key):
-                name = key or hashlib.blake2b(f"{title}\0{text}".encode(errors="surrogatepass"))
-                source = f"text:{name if isinstance(name, str) else name.hexdigest()[:32]}"
-                self._take_text(source, item)
+            case TextSource():
+                self._take_text(item)
             case FoundFile(path, _):
-                if str(path) not in self._present:
-                    self._take_file(path)
+                self._take_file(path)
 
     def _take_file(self, path: Path) -> None:
         source = str(path)
-        self._present.add(source)
+        if source in self._present:
+            return  # named twice, or reached by two links
+        self._present[source] = ""
         self.tell("read", source)
+        # Only reading is guarded: trouble while writing is not the file's fault and stops the run.
         try:
             data = read_bytes(path, self._options.limits)
             fingerprint = f"{PARSERS_VERSION}:{hashlib.sha256(data).hexdigest()}"
             if self._is_unchanged(source, fingerprint, len(data)):
                 return
             records = parse(path, data, self._options.limits)
-            self._cut(_File(source, fingerprint), records, len(data))
         except (CorpusError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._skipped.append(Skipped(source, reason or type(error).__name__))
+            return
+        self._cut(_File(source, fingerprint), records, len(data))
 
-    def _take_text(self, source: str, item: TextSource) -> None:
-        self._present.add(source)
+    def _take_text(self, item: TextSource) -> None:
+        fingerprint = _text_fingerprint(item.title, item.text)
+        source = f"text:{item.key or fingerprint}"
+        if self._present.get(source) == fingerprint:
+            return  # the same text twice in one run
+        self._present[source] = fingerprint
+        if self._is_unchanged(source, fingerprint, _size(item)):
+            return
         try:
-            size_bytes = _size(item)
-            fingerprint = _text_fingerprint(item.title, item.text)
-            if not self._is_unchanged(source, fingerprint, size_bytes):
-                records = lone_record(item.title, item.text)
-                self._cut(_File(source, fingerprint), records, size_bytes)
+            records = lone_record(item.title, item.text)
         except CorpusError as error:
-            self._skipped.append(Skipped(f"{source} ({item.title[:60]})", str(error)))
+            self._skipped.append(Skipped(f"{source} ({item.title[:60]!a})", str(error)))
+            return
+        self._cut(_File(source, fingerprint), records, _size(item))
 
     def _is_unchanged(self, source: str, fingerprint: str, size_bytes: int) -> bool:
         if self._catalogue.source_fingerprint(source) != fingerprint:
@@ -240,7 +246,7 @@ class _Run:
             return
         gone = [d for d in self._catalogue.fingerprints(file.source) if d not in file.seen]
         if gone:
-            self._orphaned += self._catalogue.remove(gone).orphaned
+            self._orphaned += self._catalogue.remove(gone, keep_vectors=True).orphaned
             self._removed += len(gone)
         self._catalogue.finish_source(file.source, file.fingerprint)
 

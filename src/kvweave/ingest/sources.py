@@ -63,7 +63,7 @@ def ensure_inside(roots: Sequence[Path], path: Path) -> Path:
     """
     try:
         resolved = path.expanduser().resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL in the name
         raise CorpusError("outside the allowed folders") from error
     for root in roots:
         if resolved.is_relative_to(root.resolve()):
@@ -83,7 +83,7 @@ def find_files(path: Path, selection: Selection) -> Iterator[FoundFile | Ignored
         is_folder = start.is_dir()
         if not is_folder:
             start.stat()  # says what is wrong with a missing file or a link to itself
-    except (OSError, CorpusError) as error:
+    except (OSError, ValueError, CorpusError) as error:  # ValueError: a NUL in the name
         yield Skipped(str(path), _reason(error))
         return
     if not is_folder:
