@@ -1,0 +1,30 @@
+"""What the front pages promise is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+PAGES = [REPO / "README.md", REPO / "ARCHITECTURE.md", REPO / "CONTRIBUTING.md"]
+PAGES += sorted((REPO / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_has_a_hole_in_it(page: Path) -> None:
+    assert not re.search(r"^NUMBERS$|@@\w+@@|\bTBD\b|lorem ipsum", page.read_text(), re.MULTILINE)
+
+
+def test_every_file_the_map_names_exists() -> None:
+    text = (REPO / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text))
+    assert len(named) > 15
+    for name in named:
+        places = [REPO / "src" / "kvweave" / name, REPO / name]
+        assert any(place.is_file() for place in places), f"ARCHITECTURE.md names {name}"
