@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from rich.table import Table
 from common import alternate, device_words, report
 from kvweave.kv import checksum, objects
 from kvweave.kv.codec import CODECS, DTYPES, LayerKV, open_codec
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.layout import Shape
 from kvweave.kv.objects import PackedChunk, pack_chunk
@@ -51,8 +52,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=3)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--io-threads", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--chunks-per-request", type=int, default=8)
+    parser.add_argument("--io-threads", type=int, default=StoreConfig().io_threads)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
@@ -99,81 +101,115 @@ def fill(root: Path, chunks: list[PackedChunk]) -> None:
 def measure(
     root: Path, chunks: list[PackedChunk], args: argparse.Namespace, algorithm: str
 ) -> list[dict[str, object]]:
-    paths = sorted((root / "objects").rglob("*.kv"))
-    keys = [chunk.key for chunk in chunks]
-    total = sum(path.stat().st_size for path in paths)
-    plain = memoryview(bytearray(max(path.stat().st_size for path in paths)))
-    kv = torch.empty(2, args.tokens, args.heads, args.dim, dtype=DTYPES[args.dtype])
-
-    def readinto() -> None:
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                assert file.readinto(plain) == path.stat().st_size
-
-    def cfg(*tiers: object) -> StoreConfig:
-        return StoreConfig(tuple(tiers), io_threads=args.io_threads)  # type: ignore[arg-type]
-
-    disk = KVStore(cfg(DiskTierConfig(root)))
-    direct = KVStore(cfg(DiskTierConfig(root, direct_io=True)))
-    host = KVStore(cfg(HostTierConfig(2 * total, pinned=False)))
+    """Rows for requests of one chunk and of several: a request ends when all its bytes are in
+    memory, so the baseline reads as many files into one buffer before it starts over."""
+    disk = KVStore(config(args, DiskTierConfig(root)))
+    direct = KVStore(config(args, DiskTierConfig(root, direct_io=True)))
+    host = KVStore(config(args, HostTierConfig(3 * args.chunks << 24, pinned=False)))
     for chunk in chunks:
         host.save(chunk)
-
-    stream = {
-        "disk": lambda: stream_layers(disk, keys, args.layers),
-        "disk O_DIRECT": lambda: stream_layers(direct, keys, args.layers),
-        "host views": lambda: stream_layers(host, keys, args.layers),
-        "host copied out": lambda: stream_layers(host, keys, args.layers, LayerKV(kv[0], kv[1])),
-    }
+    names = {chunk.key.hex(): chunk.key for chunk in chunks}
+    paths = sorted((root / "objects").rglob("*.kv"))
+    kv = torch.empty(2, args.tokens, args.heads, args.dim, dtype=DTYPES[args.dtype])
     rows: list[dict[str, object]] = []
-    for cache in ("warm", "cold"):
-        names = [n for n in stream if cache == "warm" or n.startswith("disk")]
-        runs = {"readinto": readinto, **{n: stream[n] for n in names}}
-        before = (lambda: drop_cache(paths)) if cache == "cold" else (lambda: None)
-        times = timed(runs, args.repeats, before)
-        base = statistics.median(times["readinto"])
-        for name, seconds in times.items():
-            median = statistics.median(seconds)
-            rows.append(
-                {
-                    "load": name,
-                    "cache": cache,
-                    "checksum": "none" if name == "readinto" else algorithm,
-                    "gb_per_s": round(total / median / 1e9, 2),
-                    "of_readinto": round(base / median, 2),
-                }
-            )
+    for per_request in (1, args.chunks_per_request):
+        groups = [paths[i : i + per_request] for i in range(0, len(paths), per_request)]
+        keys = [[names[path.stem] for path in group] for group in groups]
+        runs: dict[str, Callable[[], None]] = {
+            "readinto": partial(read_plainly, groups, buffer_for(groups[0])),
+            "disk": partial(stream_layers, disk, keys, args.layers),
+            "disk O_DIRECT": partial(stream_layers, direct, keys, args.layers),
+            "host, views": partial(stream_layers, host, keys, args.layers),
+            "host, copied out": partial(stream_layers, host, keys, args.layers, LayerKV(*kv)),
+        }
+        for cache in ("warm", "cold"):
+            if cache == "cold":
+                runs = {n: run for n, run in runs.items() if not n.startswith("host")}
+            times = timed(runs, args.repeats, paths if cache == "cold" else [])
+            rows += describe(times, paths, cache, algorithm, per_request)
     for store in (disk, direct, host):
         store.close()
     return rows
 
 
+def config(args: argparse.Namespace, tier: TierConfig) -> StoreConfig:
+    """One tier alone: nothing is promoted, every load goes to it."""
+    return StoreConfig((tier,), io_threads=args.io_threads)
+
+
+def describe(
+    times: dict[str, list[float]], paths: list[Path], cache: str, algorithm: str, per_request: int
+) -> list[dict[str, object]]:
+    total = sum(path.stat().st_size for path in paths)
+    base = statistics.median(times["readinto"])
+    return [
+        {
+            "load": name,
+            "chunks_per_request": per_request,
+            "cache": cache,
+            "checksum": "none" if name == "readinto" else algorithm,
+            "gb_per_s": round(total / statistics.median(seconds) / 1e9, 2),
+            "of_readinto": round(base / statistics.median(seconds), 2),
+            "samples": len(seconds),
+        }
+        for name, seconds in times.items()
+    ]
+
+
+def buffer_for(paths: list[Path]) -> memoryview:
+    return memoryview(bytearray(sum(path.stat().st_size for path in paths)))
+
+
+def read_plainly(groups: list[list[Path]], buffer: memoryview) -> None:
+    """The baseline: one thread, one buffer per request, nothing checked."""
+    for group in groups:
+        at = 0
+        for path in group:
+            with path.open("rb", buffering=0) as file:
+                at += file.readinto(buffer[at:]) or 0
+
+
 def stream_layers(
-    store: KVStore, keys: list[ChunkKey], num_layers: int, out: LayerKV | None = None
+    store: KVStore, requests: list[list[ChunkKey]], num_layers: int, out: LayerKV | None = None
 ) -> None:
-    """One request after another, a chunk each; with `out` each layer is decoded into it."""
-    for key in keys:
-        with store.acquire([key]) as lease:
+    """One request after another; with `out` each layer is also copied there, as a request does."""
+    for keys in requests:
+        with store.acquire(keys) as lease:
             transfer = store.load(lease)
             for layer in range(num_layers):
                 for encoded in transfer.wait_layer(layer).values():
-                    encoded.decode(out)
+                    if out is not None:
+                        encoded.decode(out)
             assert not transfer.lost, transfer.lost
+            assert not lease.missing, lease.missing
 
 
 def timed(
-    runs: dict[str, Callable[[], None]], repeats: int, before: Callable[[], None]
+    runs: dict[str, Callable[[], None]], repeats: int, drop: list[Path]
 ) -> dict[str, list[float]]:
-    """Like `alternate`, with an untimed step before each run."""
+    """Seconds of each run, in turns. A sample during which other processes took more than a tenth
+    of one core is thrown away: a load that works on all cores would suffer more than its baseline.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for i in range(-1, repeats):
+    give_up_s = time.monotonic() + 30 * repeats
+    for run in runs.values():
+        run()
+    while min(len(seconds) for seconds in times.values()) < repeats:
         for name, run in runs.items():
-            before()
-            start = time.perf_counter()
+            drop_cache(drop)
+            busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
             run()
-            if i >= 0:
-                times[name].append(time.perf_counter() - start)
+            elapsed = time.perf_counter() - start
+            foreign = busy_seconds() - busy - (time.process_time() - own)
+            if foreign <= max(0.1 * elapsed, 0.02) or time.monotonic() > give_up_s:
+                times[name].append(elapsed)
     return times
+
+
+def busy_seconds() -> float:
+    """CPU time all processes of this machine have used."""
+    fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(fields[:3]) + sum(fields[5:8])) / os.sysconf("SC_CLK_TCK")
 
 
 def drop_cache(paths: list[Path]) -> None:
@@ -222,7 +258,7 @@ def bench_codecs(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def show(loads: list[dict[str, object]], codecs: list[dict[str, object]]) -> None:
-    console = Console()
+    console = Console(width=110)
     for title, rows in (("loads", loads), ("codecs", codecs)):
         table = Table(title=f"{title}: {device_words()}", title_justify="left")
         for column in rows[0]:

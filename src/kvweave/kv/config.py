@@ -1,5 +1,6 @@
 """Settings of the chunk KV store, one frozen dataclass per part, one comment per field."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,8 +83,8 @@ class StoreConfig:
 
     tiers: tuple[TierConfig, ...] = (HostTierConfig(),)
     policy: str = "pgdsf"  # what stays: lru, lfu, gdsf or pgdsf
-    io_threads: int = 4  # readers per tier
-    lookahead_layers: int = 8  # layers asked for ahead of the one being waited for
+    io_threads: int = min(4, os.cpu_count() or 1)  # readers per tier
+    lookahead_layers: int = 16  # layers asked for ahead of the one being waited for
     write_behind_bytes: int = 512 * MIB  # per tier: accepted but not yet written
     local_deadline_s: float = 30.0  # a disk that gives nothing for this long counts as a miss
     remote_deadline_s: float = 3.0  # the same for remote tiers

@@ -163,10 +163,9 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
     if total != object_bytes:
         raise TierCorrupt(f"object has {object_bytes} bytes, its header says {total}")
     at = _FIXED.size
-    layers = tuple(
-        Section(*_LAYER.unpack_from(raw, at + i * _LAYER.size)) for i in range(num_layers)
-    )
-    at += num_layers * _LAYER.size
+    end = at + num_layers * _LAYER.size
+    layers = tuple(map(Section._make, _LAYER.iter_unpack(raw[at:end])))
+    at = end
     extras: dict[str, Section] = {}
     for i in range(num_extras):
         name, *section = _EXTRA.unpack_from(raw, at + i * _EXTRA.size)

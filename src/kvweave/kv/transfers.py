@@ -122,6 +122,7 @@ class Transfer:
         self._lease = lease
         self._sources = dict(sources)
         self._lookahead = lookahead_layers
+        self._asked = 0  # layers [0, asked) were asked for
         self._want(0)
 
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
@@ -157,6 +158,8 @@ class Transfer:
 
     def _want(self, layer: int) -> None:
         """Ask layer by layer over all chunks, so that early layers of all come first."""
-        for end in range(layer + 1, layer + 1 + self._lookahead):
+        end = layer + 1 + self._lookahead
+        for each in range(self._asked, end):
             for source in self._sources.values():
-                source.want(end)
+                source.want(each + 1)
+        self._asked = max(self._asked, end)

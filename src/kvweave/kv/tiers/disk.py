@@ -75,7 +75,7 @@ class DiskTier:
 
     durable: ClassVar[bool] = True
     remote: ClassVar[bool] = False
-    best_read_bytes: ClassVar[int] = 1 << 18
+    best_read_bytes: ClassVar[int] = 4 << 20
 
     def __init__(self, cfg: DiskTierConfig) -> None:
         self.name = "disk"
