@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvweave.kv.checksum import Buffer
-from kvweave.kv.config import DiskTierConfig, FaultPlan
+from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig, StoreConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import verify_object
 from kvweave.kv.places import make_place
@@ -153,3 +153,88 @@ def _settle(store: KVStore) -> None:
     while store.num_pinned() and time.monotonic() < give_up_s:
         time.sleep(0.01)
     assert store.num_pinned() == 0
+
+
+BIG_TOKENS = 2800  # more than 1 MiB: copying one takes long enough for others to come between
+BIG_CHUNKS = 8
+
+
+def test_a_chunk_saved_while_it_is_evicted_never_shows_another_chunks_bytes(
+    tmp_path: Path,
+) -> None:
+    chunks = [make_chunk(number, num_tokens=BIG_TOKENS) for number in range(BIG_CHUNKS)]
+    want = [[kv.k for kv in make_layers(n, num_tokens=BIG_TOKENS)] for n in range(BIG_CHUNKS)]
+    size = chunks[0].header.total_bytes
+    assert size >= 1 << 20
+    host = HostTierConfig(4 * size, pinned=False)
+    disk = DiskTierConfig(tmp_path, capacity_bytes=2 * size, fsync=False)
+    store = KVStore(StoreConfig(tiers=(host, disk), policy="lru"))
+    wrong: list[str] = []
+    num_checked = [0]
+    end_s = time.monotonic() + 2.0
+
+    def use(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while time.monotonic() < end_s and not wrong:
+                number = rng.randrange(BIG_CHUNKS)
+                action = rng.random()
+                if action < 0.57:
+                    store.save(chunks[number], cost_s=0.1)
+                    continue
+                if action < 0.6:
+                    store.delete([chunks[number].key])
+                    continue
+                with store.acquire([chunks[number].key]) as lease:
+                    transfer = store.load(lease)
+                    for layer in range(LAYERS):
+                        for encoded in transfer.wait_layer(layer).values():
+                            num_checked[0] += 1
+                            if not torch.equal(encoded.decode().k, want[number][layer]):
+                                wrong.append(f"layer {layer} of chunk {number}")
+        except BaseException as error:
+            wrong.append(repr(error))
+            raise
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert num_checked[0] > 50
+    assert store.flush()
+    _settle(store)
+    store.check_integrity()
+    store.close()
+
+
+class HeldDeletes(DiskTier):
+    """Deletes wait for a sign."""
+
+    def __init__(self, cfg: DiskTierConfig) -> None:
+        super().__init__(cfg)
+        self.begun, self.may_go = threading.Event(), threading.Event()
+
+    def delete(self, key: ChunkKey) -> bool:
+        self.begun.set()
+        assert self.may_go.wait(5)
+        return super().delete(key)
+
+
+def test_a_late_delete_on_disk_does_not_take_what_was_saved_after_it(tmp_path: Path) -> None:
+    cfg = make_config(tmp_path)
+    disk = HeldDeletes(DiskTierConfig(tmp_path))
+    store = KVStore(cfg, places=[make_place(disk, 1 << 30, cfg)])
+    assert store.save(make_chunk(0)).wait(5)
+    deleting = threading.Thread(target=store.delete, args=([make_key(0)],))
+    deleting.start()
+    assert disk.begun.wait(5)
+    ticket = store.save(make_chunk(0))
+    ticket.wait(0.2)  # wrong code would acknowledge it now
+    disk.may_go.set()
+    deleting.join()
+    assert ticket.wait(5)
+    assert disk.size(make_key(0)) == CHUNK_BYTES
+    store.check_integrity()
+    store.close()

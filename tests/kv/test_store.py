@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import FaultPlan
+from kvweave.kv.config import DiskTierConfig, FaultPlan
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.places import make_place
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.kv.usage import UsageBook
 from kvworld import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 
@@ -357,3 +359,66 @@ def test_objects_deleted_by_another_process_are_a_miss(tmp_path: Path) -> None:
         assert load_and_check(store, 0, 1) == set()
         assert store.metrics.value("kv_misses_total", reason="absent") == 2
         store.check_integrity()
+
+
+def test_a_chunk_deleted_while_it_loads_does_not_come_back(tmp_path: Path) -> None:
+    store, _ = make_slow_store(tmp_path, FaultPlan(), host_chunks=4, lookahead_layers=1)
+    store._stock.delete_from(store._stock.places[0], make_key(0))
+    with store.acquire(keys_of(0)) as lease, store.acquire(keys_of(0)) as late:
+        transfer = store.load(lease)
+        assert is_layer_of(0, 0, transfer.wait_layer(0)[make_key(0)])
+        assert store.delete(keys_of(0)) == 1
+        for each in (transfer, store.load(late)):  # both leases still get what they hold
+            for layer in range(LAYERS):
+                assert is_layer_of(0, layer, each.wait_layer(layer)[make_key(0)])
+        assert tier_of(store, 0) is None
+    give_up_s = time.monotonic() + 5
+    while store.num_pinned() and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+    assert tier_of(store, 0) is None
+    assert not list(tmp_path.rglob(f"{make_key(0).hex()}*"))
+    store.check_integrity()
+    store.close()
+
+
+def test_a_remote_tier_does_not_switch_demotion_off(tmp_path: Path) -> None:
+    cfg = make_config(tmp_path / "disk", host_chunks=2)
+    remote = DiskTier(DiskTierConfig(tmp_path / "remote"))
+    remote.name = "remote"
+    capacities = (2 * CHUNK_BYTES, 1 << 30)
+    places = [make_place(open_tier(t), c, cfg) for t, c in zip(cfg.tiers, capacities, strict=True)]
+    store = KVStore(cfg, places=[*places, make_place(remote, None, cfg)])
+    for number in (0, 1):
+        assert store.save(make_chunk(number), wait_s=5).wait(5)
+    for place in store._stock.below:
+        assert store._stock.delete_from(place, make_key(0))
+    for number in (2, 3):
+        assert store.save(make_chunk(number), wait_s=5).wait(5)
+    assert store.flush()
+    assert tier_of(store, 0) == "disk"
+    assert store.metrics.value("kv_demotions_total") == 1
+    store.close()
+
+
+def test_a_busy_disk_is_not_a_broken_one(tmp_path: Path) -> None:
+    plan = FaultPlan(delay=1.0, delay_s=0.05)
+    store, _ = make_slow_store(tmp_path, plan, io_threads=1, locate_deadline_s=0.1)
+    with store.acquire(keys_of(0, 1, 2)) as lease:
+        transfer = store.load(lease)  # 12 reads of 50 ms on one thread
+        with store.acquire([make_key(number) for number in range(900, 920)]) as other:
+            assert len(other.missing) == 20  # more than can be asked in time
+        with store.acquire(keys_of(3)) as other:
+            assert not other.missing
+        for layer in range(LAYERS):
+            assert len(transfer.wait_layer(layer)) == 3
+    assert store.metrics.value("kv_tier_errors_total") == 0
+    store.close()
+
+
+def test_what_was_found_on_disk_is_worth_what_computing_such_a_chunk_takes() -> None:
+    book = UsageBook()
+    book.touch(make_key(0), 1.0, 1000)
+    book.computed(make_key(0), 2.56, 256)
+    assert book.found(make_key(1), 1.0, 1000).cost_s == pytest.approx(2.56)
+    assert book.found(make_key(2), 1.0, 500).cost_s == pytest.approx(1.28)
+    assert book.seen(make_key(2)).cost_per_unit_s == pytest.approx(0.01)

@@ -1,5 +1,9 @@
 """Asking tiers without an index (remote ones, or a folder others write to) whether they have keys,
-for no longer than a deadline."""
+for no longer than a deadline.
+
+Questions have threads of their own: behind the reads of a busy tier they would wait past any
+deadline, and a tier that is merely busy would count as broken.
+"""
 
 import threading
 import time
@@ -7,11 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvweave.errors import TierError
+from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.places import Place
 from kvweave.metrics import Metrics
 
 _MEMO_S = 2.0  # an answer is good for this long: a plan's peek and the acquire that follows it
+_THREADS = 4  # per tier
 
 
 class Located(NamedTuple):
@@ -27,6 +33,7 @@ class Locator:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._memo: dict[tuple[str, ChunkKey], tuple[float, int | None]] = {}
+        self._pools: dict[str, IoPool] = {}
 
     def locate(self, places: Sequence[Place], keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
         """The first of `places`, in order, that has each key. Keys nobody has are left out."""
@@ -41,6 +48,26 @@ class Locator:
         with self._lock:
             for memo in [m for m in self._memo if m[1] == key]:
                 del self._memo[memo]
+
+    def close(self) -> None:
+        """A question that hangs is left behind."""
+        with self._lock:
+            pools = list(self._pools.values())
+        for pool in pools:
+            pool.close(0.1)
+
+    def _pool_of(self, place: Place) -> IoPool:
+        with self._lock:
+            if place.name not in self._pools:
+                self._pools[place.name] = IoPool(f"{place.name}-locate", _THREADS)
+            return self._pools[place.name]
+
+    def _gets_on(self, place: Place) -> bool:
+        """Whether a tier that left questions open still does something: it is slow, not broken."""
+        answered_s = self._pool_of(place).stalled_s()
+        read_s = place.pool.stalled_s()
+        # a pool without jobs has not stalled at all, which says nothing about its tier
+        return any(0.0 < stalled_s < self._deadline_s for stalled_s in (answered_s, read_s))
 
     def _sizes(self, place: Place, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
         sizes: dict[ChunkKey, int] = {}
@@ -57,13 +84,14 @@ class Locator:
             return sizes
         inquiry = _Inquiry(place, asked)
         for key in asked:
-            place.pool.submit(lambda key=key: inquiry.ask(key))  # type: ignore[misc]
+            self._pool_of(place).submit(lambda key=key: inquiry.ask(key))  # type: ignore[misc]
         answers, trouble = inquiry.wait(self._deadline_s)
-        if trouble is not None:
-            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="size")
-            place.reads.failed(trouble, at_once=len(answers) < len(asked))
-        else:
+        is_open = len(answers) < len(asked)
+        if trouble is None or (is_open and self._gets_on(place)):
             place.reads.succeeded()
+        else:
+            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="size")
+            place.reads.failed(trouble, at_once=is_open)
         until_s = time.monotonic() + _MEMO_S
         with self._lock:
             if len(self._memo) > 1 << 16:

@@ -2,11 +2,16 @@
 
 The half of the store that changes tiers. Budgets hold because bytes are reserved before they are
 written and counted until they are really gone. One lock covers all books; no IO happens under it.
+
+A key that leaves the host tier leaves its shelf in the same moment, under the lock. In lower tiers,
+where both take IO, writing and removing one key take turns: a late delete never takes what a save
+has just been told is kept.
 """
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +29,8 @@ from kvweave.kv.writer import Ticket, Writer
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+_TURN_S = 5.0  # how long to wait for a change of the same key in the same tier
 
 
 class Host(NamedTuple):
@@ -44,6 +51,10 @@ class Stock:
         self.host = _host_of(self.places)
         self.below = self.places[1:] if self.host else self.places  # slower tiers, fastest first
         self._metrics = metrics
+        self._changing: set[tuple[str, ChunkKey]] = set()  # being written or removed below the host
+        self._turn = threading.Condition(self.lock)
+        self._demoting: set[ChunkKey] = set()  # off the host tier, not yet with a writer
+        self._demote_to = next((p for p in self.below if p.shelf is not None), None)
         self.writers = {
             place.name: Writer(place.name, cfg.write_behind_bytes, partial(self._write, place))
             for place in self.below
@@ -116,6 +127,13 @@ class Stock:
 
     def _write(self, place: Place, packed: PackedChunk) -> bool:
         """Write one object to a tier below the host. Runs on that tier's writer thread."""
+        with self._turn_of(place, packed.key) as is_mine:
+            if is_mine:
+                return self._write_in_turn(place, packed)
+        self.count_dropped(place, "a delete hangs")
+        return False
+
+    def _write_in_turn(self, place: Place, packed: PackedChunk) -> bool:
         shelf, key, size = place.shelf, packed.key, packed.header.total_bytes
         if shelf is not None:
             with self.lock:
@@ -160,38 +178,58 @@ class Stock:
         """Reserve `size_bytes` in a tier, evicting what is worth less. May block on IO."""
         shelf = place.shelf
         assert shelf is not None
-        is_host = self.host is not None and place is self.host.place
+        leaving: list[tuple[ChunkKey, Memory]] = []
         with self.lock:
             if shelf.reserve(size_bytes):
                 return True
             victims = shelf.evict_for(size_bytes, self.usage.seen(key))
-            outgoing = {v for v, _ in victims or () if is_host and not self._is_below(v)}
-        outgoing = {v for v in outgoing if not any(w.pends(v) for w in self.writers.values())}
+            if self._is_host(place):
+                leaving = self._detach([victim for victim, _ in victims or ()])
         if victims is None:
             self._metrics.count("kv_admissions_refused_total", tier=place.name, reason="worth less")
             return False
-        for victim, _ in victims:
-            if victim in outgoing:
-                self._demote(victim)
-            self.delete_quietly(place, victim)
+        if self._is_host(place):
+            self._send_off(leaving)
+        else:  # on the writer thread, the only one that writes there: nobody can save a victim now
+            for victim, _ in victims:
+                self.delete_quietly(place, victim)
         self._metrics.count("kv_evictions_total", len(victims), tier=place.name)
         with self.lock:
             shelf.settle(size_bytes, victims)
         return True
 
-    def _is_below(self, key: ChunkKey) -> bool:
-        """Whether a slower tier has a key, as far as the books say. Lock is held."""
-        return any(place.shelf is None or key in place.shelf for place in self.below)
-
-    def _demote(self, key: ChunkKey) -> None:
-        """Write an object that leaves the host tier down. Copies it: its memory goes now."""
+    def _detach(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, Memory]]:
+        """Take victims out of the host tier; their bytes stay until `_send_off`. Lock is held."""
         assert self.host is not None
-        memory = self.host.tier.lend(key)
-        target = next((p for p in self.below if p.shelf is not None), None)
-        if memory is None or target is None:
+        leaving = [(key, self.host.tier.detach(key)) for key in keys]
+        self._demoting.update(key for key in keys if self._demote_to and not self._is_below(key))
+        return [(key, memory) for key, memory in leaving if memory is not None]
+
+    def _send_off(self, leaving: Sequence[tuple[ChunkKey, Memory]]) -> None:
+        """Write victims of the host tier down where needed, and free their memory."""
+        assert self.host is not None
+        for key, memory in leaving:
+            self._demote(key, memory)
+            self.host.tier.cancel(memory)
+
+    def _is_below(self, key: ChunkKey) -> bool:
+        """Whether a slower tier has a key or is about to, as far as the books say. What a remote
+        tier has, no book says: it may drop anything any time. Lock is held."""
+        shelved = [(p.shelf, self.writers[p.name]) for p in self.below if p.shelf is not None]
+        return any(key in shelf or writer.pends(key) for shelf, writer in shelved)
+
+    def _demote(self, key: ChunkKey, memory: Memory) -> None:
+        """Write an object that left the host tier down. Copies it: its memory goes now."""
+        target = self._demote_to
+        if target is None or key not in self._demoting:
             return
         copy = PackedChunk.from_bytes(key, memory.view)
-        if self.writers[target.name].offer(copy, Ticket(), wait_s=0.0):
+        with self.lock:
+            if key not in self._demoting:
+                return  # deleted while it was copied
+            self._demoting.discard(key)
+            is_taken = self.writers[target.name].offer(copy, Ticket(), wait_s=0.0)
+        if is_taken:
             self._metrics.count("kv_demotions_total", tier=target.name)
         else:
             self.count_dropped(target, "write-behind is full")
@@ -207,25 +245,54 @@ class Stock:
 
     def delete_from(self, place: Place, key: ChunkKey) -> bool:
         """Remove a key from a tier, at once or with its last lease. True: it was there."""
-        with self.lock:
-            entry = place.shelf.find(key) if place.shelf is not None else None
-            if entry is not None and entry.pins:
-                entry.doomed = True  # perhaps not for the first time
-                return True
-            size = place.shelf.take_off(key) if entry is not None and place.shelf is not None else 0
-        was_here = self.delete_quietly(place, key)
-        self._gone(place, size)
+        if self._is_host(place):
+            with self.lock:
+                return self.delete_from_host(key)
+        with self._turn_of(place, key) as is_mine:
+            if not is_mine:
+                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
+                return False
+            with self.lock:
+                entry = place.shelf.find(key) if place.shelf is not None else None
+                if entry is not None and entry.pins:
+                    entry.doomed = True  # perhaps not for the first time
+                    return True
+                size = self._take_off(place, key)
+            was_here = self.delete_quietly(place, key)
+            self._gone(place, size)
         return was_here
+
+    def delete_from_host(self, key: ChunkKey) -> bool:
+        """Like `delete_from`, and whatever is on its way down stops. Lock is held."""
+        self._demoting.discard(key)
+        if self.host is None:
+            return False
+        entry = self.host.shelf.find(key)
+        if entry is None:
+            return False
+        if entry.pins:
+            entry.doomed = True
+        else:
+            self.host.tier.delete(key)
+            self.host.shelf.unreserve(self.host.shelf.take_off(key))
+        return True
 
     def finish_delete(self, place: Place, key: ChunkKey, entry: Entry) -> None:
         """A doomed entry lost its last pin."""
         assert place.shelf is not None
-        with self.lock:
-            if not place.shelf.has(key, entry) or entry.pins or not entry.doomed:
-                return  # revived by a save, or leased again before that
-            size = place.shelf.take_off(key)
-        self.delete_quietly(place, key)
-        self._gone(place, size)
+        with self._turn_of(place, key) as is_mine:
+            if not is_mine:
+                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
+                return
+            with self.lock:
+                if not place.shelf.has(key, entry) or entry.pins or not entry.doomed:
+                    return  # revived by a save, or leased again before that
+                if self._is_host(place):
+                    self.delete_from_host(key)
+                    return
+                size = self._take_off(place, key)
+            self.delete_quietly(place, key)
+            self._gone(place, size)
 
     def delete_quietly(self, place: Place, key: ChunkKey) -> bool:
         """Delete an object that is off the shelf. Trouble is counted: the bytes may stay behind
@@ -239,17 +306,25 @@ class Stock:
 
     def quarantine(self, place: Place, key: ChunkKey) -> None:
         """Take a damaged object off the books and out of sight."""
-        with self.lock:
-            size = 0
-            if place.shelf is not None and key in place.shelf:
-                size = place.shelf.take_off(key)
-        try:
-            if place.tier.quarantine(key):
-                self._metrics.count("kv_quarantined_total", tier=place.name)
-        except TierError as error:
-            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
-            place.writes.failed(str(error))
-        self._gone(place, size)
+        assert not self._is_host(place), "nothing arrives from the host tier"
+        with self._turn_of(place, key) as is_mine:
+            if not is_mine:
+                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
+                return
+            with self.lock:
+                size = self._take_off(place, key)
+            try:
+                if place.tier.quarantine(key):
+                    self._metrics.count("kv_quarantined_total", tier=place.name)
+            except TierError as error:
+                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
+                place.writes.failed(str(error))
+            self._gone(place, size)
+
+    def _take_off(self, place: Place, key: ChunkKey) -> int:
+        """Off the shelf; give `_gone` the size when the bytes are. Lock is held."""
+        is_here = place.shelf is not None and key in place.shelf
+        return place.shelf.take_off(key) if is_here and place.shelf is not None else 0
 
     def _gone(self, place: Place, size_bytes: int) -> None:
         if place.shelf is not None and size_bytes:
@@ -261,6 +336,27 @@ class Stock:
         with self.lock:
             if place.shelf is not None and key in place.shelf:
                 place.shelf.unreserve(place.shelf.take_off(key))
+
+    # ---- turns
+
+    @contextmanager
+    def _turn_of(self, place: Place, key: ChunkKey) -> Iterator[bool]:
+        """The only change of this key in this tier while it lasts. False: another one hangs."""
+        name = (place.name, key)
+        with self.lock:
+            is_mine = self._turn.wait_for(lambda: name not in self._changing, _TURN_S)
+            if is_mine:
+                self._changing.add(name)
+        try:
+            yield is_mine
+        finally:
+            if is_mine:
+                with self.lock:
+                    self._changing.discard(name)
+                    self._turn.notify_all()
+
+    def _is_host(self, place: Place) -> bool:
+        return self.host is not None and place is self.host.place
 
     # ---- books
 

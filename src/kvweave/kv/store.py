@@ -63,6 +63,7 @@ class KVStore:
         )
         self._locator = Locator(cfg.locate_deadline_s, self.metrics)
         self._arrivals: dict[ChunkKey, Arrival] = {}  # under way and joinable
+        self._keepable: set[Arrival] = set()  # under way, and nobody deleted the chunk since
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
         self._hooks = Hooks(self._land, self._complete, self._idle, self._arrival_failed)
 
@@ -72,7 +73,7 @@ class KVStore:
         """Where each chunk's KV is, in the order asked. Pins nothing, touches nothing."""
         answers = {key: self._peek_books(key) for key in dict.fromkeys(keys)}
         unknown = [key for key, answer in answers.items() if answer is None]
-        for key, located in self._locator.locate(self._stock.below, unknown).items():
+        for key, located in self._locate(unknown).items():
             answers[key] = Peek(Residency.HERE, located.place.name, located.size_bytes)
         absent = Peek(Residency.ABSENT, None, None)
         return [answers[key] or absent for key in keys]
@@ -82,7 +83,7 @@ class KVStore:
         self._release_orphans()
         unique = list(dict.fromkeys(keys))
         unknown = [key for key in unique if self._peek_books(key) is None]
-        located = self._locator.locate(self._stock.below, unknown)
+        located = self._locate(unknown)
         now_s = time.time()
         tiers: dict[ChunkKey, str] = {}
         missing: dict[ChunkKey, Miss] = {}
@@ -120,8 +121,11 @@ class KVStore:
                 if arrival is None:
                     place = self._by_name[lease.tiers[key]]
                     arrival = Arrival(key, place.tier, place.pool, place.deadline_s, self._hooks)
-                    self._arrivals[key] = arrival
                     started.append(arrival)
+                    pin = lease.holds.pins.get(key)
+                    if pin is None or not pin.entry.doomed:  # deleted: for this lease alone
+                        self._arrivals[key] = arrival
+                        self._keepable.add(arrival)
                 else:
                     self.metrics.count("kv_loads_joined_total", tier=arrival.tier_name)
                 arrival.users += 1
@@ -144,10 +148,10 @@ class KVStore:
         and then drops the write, which is counted. Saving twice is harmless.
         """
         with self._lock:
+            self._stock.usage.touch(packed.key, time.time(), packed.header.total_bytes)
             if cost_s is not None:
                 tokens = max(1, packed.header.shape.num_tokens)
                 self._stock.usage.computed(packed.key, cost_s, tokens)
-            self._stock.usage.touch(packed.key, time.time(), packed.header.total_bytes)
         ticket = Ticket()
         in_host = self._stock.save_to_host(packed)
         for place in self._stock.below:
@@ -157,18 +161,29 @@ class KVStore:
         return ticket
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Remove chunks from every tier; leased copies go when their lease does. Blocks on IO.
+        """Remove chunks from every tier; leased copies go when their lease does, and so does what
+        a load under way brings. Blocks on IO.
 
         Returns how many of the keys some tier had. A tier that fails is counted.
         """
         had = 0
         for key in dict.fromkeys(keys):
+            found = [self._delete_at_hand(key)]  # from now on nothing is written down
             for writer in self._stock.writers.values():
                 writer.forget(key)
             self._locator.forget(key)
-            found = [self._stock.delete_from(place, key) for place in self._stock.places]
+            found += [self._stock.delete_from(place, key) for place in self._stock.below]
+            found.append(self._delete_at_hand(key))  # what a lower tier still gave meanwhile
             had += any(found)
         return had
+
+    def _delete_at_hand(self, key: ChunkKey) -> bool:
+        """Remove a chunk from the host tier, and see to it that no load under way brings it back.
+        True: the host tier had it."""
+        with self._lock:
+            self._arrivals.pop(key, None)
+            self._keepable = {a for a in self._keepable if a.key != key}
+            return self._stock.delete_from_host(key)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until every accepted write was tried. False: some tier is too slow for that."""
@@ -183,6 +198,7 @@ class KVStore:
         """Finish accepted writes for at most `timeout_s` per tier, then let go of everything."""
         for writer in self._stock.writers.values():
             writer.close(timeout_s)
+        self._locator.close()
         for place in self._stock.places:
             place.pool.close(1.0)
             place.tier.close()
@@ -239,6 +255,15 @@ class KVStore:
             if arrival is not None:
                 return Peek(Residency.ARRIVING, arrival.tier_name, None)
         return None
+
+    def _locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
+        """Ask the tiers for what is not in the books. The deleted that only await their last lease
+        are not looked for: their bytes are still there."""
+        shelves = [place.shelf for place in self._stock.places if place.shelf is not None]
+        with self._lock:
+            entries = {key: [shelf.find(key) for shelf in shelves] for key in keys}
+        doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
+        return self._locator.locate(self._stock.below, [k for k in keys if k not in doomed])
 
     def _find(
         self, key: ChunkKey, located: dict[ChunkKey, Located]
@@ -327,6 +352,8 @@ class KVStore:
         if not landing.stays:
             return
         with self._lock:
+            if arrival not in self._keepable:
+                return  # deleted meanwhile: the bytes go with the arrival
             entry = self._stock.shelve_in_host(arrival.key, header, landing.memory)
             if entry is None:
                 return  # saved by somebody else meanwhile: our copy goes with the arrival
@@ -343,6 +370,7 @@ class KVStore:
             if arrival.users > 0 or arrival.disposed:
                 return
             arrival.disposed = True
+            self._keepable.discard(arrival)
             landing, entry = arrival.landing, arrival.kept
             doomed = False
             if entry is not None:

@@ -18,6 +18,8 @@ class UsageBook:
         self._records: OrderedDict[ChunkKey, UsageRecord] = OrderedDict()
         self._mean_cost_s = 0.0  # per token, over all that was computed: stands in for unknowns
         self._num_costs = 0
+        self._mean_cost_per_byte_s = 0.0  # tokens of an object found on disk are not known here
+        self._num_sized_costs = 0
 
     def touch(self, key: ChunkKey, now_s: float, size_bytes: int) -> Usage:
         """One access."""
@@ -35,8 +37,13 @@ class UsageBook:
         return self.seen(key)
 
     def computed(self, key: ChunkKey, cost_s: float, num_tokens: int) -> None:
-        """It was computed, which took `cost_s` seconds."""
-        self._record(key).computed(cost_s, num_tokens)
+        """It was computed, which took `cost_s` seconds. Touch it first: then its size is known."""
+        record = self._record(key)
+        record.computed(cost_s, num_tokens)
+        if record.size:
+            self._num_sized_costs += 1
+            mean_s = self._mean_cost_per_byte_s
+            self._mean_cost_per_byte_s += (cost_s / record.size - mean_s) / self._num_sized_costs
         self._num_costs += 1
         self._mean_cost_s += (cost_s / num_tokens - self._mean_cost_s) / self._num_costs
 
@@ -45,7 +52,8 @@ class UsageBook:
         usage = record.seen()
         if record.misses:
             return usage
-        return usage._replace(cost_s=self._mean_cost_s, cost_per_unit_s=self._mean_cost_s)
+        cost_s = self._mean_cost_per_byte_s * record.size
+        return usage._replace(cost_s=cost_s, cost_per_unit_s=self._mean_cost_s)
 
     def _record(self, key: ChunkKey) -> UsageRecord:
         record = self._records.get(key)

@@ -86,6 +86,13 @@ class HostTier:
                 self._give_back(kept.memory)
         return kept is not None
 
+    def detach(self, key: ChunkKey) -> Memory | None:
+        """Take an object away but leave its bytes where they are, until `cancel` frees them: an
+        object saved under that key meanwhile is another one and stays."""
+        with self._lock:
+            kept = self._kept.pop(key, None)
+        return None if kept is None else kept.memory
+
     def quarantine(self, key: ChunkKey) -> bool:
         return self.delete(key)
 
