@@ -1,6 +1,7 @@
 """`kvweave cache` on a small store: what people see, and what it refuses."""
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvweave.cli.cache import command
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, TierError
+from kvweave.kv import layout
 from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.tiers.disk import DiskTier
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.tiers.disk import DiskReader, DiskTier
 from kvworld import CHUNK_BYTES, make_chunk, make_context, make_key
 
 
@@ -124,3 +127,43 @@ def test_looking_at_a_store_does_not_load_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr.decode()
     assert b"1 objects" in done.stdout
+
+
+@pytest.mark.parametrize("num_layers", [0, 2**20])
+def test_a_forged_header_ends_no_command(tmp_path: Path, num_layers: int) -> None:
+    tier = make_store(tmp_path)
+    raw = bytearray(make_chunk(7).view)
+    struct.pack_into("<I", raw, 56, num_layers)
+    raw[4088:4096] = layout._header_checksum(raw[:4088])
+    tier.write(make_key(7), [raw])
+    listed = run_json("ls", "--store", tmp_path)["objects"]
+    assert [o["codec"] for o in listed if o["key"] == make_key(7).hex()] == ["damaged"]
+    assert run_json("stat", "--store", tmp_path)["objects"] == 4
+    assert run_json("verify", "--store", tmp_path, exit_code=1)["damaged"] == 1
+    assert run_json("gc", "--store", tmp_path, "--foreign")["deleted"] == 0
+
+
+def test_looking_sweeps_nothing_and_gc_does(tmp_path: Path) -> None:
+    tier = make_store(tmp_path)
+    (tmp_path / "tmp" / "dead.tmp").write_bytes(b"half")
+    for verb in (["ls"], ["stat"], ["verify"], ["gc", "--dry-run"], ["rm", make_key(0).hex()]):
+        run(verb[0], "--store", tmp_path, *verb[1:])
+        assert len(tier.temporaries()) == 1, verb
+    run("gc", "--store", tmp_path)
+    assert tier.temporaries() == []
+
+
+def test_an_object_that_cannot_be_opened_does_not_end_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_store(tmp_path)
+    real_open = DiskTier.open
+
+    def refuse(tier: DiskTier, key: ChunkKey) -> DiskReader | None:
+        if key == make_key(1):
+            raise TierError("disk cannot open it: Permission denied")
+        return real_open(tier, key)
+
+    monkeypatch.setattr(DiskTier, "open", refuse)
+    found = run_json("verify", "--store", tmp_path, exit_code=1)
+    assert (found["ok"], found["unreadable"]) == (2, 1)

@@ -14,8 +14,12 @@ from kvweave.kv.config import (
     HostTierConfig,
     RedisTierConfig,
     S3TierConfig,
+    StoreConfig,
 )
+from kvweave.kv.keys import KeyContext, context_of
 from kvweave.kv.memory import new_memory
+from kvweave.kv.residency import Residency
+from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.host import HostTier
@@ -138,6 +142,82 @@ def test_the_sweep_takes_dead_temporaries_and_leaves_live_ones(tmp_path: Path) -
         tier = DiskTier(DiskTierConfig(tmp_path))
         assert tier.temporaries() == [live]
     assert DiskTier(DiskTierConfig(tmp_path)).temporaries() == []
+
+
+def test_a_file_between_its_last_byte_and_its_name_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, chunk = DiskTier(DiskTierConfig(tmp_path)), make_chunk()
+    real_replace = os.replace
+
+    def replace(source: object, target: object) -> None:
+        DiskTier(DiskTierConfig(tmp_path))  # another process opens the store just now
+        real_replace(source, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert tier.write(chunk.key, [chunk.view]) is True
+    assert tier.size(chunk.key) == len(chunk.view)
+
+
+def test_every_folder_that_got_an_entry_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Path] = set()
+    real_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    root, chunk = tmp_path / "deep" / "store", make_chunk()
+    DiskTier(DiskTierConfig(root)).write(chunk.key, [chunk.view])
+    (file,) = root.rglob("*.kv")
+    assert {tmp_path, *(p for p in file.parents if p.is_relative_to(tmp_path))} <= synced
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("where", ["objects/*", "objects/*/*", "tmp", "quarantine"])
+def test_an_unreadable_folder_is_left_out_and_named_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: str,
+    code: int,
+) -> None:
+    tier = DiskTier(DiskTierConfig(tmp_path))
+    other = KeyContext("another", "float32", "raw", "tokens", (), "none")
+    good, bad, aside = make_key(0), make_key(0, other), make_key(5)
+    for key in (good, bad, aside):
+        tier.write(key, [make_chunk().view])
+    tier.quarantine(aside)
+    hit = tmp_path / where.replace("*", context_of(bad).hex(), 1)
+    (hit,) = hit.parent.glob(hit.name)
+    real_scandir = os.scandir
+
+    def scandir(path: object) -> object:
+        if Path(str(path)) == hit:
+            raise OSError(code, os.strerror(code))
+        return real_scandir(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    tier = DiskTier(DiskTierConfig(tmp_path))
+    for _ in range(2):
+        found = {each.key for each in tier.scan()}
+        assert found == ({good} if where.startswith("objects") else {good, bad})
+        tier.quarantined()
+    assert caplog.text.count("is left out") == 1
+    with KVStore(StoreConfig(tiers=(DiskTierConfig(tmp_path),))) as store:
+        assert store.peek([good])[0].residency is Residency.HERE
+
+
+def test_objects_that_cannot_be_listed_at_all_are_a_tier_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(DiskTierConfig(tmp_path))
+    monkeypatch.setattr(os, "scandir", fail_with(errno.EIO))
+    with pytest.raises(TierError, match="cannot list"):
+        list(tier.scan())
 
 
 def test_quarantine_is_bounded(tmp_path: Path) -> None:

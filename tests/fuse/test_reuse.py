@@ -13,6 +13,7 @@ from kvweave.fuse.encode import encode_chunks, encode_preamble, passes
 from kvweave.fuse.fused_pass import Placement, fused_pass
 from kvweave.fuse.reuse import Reused, prefill_with_reuse
 from kvweave.kernels.rope import rotate
+from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.objects import EncodedLayer, layer_of, pack_chunk
@@ -186,6 +187,33 @@ def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
             torch.testing.assert_close(again.logits, reused.logits)
         victim.parent.mkdir(parents=True, exist_ok=True)
         victim.write_bytes(pristine)
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize(
+    "wrong", ["fewer layers", "more layers", "fewer tokens", "more heads", "smaller heads"]
+)
+def test_stored_kv_of_another_shape_is_computed_instead(
+    decoder: Decoder, tmp_path: Path, wrong: str, host: bool
+) -> None:
+    tier = HostTierConfig(1 << 24) if host else DiskTierConfig(tmp_path / "kv")
+    with KVStore(StoreConfig(tiers=(tier,))) as store:
+        want = answer(decoder, store, CHUNKS, saved=[CHUNKS[0]])
+        encoder = ChunkEncoder(decoder, store, context_of(decoder))
+        (layers,) = encode_chunks(decoder, encoder.preamble, [CHUNKS[2]])
+        if wrong.endswith(" layers"):
+            layers = layers[:-1] if wrong == "fewer layers" else [*layers, layers[-1]]
+        cut = {
+            "fewer tokens": lambda x: x[1:],
+            "more heads": lambda x: torch.cat([x, x], dim=1),
+            "smaller heads": lambda x: x[..., ::2],
+        }.get(wrong, lambda x: x)
+        layers = [LayerKV(cut(kv.k), cut(kv.v)) for kv in layers]
+        store.save(pack_chunk(encoder.key(CHUNKS[2]), layers))
+        got = answer(decoder, store, CHUNKS, saved=[])
+        assert got.computed[encoder.key(CHUNKS[2])] is Miss.CORRUPT
+        assert got.reused == (encoder.key(CHUNKS[0]),)
+        torch.testing.assert_close(got.logits, want.logits)
 
 
 def test_encoding_again_computes_nothing(decoder: Decoder, store: KVStore) -> None:

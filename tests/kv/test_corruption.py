@@ -1,17 +1,19 @@
 """Flip any byte of a stored file: its chunk is refused, counted and put aside; never served."""
 
 import random
+import struct
 import time
 from pathlib import Path
 
 import pytest
 
 from kvweave.errors import TierCorrupt
+from kvweave.kv import layout
 from kvweave.kv.objects import verify_object
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
-from kvworld import LAYERS, is_layer_of, make_chunk, make_config
+from kvworld import LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 CHUNK = make_chunk(7, extras={"anchors": b"12345"})
 
@@ -124,3 +126,19 @@ def test_chunks_of_another_model_are_an_ordinary_miss(tmp_path: Path) -> None:
         other = make_key(0, make_context(model="weights-2"))
         with store.acquire([other]) as lease:
             assert lease.missing == {other: Miss.ABSENT}
+
+
+def test_a_forged_header_is_a_miss_and_never_a_hang(tmp_path: Path) -> None:
+    cfg = make_config(tmp_path, host_chunks=None)
+    tier = DiskTier(cfg.tiers[0])  # type: ignore[arg-type]
+    forged = (("<I", 56, 0), ("<I", 56, 2**31), ("<I", 72, 0), ("<I", 60, 5000), ("<Q", 136, 2**40))
+    for number, (form, at, value) in enumerate(forged):
+        raw = bytearray(make_chunk(number).view)
+        struct.pack_into(form, raw, at, value)
+        raw[4088:4096] = layout._header_checksum(raw[:4088])
+        tier.write(make_key(number), [raw])
+    keys = [make_key(number) for number in range(len(forged))]
+    with KVStore(cfg) as store, store.acquire(keys) as lease:
+        transfer = store.load(lease)
+        assert transfer.wait_layer(0) == {}
+        assert set({**lease.missing, **transfer.lost}.values()) == {Miss.CORRUPT}

@@ -7,6 +7,7 @@ import pytest
 from kvweave.errors import TierCorrupt, TierForeign
 from kvweave.kv import checksum, layout
 from kvweave.kv.arrivals import plan_spans
+from kvweave.kv.codec import DTYPES
 from kvweave.kv.layout import ALIGN, LAYOUT_VERSION, parse_header
 from kvworld import make_chunk, make_key
 
@@ -85,3 +86,56 @@ def test_reads_cover_every_byte_behind_the_header_once() -> None:
             header.total_bytes,
         )
         assert [i for s in spans for i in range(s.first, s.end)] == list(range(7))
+
+
+FIELDS = {"layers": 56, "tokens": 60, "heads": 64, "dim": 68, "align": 72, "extras": 76}
+
+
+def resealed(raw: bytearray, header_bytes: int = ALIGN) -> bytearray:
+    """The same bytes with a right header checksum: it has no key, so anybody can make one."""
+    raw[header_bytes - 8 : header_bytes] = layout._header_checksum(raw[: header_bytes - 8])
+    return raw
+
+
+def with_field(field: str, value: int) -> bytearray:
+    raw = bytearray(make_chunk(extras={"anchors": b"abc"}).view)
+    struct.pack_into("<I", raw, FIELDS[field], value)
+    return resealed(raw)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("layers", n) for n in (0, 1, 4, 2**20, 2**31)),
+        *((field, 0) for field in ("tokens", "heads", "dim", "align", "extras")),
+        ("align", 512),
+        ("extras", 2),
+        ("extras", 2**31),
+    ],
+)
+def test_a_checksummed_header_that_claims_nonsense_is_corrupt(field: str, value: int) -> None:
+    raw = with_field(field, value)
+    with pytest.raises(TierCorrupt):
+        parse_header(raw, make_key(), len(raw))
+
+
+@pytest.mark.parametrize("at", [80, 96, 112], ids=["dtype", "codec", "algorithm"])
+def test_a_name_that_is_not_ascii_is_corrupt(at: int) -> None:
+    raw = bytearray(make_chunk().view)
+    raw[at : at + 16] = b"\xff" * 16
+    with pytest.raises(TierCorrupt, match="as a name"):
+        parse_header(resealed(raw), make_key(), len(raw))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(0, 0), (0, 2 * ALIGN), (1, 0), (1, ALIGN + 1), (1, 2**63)]
+)
+def test_sections_that_do_not_tile_the_object_are_corrupt(field: int, value: int) -> None:
+    raw = bytearray(make_chunk().view)
+    struct.pack_into("<Q", raw, layout._FIXED.size + 8 * field, value)  # of layer 0
+    with pytest.raises(TierCorrupt):
+        parse_header(resealed(raw), make_key(), len(raw))
+
+
+def test_what_is_written_is_what_a_codec_can_decode() -> None:
+    assert tuple(DTYPES) == layout.DTYPES

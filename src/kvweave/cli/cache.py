@@ -110,10 +110,11 @@ def verify(store: Path, as_json: bool, repair: bool) -> None:
     counts = {"ok": 0, "damaged": 0, "foreign": 0, "unreadable": 0, "quarantined": 0}
     problems: list[dict[str, str]] = []
     for each in tier.scan():
-        reader = tier.open(each.key)
-        if reader is None:
-            continue  # deleted meanwhile
+        reader = None
         try:
+            reader = tier.open(each.key)
+            if reader is None:
+                continue  # deleted meanwhile
             verify_object(reader, each.key)
             counts["ok"] += 1
         except TierError as error:
@@ -123,7 +124,8 @@ def verify(store: Path, as_json: bool, repair: bool) -> None:
             if repair and kind == "damaged":
                 counts["quarantined"] += tier.quarantine(each.key)
         finally:
-            reader.close()
+            if reader is not None:
+                reader.close()
     if as_json:
         click.echo(json.dumps({**counts, "problems": problems}))
     else:
@@ -154,7 +156,7 @@ def gc(
     dry_run: bool,
 ) -> None:
     """Free space: leftovers of dead writers and quarantine always, objects by the options."""
-    tier = _open(store)  # opening sweeps what dead writers left
+    tier = _open(store, sweep=not dry_run)  # opening removes what dead writers left
     newest_first = sorted(tier.scan(), key=lambda o: -o.written_s)
     oldest_s = 0.0 if max_age_days is None else time.time() - max_age_days * 86400
     doomed: list[StoredObject] = []
@@ -201,11 +203,11 @@ def rm(store: Path, as_json: bool, keys: tuple[str, ...]) -> None:
     click.echo(json.dumps({"deleted": deleted}) if as_json else f"deleted {deleted}")
 
 
-def _open(store: Path) -> DiskTier:
+def _open(store: Path, *, sweep: bool = False) -> DiskTier:
     """The tier in a folder, which must be one: a typo must not make a new store."""
     if not (store / "objects").is_dir():
         raise ConfigError(f"{store} holds no chunk KV; give the folder `kvweave ingest` wrote to")
-    return DiskTier(DiskTierConfig(store))
+    return DiskTier(DiskTierConfig(store), sweep=sweep)
 
 
 def _resolve(tier: DiskTier, text: str) -> ChunkKey:

@@ -56,7 +56,8 @@ def fused_pass(
 
     `rows` are the positions to compute, ascending, the last token among them. Every other position
     is covered by the preamble or a placement. `wait_layer` blocks until a layer's bytes are there.
-    Raises ChunkLost when a placed chunk fails on the way; `kv` then holds garbage.
+    Raises ChunkLost when a placed chunk fails on the way, or when what arrives is not of this model
+    and length; `kv` then holds garbage.
     """
     assert rows[-1] == len(prompt_ids) - 1, "the last token is always computed"
     positions = torch.tensor(rows)  # [R] on the host
@@ -67,7 +68,9 @@ def fused_pass(
     h = decoder.embed(torch.tensor([prompt_ids[i] for i in rows], device=decoder.device))
     last = decoder.spec.num_layers - 1
     for layer in range(last + 1):
-        _stitch(layer, preamble, placements, placed, wait_layer(layer), kv)
+        arrived = wait_layer(layer)
+        _check_arrived(decoder, placements, arrived)
+        _stitch(layer, preamble, placements, placed, arrived, kv)
         projected = decoder.qkv(layer, h)
         q, at, turn = projected.q, positions, angles
         keys, values = kv.keys(layer), kv.values(layer)
@@ -86,6 +89,21 @@ def _turn_of(decoder: Decoder, placement: Placement) -> Angles:
     return decoder.angles(torch.arange(start, end, device=decoder.device))
 
 
+def _check_arrived(
+    decoder: Decoder, placements: Sequence[Placement], arrived: Mapping[ChunkKey, EncodedLayer]
+) -> None:
+    """Raise ChunkLost unless every placed chunk is there and has the shape of its place."""
+    spec = decoder.spec
+    lost = [
+        p.key
+        for p in placements
+        if p.key not in arrived
+        or arrived[p.key].shape[:3] != (p.num_tokens, spec.num_kv_heads, spec.head_dim)
+    ]
+    if lost:
+        raise ChunkLost(lost)
+
+
 def _stitch(
     layer: int,
     preamble: Preamble,
@@ -95,16 +113,12 @@ def _stitch(
     kv: KVBuffer,
 ) -> None:
     """Lay one layer of everything that is not computed into the request's buffer."""
-    lost = [p.key for p in placements if p.key not in arrived]
-    if lost:
-        raise ChunkLost(lost)
     keys, values = kv.keys(layer), kv.values(layer)
     if preamble.layers:
         keys[: len(preamble.token_ids)] = preamble.layers[layer].k
         values[: len(preamble.token_ids)] = preamble.layers[layer].v
     for placement, turn in zip(placements, turns, strict=True):
         stored = arrived[placement.key].decode()
-        assert len(stored.k) == placement.num_tokens, "the key names another chunk's KV"
         place = slice(placement.start, placement.start + placement.num_tokens)
         rotate(stored.k.to(keys.device), turn, out=keys[place])
         values[place] = stored.v.to(values.device)

@@ -44,7 +44,10 @@ def prefill_with_reuse(
     prompt_ids += question_ids
     with store.acquire([key for key, _ in chunks]) as lease:
         transfer = store.load(lease)
-        missing = dict(lease.missing)
+        for key, header in transfer.headers().items():
+            if len(header.layers) != decoder.spec.num_layers:
+                transfer.lost[key] = Miss.CORRUPT  # not of this model, whatever its key says
+        missing = {**lease.missing, **transfer.lost}
         while True:
             hits = [span for span in spans if span.key not in missing]
             rows = [
@@ -58,6 +61,7 @@ def prefill_with_reuse(
                     decoder, prompt_ids, rows, preamble, hits, transfer.wait_layer, kv
                 )
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
-                missing |= {key: transfer.lost[key] for key in lost.keys}
+                # what arrived in the wrong shape is not lost to the transfer, only to us
+                missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}
                 continue
             return Reused(logits, tuple(dict.fromkeys(span.key for span in hits)), missing)

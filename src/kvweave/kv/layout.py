@@ -37,6 +37,8 @@ _LAYER = struct.Struct("<QQQ")
 _EXTRA = struct.Struct("<32sQQQ")
 _CHECKSUM_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 20
+_MAX_LAYERS = 4096
+DTYPES = ("float32", "bfloat16", "float16")  # model dtypes an object may name
 
 
 class Shape(NamedTuple):
@@ -93,7 +95,8 @@ def plan_header(
     header_bytes = offset = round_up(used, ALIGN)
     placed: dict[str, Section] = {}
     for name, size in extras.items():
-        assert 0 < len(name.encode()) <= 32, f"extra {name!r}: names have 1 to 32 bytes"
+        assert name.isascii(), f"extra {name!r}: names are ASCII"
+        assert 0 < len(name) <= 32, f"extra {name!r}: names have 1 to 32 bytes"
         placed[name] = Section(offset, size, 0)
         offset = round_up(offset + size, ALIGN)
     stride = round_up(layer_bytes, ALIGN)
@@ -140,7 +143,8 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
     """The header of an object that a tier holds under `key` with `object_bytes` in all.
 
     Raises TierCorrupt if bytes are damaged, cut short or filed under the wrong key, TierForeign if
-    they are intact and of another layout version.
+    they are intact and of another layout version. The checksum has no key, so anybody who can write
+    to a tier can make one that is right: every number is checked before it is used.
     """
     header_bytes = needed_header_bytes(raw)
     if len(raw) < header_bytes:
@@ -157,11 +161,19 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
     (_, _, _, total, own_key, num_layers, tokens, heads, dim, align, num_extras, *names) = (
         _FIXED.unpack_from(raw)
     )
-    dtype, codec, algorithm = (name.rstrip(b"\0").decode() for name in names)
+    dtype, codec, algorithm = (_text(name) for name in names)
     if own_key != key:
         raise TierCorrupt(f"object of key {own_key.hex()[:16]}… is filed under another key")
     if total != object_bytes:
         raise TierCorrupt(f"object has {object_bytes} bytes, its header says {total}")
+    shape = Shape(tokens, heads, dim, dtype)
+    if dtype not in DTYPES or min(tokens, heads, dim) < 1:
+        raise TierCorrupt(f"header claims layers of {shape}")
+    tables = _FIXED.size + num_layers * _LAYER.size + num_extras * _EXTRA.size + _CHECKSUM_BYTES
+    if align != ALIGN or not 1 <= num_layers <= _MAX_LAYERS or tables > header_bytes:
+        raise TierCorrupt(
+            f"header claims {num_layers} layers and {num_extras} extras, aligned to {align}"
+        )
     at = _FIXED.size
     end = at + num_layers * _LAYER.size
     layers = tuple(map(Section._make, _LAYER.iter_unpack(raw[at:end])))
@@ -169,9 +181,12 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
     extras: dict[str, Section] = {}
     for i in range(num_extras):
         name, *section = _EXTRA.unpack_from(raw, at + i * _EXTRA.size)
-        extras[name.rstrip(b"\0").decode()] = Section(*section)
-    shape = Shape(tokens, heads, dim, dtype)
-    return Header(own_key, shape, codec, algorithm, layers, extras, header_bytes, total, align)
+        extras[_text(name)] = Section(*section)
+    if len(extras) != num_extras:
+        raise TierCorrupt("header names an extra twice")
+    header = Header(own_key, shape, codec, algorithm, layers, extras, header_bytes, total, align)
+    _check_tiling(header)
+    return header
 
 
 def check_section(header: Header, name: str, section: Section, span: memoryview) -> None:
@@ -184,6 +199,25 @@ def named_sections(header: Header) -> Sequence[tuple[str, Section]]:
     """Extras and layers in the order they lie in the object."""
     layers = [(f"layer {i}", section) for i, section in enumerate(header.layers)]
     return [*header.extras.items(), *layers]
+
+
+def _check_tiling(header: Header) -> None:
+    """Raise TierCorrupt unless the sections fill the object behind its header exactly."""
+    at = header.header_bytes
+    for name, section in named_sections(header):
+        if section.offset != at or section.offset % header.align:
+            raise TierCorrupt(f"{name} starts at {section.offset}, not at {at}")
+        at = header.padded_end(section)
+    if at != header.total_bytes:
+        raise TierCorrupt(f"sections end at {at}, the object at {header.total_bytes}")
+
+
+def _text(raw: bytes) -> str:
+    """A name in a header: ASCII, filled up with zeros."""
+    name = raw.rstrip(b"\0")
+    if not name.isascii() or not name:
+        raise TierCorrupt(f"header holds {raw!r} as a name")
+    return name.decode("ascii")
 
 
 def _pack(header: Header) -> bytes:

@@ -43,7 +43,7 @@ class PackedChunk:
         """A copy of an object that some tier holds whole. Checks the header, not the layers."""
         memory = new_memory(len(data), pinned=False)
         memory.view[:] = data
-        return cls(key, parse_header(memory.view, key, len(data)), memory)
+        return cls(key, _checked(parse_header(memory.view, key, len(data))), memory)
 
 
 class EncodedLayer(NamedTuple):
@@ -116,10 +116,17 @@ def read_header(reader: Reader, key: ChunkKey, scratch: memoryview) -> Header:
     if needed > PRELUDE_BYTES:
         prelude = new_memory(needed, pinned=False).view
         reader.read(0, prelude)
-    header = parse_header(prelude, key, reader.size_bytes)
+    return _checked(parse_header(prelude, key, reader.size_bytes))
+
+
+def _checked(header: Header) -> Header:
+    """The header, if its layers can be decoded here. Raises TierCorrupt or TierForeign."""
     if header.codec not in CODECS:
         raise TierForeign(f"codec {header.codec!r} is not known here: written by a newer kvweave")
-    expected = open_codec(header.codec).num_bytes(header.shape)
+    try:
+        expected = open_codec(header.codec).num_bytes(header.shape)
+    except ValueError as error:
+        raise TierCorrupt(f"{header.codec} layers of {header.shape}: {error}") from None
     if any(section.size_bytes != expected for section in header.layers):
         raise TierCorrupt(f"{header.codec} layers of {header.shape} must have {expected} bytes")
     return header

@@ -7,7 +7,7 @@
 A file appears under its name only when it is complete and on the medium: written under a temporary
 name, fsync, rename, fsync of the folder. Killed at any moment, a writer leaves at most a temporary
 file. Each is locked while its writer lives, so the sweep of one process never takes the file of
-another.
+another. An unreadable folder below the root is skipped with a warning: its objects are misses.
 """
 
 import errno
@@ -77,17 +77,19 @@ class DiskTier:
     remote: ClassVar[bool] = False
     best_read_bytes: ClassVar[int] = 4 << 20
 
-    def __init__(self, cfg: DiskTierConfig) -> None:
+    def __init__(self, cfg: DiskTierConfig, *, sweep: bool = True) -> None:
+        """`sweep=False` leaves what dead writers left: for those who only look."""
         self.name = "disk"
         self._cfg = cfg
         self._objects = cfg.root / "objects"
         self._tmp = cfg.root / "tmp"
         self._quarantine = cfg.root / "quarantine"
         self._known_folders: set[Path] = set()
+        self._skipped: set[Path] = set()  # unreadable folders that the log has named
         self._flags = os.O_RDONLY | os.O_CLOEXEC
         try:
             for folder in (self._objects, self._tmp):
-                folder.mkdir(parents=True, exist_ok=True)
+                self._make_folder(folder)
             os.listdir(self._objects)
         except OSError as error:
             if not _readable(self._objects):
@@ -96,7 +98,8 @@ class DiskTier:
                     "give a folder this user can read and write"
                 ) from error
             log.warning("%s cannot be written (%s): reading only", cfg.root, error.strerror)
-        self._sweep()
+        if sweep:
+            self._sweep()
         if cfg.direct_io:
             self._flags |= self._direct_flag()
 
@@ -123,8 +126,7 @@ class DiskTier:
         temporary = self._tmp / f"{key.hex()}.{os.urandom(8).hex()}.tmp"
         try:
             self._ensure_folder(final.parent)
-            self._write_file(temporary, parts)
-            os.replace(temporary, final)
+            self._write_file(temporary, final, parts)
             if self._cfg.fsync:
                 _sync_folder(final.parent)
         except OSError as error:
@@ -158,20 +160,25 @@ class DiskTier:
         return True
 
     def scan(self) -> Iterator[StoredObject]:
-        for entry in _files(self._objects):
+        for entry in self._files(self._objects):
             key = parse_key(entry.name.removesuffix(_SUFFIX))
             if key is None or not entry.name.endswith(_SUFFIX):
                 continue  # not ours: leave it alone
-            with suppress(FileNotFoundError):  # deleted since it was listed
+            try:
                 stat = entry.stat()
-                yield StoredObject(key, stat.st_size, stat.st_mtime)
+            except FileNotFoundError:  # deleted since it was listed
+                continue
+            except OSError as error:
+                self._skip(Path(entry.path).parent, error)
+                continue
+            yield StoredObject(key, stat.st_size, stat.st_mtime)
 
     def close(self) -> None:
         """Nothing is held between calls."""
 
     def quarantined(self) -> list[Path]:
         """Files put aside, oldest first."""
-        return sorted(Path(e.path) for e in _files(self._quarantine))
+        return sorted(Path(e.path) for e in self._files(self._quarantine))
 
     def clear_quarantine(self) -> int:
         """Delete what was put aside; returns how many bytes that freed."""
@@ -183,7 +190,7 @@ class DiskTier:
 
     def temporaries(self) -> list[Path]:
         """Files being written now, or left by a dead writer until the next sweep."""
-        return sorted(Path(e.path) for e in _files(self._tmp))
+        return sorted(Path(e.path) for e in self._files(self._tmp))
 
     def _path(self, key: ChunkKey) -> Path:
         name = key.hex()
@@ -191,7 +198,8 @@ class DiskTier:
         shard = name[len(context) : len(context) + 2]
         return self._objects / context / shard / (name + _SUFFIX)
 
-    def _write_file(self, path: Path, parts: Sequence[Buffer]) -> None:
+    def _write_file(self, path: Path, final: Path, parts: Sequence[Buffer]) -> None:
+        """Write under one name, then give it the other. Locked until it has it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o644)
         try:
@@ -199,18 +207,51 @@ class DiskTier:
             _write_all(descriptor, parts)
             if self._cfg.fsync:
                 os.fsync(descriptor)
+            os.replace(path, final)
         finally:
             os.close(descriptor)
 
     def _ensure_folder(self, folder: Path) -> None:
-        """Make a shard folder that survives a power cut: its parents are synced as well."""
+        """Make a shard folder that survives a power cut, and those above it up to the root."""
         if folder in self._known_folders:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._cfg.fsync:
-            for parent in (folder.parent, self._objects):
+        self._make_folder(folder)
+        if self._cfg.fsync:  # whoever made them may not have synced them yet
+            for parent in (folder.parent, self._objects, self._cfg.root):
                 _sync_folder(parent)
         self._known_folders.add(folder)
+
+    def _make_folder(self, folder: Path) -> None:
+        """mkdir -p, with an fsync of every folder that got a new entry."""
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._cfg.fsync:
+            for each in made:
+                _sync_folder(each.parent)
+
+    def _files(self, folder: Path) -> Iterator[os.DirEntry[str]]:
+        """Every file below a folder; none if it does not exist (any more)."""
+        try:
+            with os.scandir(folder) as found:
+                entries = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            self._skip(folder, error)
+            return
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._files(Path(entry.path))
+            else:
+                yield entry
+
+    def _skip(self, folder: Path, error: OSError) -> None:
+        """Say once that a folder is left out. A root that cannot be listed is no store at all."""
+        if folder == self._objects:
+            raise TierError(f"cannot list {folder}: {error.strerror}") from error
+        if folder not in self._skipped:
+            self._skipped.add(folder)
+            log.warning("%s is left out: %s; make it readable", folder, error.strerror)
 
     def _sweep(self) -> None:
         """Remove temporary files whose writer is dead."""
@@ -253,19 +294,6 @@ class DiskTier:
         return TierError(
             f"disk cannot {verb} {key.hex()[:16]}… in {self._cfg.root}: {error.strerror}"
         )
-
-
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Every file below a folder; none if it does not exist (any more)."""
-    try:
-        entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path))
-        else:
-            yield entry
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
