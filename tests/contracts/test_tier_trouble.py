@@ -16,8 +16,9 @@ from kvweave.kv.config import (
     S3TierConfig,
     StoreConfig,
 )
-from kvweave.kv.keys import KeyContext, context_of
+from kvweave.kv.keys import ChunkKey, KeyContext, context_of
 from kvweave.kv.memory import new_memory
+from kvweave.kv.objects import verify_object
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
@@ -300,6 +301,40 @@ def test_an_s3_that_is_down_or_has_no_bucket_is_a_tier_error(s3_endpoint: str) -
         with pytest.raises(TierError, match="does not answer as it should"):
             tier.write(make_key(), [b"x"])
         tier.close()
+
+
+def test_an_empty_s3_object_is_corrupt(s3_endpoint: str) -> None:
+    tier = S3Tier(S3TierConfig("chunks", "empty/", endpoint_url=s3_endpoint, region="us-east-1"))
+    tier.write(make_key(), [b""])
+    with pytest.raises(TierCorrupt):
+        verify_object(tier.open(make_key()), make_key())  # type: ignore[arg-type]
+    tier.close()
+
+
+def test_an_s3_that_ignores_ranges_or_counts_wrongly_is_no_surprise(
+    s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = S3Tier(S3TierConfig("chunks", "odd/", endpoint_url=s3_endpoint, region="us-east-1"))
+    chunk = make_chunk()
+    tier.write(chunk.key, [chunk.view])
+    real_call = S3Tier._call
+    said: list[str | None] = [None]
+
+    def call(self: S3Tier, operation: str, key: ChunkKey, **kwargs: object) -> object:
+        reply = real_call(self, operation, key, **kwargs)
+        if operation == "get_object":
+            del reply["ContentRange"]
+            reply |= {} if said[0] is None else {"ContentRange": said[0]}
+        return reply
+
+    monkeypatch.setattr(S3Tier, "_call", call)
+    reader = tier.open(chunk.key)
+    assert reader is not None
+    verify_object(reader, chunk.key)
+    for said[0] in ("bytes 0-16383/*", "bytes 0-1/2"):
+        with pytest.raises(TierError, match="s3 says"):
+            tier.open(chunk.key)
+    tier.close()
 
 
 def make_faulty(**faults: float) -> FaultyTier:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.objects import EncodedLayer, layer_of, pack_chunk
-from kvweave.kv.residency import Miss
+from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
@@ -226,6 +226,33 @@ def test_encoding_again_computes_nothing(decoder: Decoder, store: KVStore) -> No
         [make_chunk(ids) for ids in CHUNKS]
     )
     assert sum(saved) == len(CHUNKS)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e5])
+@pytest.mark.parametrize("codec", ["fp16", "int8", "fp8", "int4"])
+def test_a_chunk_that_the_codec_cannot_hold_is_left_out_and_the_rest_is_saved(
+    decoder: Decoder, store: KVStore, monkeypatch: pytest.MonkeyPatch, codec: str, bad: float
+) -> None:
+    def encode(*args: object) -> list[list[LayerKV]]:
+        made = encode_chunks(*args)  # type: ignore[arg-type]
+        for layers in made:
+            if len(layers[0].k) == len(CHUNKS[2]):
+                layers[-1] = LayerKV(layers[-1].k, torch.full_like(layers[-1].v, bad))
+        return made
+
+    monkeypatch.setattr("kvweave.fuse.chunk_encoder.encode_chunks", encode)
+    handled: list[int] = []
+    context = replace(context_of(decoder), codec=codec)
+    encoder = ChunkEncoder(decoder, store, context, on_saved=handled.append)
+    encoder.encode([make_chunk(ids) for ids in CHUNKS])
+    assert store.flush()
+    assert sum(handled) == len(CHUNKS)
+    absent = [
+        peek.residency is Residency.ABSENT
+        for peek in store.peek([encoder.key(ids) for ids in CHUNKS])
+    ]
+    assert absent == [False, False, True, False]
+    assert store.metrics.value("kv_saves_dropped_total", reason="not representable") == 1
 
 
 def test_stored_chunk_kv_is_never_written(decoder: Decoder) -> None:

@@ -60,6 +60,29 @@ def test_what_fp16_cannot_hold_is_refused() -> None:
         pack_chunk(make_key(), layers, "fp16")
 
 
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", [(1, 1, 6), (3, 1, 2), (1, 3, 10)])
+def test_odd_numbers_of_code_bytes_decode(codec: str, shape: tuple[int, int, int]) -> None:
+    kv = LayerKV(torch.randn(shape), torch.randn(shape))
+    chunk = pack_chunk(make_key(), [kv], codec)
+    got = layer_of(chunk.header, chunk.memory, 0).decode()
+    torch.testing.assert_close(got.k, kv.k, rtol=0.07, atol=TOLERANCE[codec])
+    torch.testing.assert_close(got.v, kv.v, rtol=0.07, atol=TOLERANCE[codec])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_chunk_without_tokens_is_refused(codec: str) -> None:
+    empty = LayerKV(torch.randn(0, 1, 8), torch.randn(0, 1, 8))
+    with pytest.raises(ValueError, match="nothing to store"):
+        pack_chunk(make_key(), [empty], codec)
+
+
+def test_int4_refuses_an_odd_head_dim() -> None:
+    odd = LayerKV(torch.randn(4, 1, 7), torch.randn(4, 1, 7))
+    with pytest.raises(ValueError, match="even head dim"):
+        pack_chunk(make_key(), [odd], "int4")
+
+
 def test_unknown_codecs_and_dtypes_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="no codec 'zip'; known: raw"):
         open_codec("zip")

@@ -9,6 +9,7 @@ from kvweave.kv import checksum, layout
 from kvweave.kv.arrivals import plan_spans
 from kvweave.kv.codec import DTYPES
 from kvweave.kv.layout import ALIGN, LAYOUT_VERSION, parse_header
+from kvweave.kv.objects import verify_object
 from kvworld import make_chunk, make_key
 
 
@@ -139,3 +140,24 @@ def test_sections_that_do_not_tile_the_object_are_corrupt(field: int, value: int
 
 def test_what_is_written_is_what_a_codec_can_decode() -> None:
     assert tuple(DTYPES) == layout.DTYPES
+
+
+class ReadOnceReader:
+    """Gives each byte once; a second look finds it changed, as a file written under us would."""
+
+    def __init__(self, raw: memoryview) -> None:
+        self.size_bytes = len(raw)
+        self._raw = bytearray(raw)
+
+    def read(self, offset: int, out: memoryview) -> None:
+        span = slice(offset, offset + len(out))
+        out[:] = self._raw[span]
+        self._raw[span] = bytes(len(out))
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def test_no_byte_of_a_long_header_is_read_twice() -> None:
+    chunk = make_chunk(num_layers=200)
+    assert verify_object(ReadOnceReader(chunk.view), chunk.key) == chunk.header

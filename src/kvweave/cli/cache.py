@@ -231,8 +231,9 @@ def _header(tier: DiskTier, key: ChunkKey) -> Header | None:
         reader.read(0, memoryview(raw))
         needed = min(needed_header_bytes(raw), reader.size_bytes)
         if needed > len(raw):
-            raw = bytearray(needed)
-            reader.read(0, memoryview(raw))
+            rest = bytearray(needed - len(raw))
+            reader.read(len(raw), memoryview(rest))
+            raw += rest
         return parse_header(raw, key, reader.size_bytes)
     finally:
         reader.close()

@@ -1,5 +1,6 @@
 """The encoder that ingest is handed: chunks in, chunk KV in the store."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,8 @@ from kvweave.kv.objects import pack_chunk
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.types import Chunk
+
+log = logging.getLogger(__name__)
 
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
 
@@ -54,7 +57,11 @@ class ChunkEncoder:
         return make_chunk_key(self._context, token_ids)
 
     def encode(self, chunks: Sequence[Chunk]) -> None:
-        """Compute and save what is absent. Raises what the device raises; the store never does."""
+        """Compute and save what is absent. Raises what the device raises; the store never does.
+
+        A chunk with values that the codec cannot hold is counted, named in the log and left out:
+        requests compute it.
+        """
         todo = self._absent(chunks)
         for run in passes([len(chunk.token_ids) for chunk in todo]):
             batch = [todo[i] for i in run]
@@ -65,7 +72,12 @@ class ChunkEncoder:
             for chunk, layers in zip(batch, made, strict=True):
                 extras = {CHUNK: chunk.id.encode()}
                 key = self.key(chunk.token_ids)
-                packed = pack_chunk(key, layers, self._context.codec, extras)
+                try:
+                    packed = pack_chunk(key, layers, self._context.codec, extras)
+                except ValueError as error:
+                    log.warning("chunk %s is not saved: %s", chunk.id, error)
+                    self._store.metrics.count("kv_saves_dropped_total", reason="not representable")
+                    continue
                 cost_s = per_row_s * len(chunk.token_ids)
                 self._store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
             if self._on_saved is not None:

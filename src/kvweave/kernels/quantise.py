@@ -144,6 +144,7 @@ def _half_up(x: Tensor) -> Tensor:
 def _check(x: Tensor, bits: int, axis: int) -> None:
     assert x.dim() == 3, f"want [T, H, D], got {tuple(x.shape)}"
     assert axis in (0, 2), f"group along tokens (0) or channels (2), not {axis}"
-    assert bits == 8 or x.shape[2] % 2 == 0, "4 bits pack two channels: head dim must be even"
+    if bits == 4 and x.shape[2] % 2:
+        raise ValueError("4 bits pack two channels: head dim must be even; use int8")
     if x.numel() and not bool(x.abs().amax() <= _HALF_MAX):
         raise ValueError("values beyond ±65504 or not finite cannot be quantised; use raw")

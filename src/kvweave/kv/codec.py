@@ -49,7 +49,7 @@ class Codec(Protocol):
     def name(self) -> str: ...
 
     def num_bytes(self, shape: Shape) -> int:
-        """Exactly what `encode` writes."""
+        """Exactly what `encode` writes. Raises ValueError for a shape it cannot represent."""
         ...
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
@@ -79,7 +79,7 @@ class Plain:
         stored = out.view(self.stored or kv.k.dtype).view(2, *kv.k.shape)  # [2, T, H, D]
         stored[0].copy_(kv.k)
         stored[1].copy_(kv.v)
-        if self.stored == torch.float16 and not bool(stored.abs().amax() < torch.inf):
+        if self.stored == torch.float16 and not bool(stored.isfinite().all()):
             raise ValueError("values beyond ±65504 or not finite do not fit fp16; use raw or bf16")
 
     def decode(self, data: Tensor, shape: Shape, out: LayerKV | None = None) -> LayerKV:
@@ -177,6 +177,8 @@ def _elements(shape: Shape) -> int:
 
 def _sizes(shape: Shape, bits: int, group: int, params: int) -> list[int]:
     """Bytes of each piece: K codes, K parameters, V codes, V parameters."""
+    if shape.head_dim * bits % 8:
+        raise ValueError(f"{bits} bits need an even head dim, not {shape.head_dim}; use int8")
     codes = _elements(shape) * bits // 8
     k_params = 2 * num_groups(shape.num_tokens, group) * shape.num_kv_heads * shape.head_dim
     v_params = 2 * shape.num_tokens * shape.num_kv_heads * num_groups(shape.head_dim, group)
@@ -204,9 +206,14 @@ def _groups(
     n = num_groups(T if axis == 0 else D, group)
     params = (n, H, D) if axis == 0 else (T, H, n)
     q = next(parts).view(T, H, D * bits // 8)
-    scale = next(parts).view(torch.float16).view(params)
-    low = next(parts).view(torch.float16).view(params) if has_low else None
+    scale = _halves(next(parts)).view(params)
+    low = _halves(next(parts)).view(params) if has_low else None
     return Groups(q, scale, low)
+
+
+def _halves(part: Tensor) -> Tensor:
+    """Bytes as fp16. Behind an odd number of int4 codes they lie between two halves: copied."""
+    return (part.clone() if part.storage_offset() % 2 else part).view(torch.float16)
 
 
 def _empty(shape: Shape, device: torch.device) -> LayerKV:

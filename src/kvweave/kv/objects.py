@@ -66,13 +66,15 @@ def pack_chunk(
 ) -> PackedChunk:
     """Encode the layers of one chunk, on whatever device they are, into one object.
 
-    Raises ValueError if the codec cannot represent a value.
+    Raises ValueError if the codec cannot represent a value, or if there are no tokens.
     """
     assert layers, "a chunk has layers"
     first = layers[0].k
     extras = extras or {}
     num_tokens, num_kv_heads, head_dim = first.shape
     shape = Shape(num_tokens, num_kv_heads, head_dim, dtype_name(first.dtype))
+    if not first.numel():
+        raise ValueError(f"layers of {shape} hold nothing to store")
     coder = open_codec(codec)
     size = coder.num_bytes(shape)
     extra_sizes = {name: len(data) for name, data in extras.items()}
@@ -114,8 +116,9 @@ def read_header(reader: Reader, key: ChunkKey, scratch: memoryview) -> Header:
     if needed > reader.size_bytes:
         raise TierCorrupt(f"header claims {needed} of {reader.size_bytes} bytes")
     if needed > PRELUDE_BYTES:
-        prelude = new_memory(needed, pinned=False).view
-        reader.read(0, prelude)
+        first, prelude = prelude, new_memory(needed, pinned=False).view
+        prelude[:PRELUDE_BYTES] = first  # not read again: what was looked at is what is checked
+        reader.read(PRELUDE_BYTES, prelude[PRELUDE_BYTES:])
     return _checked(parse_header(prelude, key, reader.size_bytes))
 
 

@@ -15,6 +15,7 @@ from kvweave.kv.tiers.base import StoredObject
 
 _PRELUDE_BYTES = 1 << 16
 _ABSENT = {"404", "NoSuchKey", "NotFound"}
+_EMPTY = {"416", "InvalidRange"}  # a range of an object without bytes
 _CHANGED = {"412", "PreconditionFailed"}
 
 
@@ -86,8 +87,13 @@ class S3Tier:
         reply = self._call("get_object", key, Range=f"bytes=0-{_PRELUDE_BYTES - 1}")
         if reply is None:
             return None
-        size = int(reply["ContentRange"].rpartition("/")[2])
-        prelude = bytearray(int(reply["ContentLength"]))
+        length = int(reply["ContentLength"])
+        # a server that ignores ranges gives the whole object and no ContentRange
+        total = reply.get("ContentRange", f"/{length}").rpartition("/")[2]
+        if not total.isdecimal() or length > int(total):
+            reply["Body"].close()
+            raise TierError(f"s3 says {key.hex()[:16]}… has {total!r} bytes and sends {length}")
+        size, prelude = int(total), bytearray(length)
         self._fill(reply, memoryview(prelude))
         return S3Reader(self, key, size, reply["ETag"], bytes(prelude))
 
@@ -133,6 +139,8 @@ class S3Tier:
             code = response.get("Error", {}).get("Code", "")
             if code in _ABSENT:
                 return None
+            if code in _EMPTY:
+                raise TierCorrupt(f"{key.hex()[:16]}… ends before the bytes asked for") from error
             if code in _CHANGED:
                 raise TierError(f"{key.hex()[:16]}… was replaced while it was read") from error
             raise
