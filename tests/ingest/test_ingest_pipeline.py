@@ -104,7 +104,7 @@ def test_the_same_text_twice_in_one_run_is_one_document(
     assert counts(ingest(kb, [("A", "one"), ("A", "one")])) == (1, 0, 0, 0)
     both = [TextSource("B", "old", key="b"), TextSource("B", "new", key="b")]
     ingest(kb, both)
-    assert [h.chunk.text for h in kb.search("old new", 5) if h.chunk.title == "B"] == ["B\nnew"]
+    assert [h.chunk.text for h in kb.search("old new", 5) if h.chunk.title == "B"] == ["B\nnew\n\n"]
     assert kb.check() == []
 
 
