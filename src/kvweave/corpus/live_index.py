@@ -135,6 +135,7 @@ class LiveIndex:
             kind,
             self._settings.dim,
             collection=f"kvweave-{self._settings.uid}",
+            owner=self._settings.uid,
             api_key=self._api_key,
         )
 
