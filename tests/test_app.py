@@ -11,6 +11,8 @@ import pytest
 from kvweave import Weave
 from kvweave.app import Document, Sampling
 from kvweave.errors import ConfigError, RequestError
+from kvweave.ingest import IngestOptions
+from kvweave.ingest.sources import Selection
 from kvweave.kv.keys import make_chunk_key
 from kvweave.library import key_context
 from kvweave.model.decoder import Decoder
@@ -44,6 +46,16 @@ def test_an_answer_comes_from_the_nearest_chunks(weave: Weave) -> None:
     )
     assert asked.prompt_tokens == given.prompt_tokens
     assert asked.text == given.text
+
+
+def test_ingest_takes_the_options_of_the_command_line(weave: Weave, tmp_path: Path) -> None:
+    for name in ("a.md", "b.txt"):
+        (tmp_path / "docs").mkdir(exist_ok=True)
+        (tmp_path / "docs" / name).write_text(f"The note {name}.")
+    only = IngestOptions(selection=Selection(include=("*.md",)), prune=True)
+    assert weave.ingest(tmp_path / "docs", options=only).added == 1
+    (tmp_path / "docs" / "a.md").unlink()
+    assert weave.ingest(tmp_path / "docs", options=only).removed == 1
 
 
 def test_reuse_of_one_stored_chunk_gives_the_exact_answer(weave: Weave) -> None:

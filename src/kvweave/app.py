@@ -21,6 +21,7 @@ from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, lay_out
 from kvweave.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
     from kvweave.library import Library
@@ -107,13 +108,17 @@ class Weave:
         *sources: "Source",
         chunk_kv: bool = False,
         progress: "OnProgress | None" = None,
+        options: "IngestOptions | None" = None,
     ) -> "IngestReport":
         """Bring files, folders or (title, text) pairs in; do only what changed.
 
         `chunk_kv` also computes and stores the chunks' KV, so that `reuse="reuse"` finds it.
+        `options` choose among files, set limits and prune.
         """
         with self._turn:
-            return self.library.ingest(sources, chunk_kv=chunk_kv, progress=progress)
+            return self.library.ingest(
+                sources, chunk_kv=chunk_kv, progress=progress, options=options
+            )
 
     def remove(self, reference: str) -> int:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""

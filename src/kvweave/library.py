@@ -18,7 +18,7 @@ from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import RequestError
 from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.fuse.reuse import prefill_with_reuse
-from kvweave.ingest.pipeline import ingest
+from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
 from kvweave.kv.codec import dtype_name
@@ -117,10 +117,16 @@ class Library:
         self.kb.close()
 
     def ingest(
-        self, sources: Sequence[Source], *, chunk_kv: bool, progress: OnProgress | None
+        self,
+        sources: Sequence[Source],
+        *,
+        chunk_kv: bool,
+        progress: OnProgress | None = None,
+        options: IngestOptions | None = None,
     ) -> IngestReport:
         """Documents to chunks and vectors, and to chunk KV if asked for."""
-        report = ingest(self.kb, sources, self.encoder if chunk_kv else None, progress=progress)
+        encoder = self.encoder if chunk_kv else None
+        report = ingest(self.kb, sources, encoder, progress=progress, options=options)
         self.forget(report.orphaned)
         return report
 

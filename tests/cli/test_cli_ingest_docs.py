@@ -84,6 +84,16 @@ def test_docs_lists_shows_searches_and_removes(world: Path) -> None:
     assert len(as_json(world, "docs", "ls")["documents"]) == 1
 
 
+def test_a_document_named_twice_is_removed_once(world: Path) -> None:
+    kvweave(world, "ingest", str(world / "docs"))
+    document = as_json(world, "docs", "ls")["documents"][0]
+    names = (document["id"], document["id"][:8], document["source"])
+    removed = as_json(world, "docs", "rm", *names)
+    assert removed["removed"] == 1
+    assert len(removed["orphaned_chunks"]) == document["num_chunks"]
+    assert len(as_json(world, "docs", "ls")["documents"]) == 2
+
+
 def test_a_wrong_document_or_knowledge_base_is_one_line(world: Path) -> None:
     with pytest.raises(CorpusError, match="no knowledge base in"):
         kvweave(world, "docs", "ls")

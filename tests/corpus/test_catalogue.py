@@ -1,7 +1,9 @@
 """One transaction per document, use counts that hold, and a schema that grows by numbers."""
 
 import sqlite3
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +115,41 @@ def test_a_catalogue_of_schema_one_is_brought_up_to_date(tmp_path: Path) -> None
     catalogue = Catalogue(path)
     assert [vector_id for vector_id, _ in catalogue.match_words('"draining"', 5)] == [7]
     catalogue.close()
+
+
+def test_many_may_open_a_new_catalogue_at_once(tmp_path: Path) -> None:
+    for round_ in range(8):
+        path = tmp_path / f"{round_}.sqlite"
+        start = threading.Barrier(4)
+
+        def open_one(path: Path = path, start: threading.Barrier = start) -> str:
+            start.wait()
+            catalogue = Catalogue(path)
+            try:
+                return catalogue.uid()
+            finally:
+                catalogue.close()
+
+        with ThreadPoolExecutor(4) as pool:
+            uids = [f.result() for f in [pool.submit(open_one) for _ in range(4)]]
+        assert len(set(uids)) == 1
+        assert len(uids[0]) == 32
+
+
+def test_a_step_of_the_schema_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Catalogue(tmp_path / "c.sqlite").close()
+    broken = "CREATE TABLE half (x);\nINSERT INTO nowhere VALUES (1);\n"
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, broken))
+    with pytest.raises(CorpusError, match="not a usable catalogue"):
+        Catalogue(tmp_path / "c.sqlite")
+    monkeypatch.undo()
+    catalogue = Catalogue(tmp_path / "c.sqlite")
+    catalogue.close()
+    with sqlite3.connect(tmp_path / "c.sqlite") as db:
+        assert db.execute("SELECT 1 FROM sqlite_master WHERE name = 'half'").fetchall() == []
+    db.close()
 
 
 def test_a_catalogue_from_the_future_is_refused(tmp_path: Path) -> None:

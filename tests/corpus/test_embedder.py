@@ -100,6 +100,30 @@ def test_instructions_come_from_the_model_first_and_from_its_family_second(
     )
 
 
+def test_only_the_models_own_name_tells_its_family(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "release5-models").mkdir()
+    linked = tmp_path / "release5-models" / "minilm"
+    linked.symlink_to(model)
+    for name in (str(linked), "e5-models/minilm", "finance5-small", "e5mistral"):
+        assert SentenceEmbedder(model, name=name).instructions == Instructions()
+    for name in ("e5-small-v2", "intfloat/multilingual-e5-base", "models/E5-large"):
+        assert SentenceEmbedder(model, name=name).instructions.query == "query: "
+    assert SentenceEmbedder(linked).identity == SentenceEmbedder(model).identity
+
+
+def test_identity_follows_the_instructions_and_every_file_of_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    seen = {SentenceEmbedder(model).identity, SentenceEmbedder(model, name="e5-x").identity}
+    for name in ("tokenizer_config.json", "1_Pooling/config.json", "2_Dense/model.safetensors"):
+        copy = Path(shutil.copytree(model, tmp_path / str(len(seen))))
+        (copy / name).parent.mkdir(exist_ok=True)
+        with (copy / name).open("ab") as file:
+            file.write(b" ")
+        seen.add(SentenceEmbedder(copy).identity)
+    assert len(seen) == 5
+
+
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"no embedder .*give a sentence-transformers folder"):
         SentenceEmbedder(tmp_path).embed_query("x")

@@ -107,6 +107,21 @@ def test_an_index_file_that_is_not_right_is_built_again(
     assert ("building it again" in caplog.text) == (damage in ("torn", "flipped"))
 
 
+@pytest.mark.parametrize("index", ["flat", "hnsw"])
+def test_an_index_of_another_catalogue_is_built_again(
+    tmp_path: Path, tokenizer: Tokenizer, index: str
+) -> None:
+    with open_kb(tmp_path / "kb", tokenizer, index=index) as kb:
+        ingest(kb, PAIRS)
+    for path in (tmp_path / "kb").glob("catalogue*"):
+        path.unlink()
+    with open_kb(tmp_path / "kb", tokenizer) as kb:
+        ingest(kb, PAIRS[::-1])  # as many vectors, the same ids, another order
+        for title, text in PAIRS:
+            assert kb.search(text, 1)[0].chunk.title == title
+        assert kb.check() == []
+
+
 def test_the_saved_index_needs_no_catching_up(kb: KnowledgeBase) -> None:
     loaded = load_index(kb.folder / "index" / "vectors.index")
     assert loaded is not None

@@ -193,3 +193,32 @@ def test_every_ending_has_its_parser() -> None:
     for ending in ENDINGS:
         with pytest.raises(CorpusError):
             read(f"x{ending}", b"\0")
+
+
+def test_a_form_is_part_of_the_page() -> None:
+    (record,) = read("a.html", "<form><p>Fill in the claim.</p><button>Send</button></form>")
+    assert record.text == "Fill in the claim."
+
+
+def test_a_page_with_an_impossible_encoding_is_refused() -> None:
+    with pytest.raises(CorpusError, match="the encoding that the page declares"):
+        read("a.html", b"<meta charset=undefined><p>caf\xe9</p>")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", "5", "true"])
+def test_text_that_is_no_string_is_refused_by_line(text: str) -> None:
+    with pytest.raises(CorpusError, match="line 2: the text is not a string"):
+        read("a.jsonl", f'{{"text": "fine"}}\n{{"text": {text}}}\n')
+
+
+def test_half_a_surrogate_pair_in_an_id_does_not_matter() -> None:
+    rows = '{"id": "\\ud800", "text": "one"}\n{"id": "\\ud801", "text": "two"}\n'
+    records = read("a.jsonl", rows)
+    assert [record.text for record in records] == ["one", "two"]
+    assert len({record.key.encode() for record in records}) == 2
+
+
+def test_a_table_keeps_long_cells_and_columns_of_one_name() -> None:
+    long = "x" * 200_000
+    (record,) = read("a.csv", f"price,price,note\n1,2,{long}\n")
+    assert record.text == f"price: 1; price 2: 2; note: {long}"

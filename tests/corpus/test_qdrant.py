@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from qdrant_client import QdrantClient
+from qdrant_client import QdrantClient, models
 
 from kvweave.corpus.index import make_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -74,8 +73,8 @@ def test_a_server_that_lost_or_kept_too_much_is_put_right_by_the_next_writer(
     texts = [("A", "volume claim"), ("B", "quota budget"), ("C", "ingress host")]
     ingest(open_kb(tmp_path / "kb", tokenizer, index=URL), texts)
     server.client.delete("notes", [1, 2])
-    stray = make_index(URL, 64, collection="")
-    stray.add(*_one_vector(99))
+    stray = models.Batch(ids=[99], vectors=[[1.0] * 64])
+    server.client.upsert("notes", stray)
     ingest(open_kb(tmp_path / "kb", tokenizer), texts)
     kb = KnowledgeBase.open(tmp_path / "kb", embedder=WordEmbedder())
     assert kb.check() == []
@@ -88,5 +87,30 @@ def test_a_collection_of_another_width_is_refused(server: Server) -> None:
         make_index(URL, 32, collection="")
 
 
-def _one_vector(vector_id: int) -> Any:
-    return np.array([vector_id], np.int64), np.ones((1, 64), np.float32)
+def test_a_collection_of_another_knowledge_base_is_left_alone(
+    server: Server, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    first = open_kb(tmp_path / "first", tokenizer, index=URL)
+    second = open_kb(tmp_path / "second", tokenizer, index=URL)
+    assert second.search("quota", 1) == []  # connected while it was nobody's
+    ingest(first, [("A", "volume claim"), ("B", "quota budget")])
+    for kb in (second, open_kb(tmp_path / "third", tokenizer, index=URL)):
+        with pytest.raises(ConfigError, match=r"not of this knowledge base; name another"):
+            ingest(kb, [("C", "ingress host")])
+    assert first.check() == []
+    assert first.search("quota budget", 1)[0].chunk.title == "B"
+
+
+def test_a_collection_that_others_filled_or_that_compares_otherwise_is_refused(
+    server: Server,
+) -> None:
+    server.client.create_collection(
+        "notes", models.VectorParams(size=64, distance=models.Distance.EUCLID)
+    )
+    with pytest.raises(ConfigError, match=r"compares by .*not by inner product"):
+        make_index(URL, 64, collection="")
+    server.client.delete_collection("notes")
+    make_index(URL, 64, collection="")
+    server.client.upsert("notes", models.Batch(ids=[1], vectors=[[1.0] * 64]))
+    with pytest.raises(ConfigError, match="not of this knowledge base"):
+        make_index(URL, 64, collection="", owner="me")

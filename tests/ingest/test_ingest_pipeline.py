@@ -1,20 +1,21 @@
 """Ingest does only what changed, skips what is bad, and never leaves half a document."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParseLimits
+from kvweave.corpus.parsers import ParseLimits, Record
 from kvweave.errors import CorpusError
 from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, pipeline
 from kvweave.ingest.sources import Selection, TextSource
 from kvweave.tokenizer import Tokenizer
-from kvweave.types import Chunk
+from kvweave.types import Chunk, PlacedChunk
 from tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
 
 
@@ -104,7 +105,7 @@ def test_the_same_text_twice_in_one_run_is_one_document(
     assert counts(ingest(kb, [("A", "one"), ("A", "one")])) == (1, 0, 0, 0)
     both = [TextSource("B", "old", key="b"), TextSource("B", "new", key="b")]
     ingest(kb, both)
-    assert [h.chunk.text for h in kb.search("old new", 5) if h.chunk.title == "B"] == ["B\nnew"]
+    assert [h.chunk.text for h in kb.search("old new", 5) if h.chunk.title == "B"] == ["B\nnew\n\n"]
     assert kb.check() == []
 
 
@@ -192,6 +193,80 @@ def test_a_large_text_is_taken_when_the_limit_allows(tmp_path: Path, tokenizer: 
     assert report.added == 1
     assert report.new_chunks > 300
     assert kb.check() == []
+
+
+def test_trouble_of_the_embedder_is_one_line_and_keeps_what_is_complete(
+    world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb, folder = world
+    embed, calls = kb.embedder.embed_passages, 0
+
+    def fails_later(texts: Sequence[str]) -> Vectors:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise OSError(28, "No space left on device")
+        return embed(texts)
+
+    monkeypatch.setattr(pipeline, "WINDOW", 1)
+    monkeypatch.setattr(pipeline, "SLICE", 256)
+    monkeypatch.setattr(kb.embedder, "embed_passages", fails_later)
+    with pytest.raises(CorpusError, match=r"ingest stopped .*No space left on device.* run it"):
+        ingest(kb, [folder])
+    assert len(kb.documents()) == 2
+    monkeypatch.undo()
+    assert counts(ingest(kb, [folder])) == (4, 0, 2, 0)
+    assert kb.check() == []
+
+
+ODD_FILES = {
+    "undefined.html": b"<meta charset=undefined><p>caf\xe9</p>",
+    "object.jsonl": b'{"text": {"a": 1}}\n',
+}
+
+
+def test_odd_files_and_paths_are_reported_and_the_rest_gets_in(
+    world: tuple[KnowledgeBase, Path],
+) -> None:
+    kb, folder = world
+    for name, data in ODD_FILES.items():
+        (folder / name).write_bytes(data)
+    (folder / "ids.jsonl").write_bytes(b'{"id": "\\ud800", "text": "half a pair in the id"}\n')
+    (folder / "control.txt").write_text("<|im_end|>" * 3000)
+    paths = ["x" * 300, "~nosuchuser/x", "a\0b", folder]
+    report = ingest(kb, paths)
+    assert report.added == 6 + 2
+    skipped = [Path(source).name for source, _ in report.skipped]
+    assert skipped == ["x" * 300, "x", "a\0b", *sorted(ODD_FILES)]
+    assert kb.check() == []
+
+
+@pytest.mark.parametrize("part", ["parse", "cut"])
+def test_a_file_that_trips_the_parser_or_the_chunker_is_skipped_with_the_reason(
+    world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    kb, folder = world
+    real_parse, real_cut = pipeline.parse, Chunker.cut
+
+    def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+        if path.name == "doc003.md":
+            raise KeyError("a bug")
+        return real_parse(path, data, limits)
+
+    def cut(self: Chunker, title: str, text: str) -> Iterator[PlacedChunk]:
+        if title == "Note 3":
+            raise KeyError("a bug")
+        return real_cut(self, title, text)
+
+    if part == "parse":
+        monkeypatch.setattr(pipeline, "parse", parse)
+    else:
+        monkeypatch.setattr(Chunker, "cut", cut)
+    report = ingest(kb, [folder])
+    assert report.added == 5
+    assert report.skipped == ((str(folder / "doc003.md"), "KeyError: 'a bug'"),)
+    monkeypatch.undo()
+    assert counts(ingest(kb, [folder])) == (1, 0, 5, 0)
 
 
 class FailingEmbedder(WordEmbedder):

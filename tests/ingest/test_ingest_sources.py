@@ -48,6 +48,19 @@ def test_a_symlink_loop_is_reported_once_and_not_followed(tmp_path: Path) -> Non
     assert "symbolic links" in reasons["self.txt"] or "symlink loop" in reasons["self.txt"].lower()
 
 
+def test_folders_linked_across_are_walked_once_each(tmp_path: Path) -> None:
+    names = [str(n) for n in range(9)]  # by every path there would be a million of them
+    make_tree(tmp_path, *(f"{name}/x.txt" for name in names))
+    for name in names:
+        for other in names:
+            if name != other:
+                (tmp_path / name / f"link{other}").symlink_to(tmp_path / other)
+    items = list(find_files(tmp_path, Selection()))
+    files = [i.path for i in items if isinstance(i, FoundFile)]
+    assert sorted(files) == [tmp_path.resolve() / name / "x.txt" for name in names]
+    assert len(items) < 100
+
+
 def test_a_path_that_is_not_there_is_reported(tmp_path: Path) -> None:
     (item,) = find_files(tmp_path / "none.txt", Selection())
     assert item == Skipped(str(tmp_path / "none.txt"), "no such file or directory")

@@ -80,11 +80,11 @@ def rm_command(
 ) -> None:
     """Remove documents, named by id or file, with the chunks that only they use."""
     with KnowledgeBase.open(kb_folder, api_key=qdrant_api_key) as kb:
-        for reference in references:
-            kb.find(reference)  # a typo stops us before anything is removed
-        before = kb.totals()
-        orphaned = [chunk for name in references for chunk in kb.remove(name).orphaned]
-        gone = before.num_documents - kb.totals().num_documents
+        # All of them first: a typo stops us before anything is removed, and two names of one
+        # document are one document.
+        ids = {document.id for reference in references for document in kb.find(reference)}
+        orphaned = kb.remove_documents(sorted(ids)).orphaned
+        gone = len(ids)
     if (kb_folder / "kv").is_dir():
         from kvweave.library import forget_chunk_kv  # brings torch: only where there is chunk KV
 

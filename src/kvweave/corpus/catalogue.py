@@ -71,7 +71,7 @@ class Catalogue:
         self._writing = threading.RLock()
         try:
             with self._writing:
-                self._db.execute("PRAGMA journal_mode = WAL")
+                self._use_wal()
                 migrate(self._db)
         except sqlite3.DatabaseError as error:
             raise CorpusError(
@@ -277,6 +277,11 @@ class Catalogue:
         (generation,) = self._db.execute("SELECT generation FROM state").fetchone()
         return int(generation)
 
+    def uid(self) -> str:
+        """Random, and its own: generations and vector ids of another catalogue mean nothing."""
+        (uid,) = self._db.execute("SELECT uid FROM state").fetchone()
+        return str(uid)
+
     def changes_since(self, generation: int, last_vector_id: int) -> Changes:
         """What an index at `generation`, whose highest id is `last_vector_id`, has missed."""
         with self._snapshot() as db:
@@ -366,6 +371,18 @@ class Catalogue:
             (json.dumps(list(ids)),),
         )
         return {ChunkId(chunk_id): vector_id for chunk_id, vector_id in rows}
+
+    def _use_wal(self) -> None:
+        """SQLite answers "locked" at once when two processes switch a new file: wait ourselves."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from kvweave.errors import ConfigError
@@ -141,18 +142,32 @@ class Chunker:
         Encoded in two pieces, such a word falls apart into ordinary tokens that decode to the
         same characters.
         """
-        tokenizer = self.tokenizer
-        ids, offsets = tokenizer.encode_with_offsets(text)
-        special = tokenizer.special_ids
+        ids: list[int] = []
+        pending = [text]  # the next piece last
+        while pending:
+            piece = pending.pop()
+            more, offsets = self.tokenizer.encode_with_offsets(piece)
+            middles = self._inside_controls(piece, more, offsets)
+            if not middles:
+                ids += more
+                continue
+            bounds = [0, *middles, len(piece)]
+            pending += [piece[start:end] for start, end in pairwise(bounds)][::-1]
+        return ids
+
+    def _inside_controls(
+        self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """A place inside each word that became a control token."""
+        special = self.tokenizer.special_ids
+        middles: list[int] = []
         for token_id, (start, end) in zip(ids, offsets, strict=True):
             if token_id not in special:
                 continue
             spelled = text[start:end].strip()  # an unknown-word token spells something else
-            if len(spelled) > 1 and spelled == tokenizer.decode([token_id]).strip():
-                middle = text.index(spelled, start) + 1
-                head, _ = tokenizer.encode_with_offsets(text[:middle])
-                return [*head, *self._encode(text[middle:])]
-        return ids
+            if len(spelled) > 1 and spelled == self.tokenizer.decode([token_id]).strip():
+                middles.append(text.index(spelled, start) + 1)
+        return middles
 
 
 class _Break(NamedTuple):

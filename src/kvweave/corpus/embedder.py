@@ -5,6 +5,7 @@ families that leave it to their README are in INSTRUCTIONS.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -48,17 +49,21 @@ class Instructions(NamedTuple):
     passage: str = ""
 
 
-# (part of the model's name, in lower case) → instructions its model card asks for
+_BGE = Instructions("Represent this sentence for searching relevant passages: ")
+# how a model's own name begins, in lower case → instructions its model card asks for
 INSTRUCTIONS: dict[str, Instructions] = {
-    "e5-": Instructions("query: ", "passage: "),
-    "bge-small-en": Instructions("Represent this sentence for searching relevant passages: "),
-    "bge-base-en": Instructions("Represent this sentence for searching relevant passages: "),
-    "bge-large-en": Instructions("Represent this sentence for searching relevant passages: "),
+    "e5": Instructions("query: ", "passage: "),
+    "multilingual-e5": Instructions("query: ", "passage: "),
+    "bge-small-en": _BGE,
+    "bge-base-en": _BGE,
+    "bge-large-en": _BGE,
     "nomic-embed": Instructions("search_query: ", "search_document: "),
 }
 PASSAGE_PROMPTS = ("passage", "document", "corpus")  # names under which models file theirs
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-SHAPING_FILES = ("config.json", "modules.json", "tokenizer.json", "*_Pooling/config.json")
+IDENTITY_VERSION = 2  # raise it when other things are hashed
+SHAPING_FILES = frozenset((".json", ".txt", ".model", ".safetensors", ".bin", ".pt", ".py"))
+WHOLE_BYTES = 8 << 20  # larger files are sampled: two models differ all over, not in one place
+SAMPLES, SAMPLE_BYTES = 64, 64 << 10
 
 
 class SentenceEmbedder:
@@ -74,18 +79,22 @@ class SentenceEmbedder:
 
     @cached_property
     def identity(self) -> str:
-        """A hash of weights, tokenizer and pooling, or name and commit for a model of the hub."""
+        """A hash of the model's files and of its instructions, or hub name and commit with them.
+
+        A model of the hub is loaded for it. Raises ModelNotFound where there is none.
+        """
         folder = Path(self._where)
+        digest = hashlib.sha256(repr((IDENTITY_VERSION, tuple(self.instructions))).encode())
         if not folder.is_dir():
             config = getattr(self.model[0].auto_model, "config", None)
             commit = getattr(config, "_commit_hash", None)
-            return f"{self._where}@{commit or 'unknown'}"
-        digest = hashlib.sha256()
-        for pattern in (*SHAPING_FILES, *WEIGHT_FILES):
-            for path in sorted(folder.glob(pattern)):
-                digest.update(path.relative_to(folder).as_posix().encode())
-                with path.open("rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
+            return f"{self._where}@{commit or 'unknown'}+{digest.hexdigest()[:8]}"
+        for path in sorted(folder.rglob("*")):
+            relative = path.relative_to(folder)
+            hidden = any(part.startswith(".") for part in relative.parts)
+            if path.suffix in SHAPING_FILES and not hidden and path.is_file():
+                digest.update(f"{relative.as_posix()}\0{path.stat().st_size}\0".encode())
+                _hash_file(path, digest)
         return digest.hexdigest()[:32]
 
     @property
@@ -96,12 +105,29 @@ class SentenceEmbedder:
 
     @cached_property
     def instructions(self) -> Instructions:
-        prompts = {k: v for k, v in self.model.prompts.items() if v}
+        prompts = {k: v for k, v in self._prompts().items() if v}
         if prompts:
             passage = next((prompts[p] for p in PASSAGE_PROMPTS if p in prompts), "")
             return Instructions(prompts.get("query", ""), passage)
-        lowered = self.name.lower()
-        return next((i for part, i in INSTRUCTIONS.items() if part in lowered), Instructions())
+        name = Path(self.name).name.lower()
+        return next(
+            (i for family, i in INSTRUCTIONS.items() if f"{name}-".startswith(f"{family}-")),
+            Instructions(),
+        )
+
+    def _prompts(self) -> dict[str, str | None]:
+        """The model's own. Of a folder without loading it: an identity should cost little."""
+        folder = Path(self._where)
+        if not folder.is_dir():
+            return dict(self.model.prompts)
+        path = folder / "config_sentence_transformers.json"
+        try:
+            found = json.loads(path.read_text()).get("prompts") if path.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise ModelNotFound(
+                f"{path} does not parse ({error}); fetch the model again"
+            ) from error
+        return dict(found or {})
 
     def embed_passages(self, texts: Sequence[str]) -> Vectors:
         return self._embed(texts, self.instructions.passage)
@@ -145,3 +171,14 @@ class SentenceEmbedder:
                 f"no embedder {self._where!r}: give a sentence-transformers folder or a hub name "
                 f"({reason[:200]})"
             ) from error
+
+
+def _hash_file(path: Path, digest: "hashlib._Hash") -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+            return
+        for sample in range(SAMPLES):
+            file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))

@@ -31,7 +31,7 @@ from kvweave.corpus.settings import (
     write_settings,
 )
 from kvweave.errors import ConfigError, CorpusError, RequestError
-from kvweave.types import Chunk, ChunkId, Hit
+from kvweave.types import Chunk, ChunkId, DocumentId, Hit
 
 CHUNK_TOKENS = 256
 LOCK = "writer.lock"
@@ -203,8 +203,12 @@ class KnowledgeBase:
 
         Returns the chunks that no other document uses: the owner of the KV store drops theirs.
         """
+        return self.remove_documents([d.id for d in self.find(reference)])
+
+    def remove_documents(self, ids: Sequence[DocumentId]) -> Written:
+        """As `remove`, several in one transaction. Ids that are not there are ignored."""
         with self.writing():
-            written = self.catalogue.remove([d.id for d in self.find(reference)])
+            written = self.catalogue.remove(ids)
             self.publish()
         return written
 

@@ -135,6 +135,7 @@ class LiveIndex:
             kind,
             self._settings.dim,
             collection=f"kvweave-{self._settings.uid}",
+            owner=self._settings.uid,
             api_key=self._api_key,
         )
 
@@ -149,8 +150,12 @@ class LiveIndex:
         except CorpusError as error:
             log.warning("%s; building it again from the catalogue", error)
             loaded = None
-        if loaded is None or loaded.generation > self._catalogue.generation():
-            self._start_over(kind)  # newer than the catalogue: the catalogue was restored
+        if (
+            loaded is None
+            or loaded.catalogue_uid != self._catalogue.uid()  # the catalogue was made anew
+            or loaded.generation > self._catalogue.generation()  # … or restored
+        ):
+            self._start_over(kind)
             return
         self._index, self._generation = loaded.vectors, loaded.generation
         self._last_id = int(loaded.vectors.rows.by_row.max(initial=0))
@@ -160,6 +165,7 @@ class LiveIndex:
         if index.shared:
             state = {
                 "url": self._settings.index,
+                "catalogue_uid": self._catalogue.uid(),
                 "generation": self._generation,
                 "last_id": self._last_id,
                 "num_vectors": len(index),
@@ -167,7 +173,7 @@ class LiveIndex:
             with atomic_file(self._folder / SERVER_FILE) as file:
                 file.write(json.dumps(state).encode())
         elif isinstance(index, LocalIndex):
-            save_index(self._folder / FILE, index, self._generation)
+            save_index(self._folder / FILE, index, self._generation, self._catalogue.uid())
 
     def _load_server_state(self) -> None:
         """What this knowledge base last sent. A server that lost vectors gets them all again."""
@@ -175,5 +181,9 @@ class LiveIndex:
         if not path.is_file() or not self._loaded.shared:
             return
         state = json.loads(path.read_text())
-        if state["url"] == self._settings.index and state["num_vectors"] == len(self._loaded):
+        if (
+            state["url"] == self._settings.index
+            and state.get("catalogue_uid") == self._catalogue.uid()
+            and state["num_vectors"] == len(self._loaded)
+        ):
             self._generation, self._last_id = state["generation"], state["last_id"]

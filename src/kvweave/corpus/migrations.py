@@ -1,6 +1,7 @@
 """The catalogue's schema as numbered steps. Add a step at the end; never edit one that shipped."""
 
 import sqlite3
+from collections.abc import Iterator
 
 from kvweave.errors import CorpusError
 
@@ -70,16 +71,50 @@ MIGRATIONS: tuple[str, ...] = (
     END;
     INSERT INTO words (words) VALUES ('rebuild');
     """,
+    # 3: tells this catalogue from any other, so that an index of an older one is not taken for its
+    """
+    ALTER TABLE state ADD COLUMN uid TEXT NOT NULL DEFAULT '';
+    UPDATE state SET uid = lower(hex(randomblob(16)));
+    """,
 )
 
 
 def migrate(db: sqlite3.Connection) -> None:
-    """Bring the schema up to date, each step in its own transaction. Safe to call twice."""
+    """Bring the schema up to date, each step in its own transaction. Safe to call twice.
+
+    Also from several processes at once: whoever waited for the lock looks at the version again.
+    `db` must leave transactions to us (isolation_level None).
+    """
+    while _version(db) < len(MIGRATIONS):
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            version = _version(db)
+            if version < len(MIGRATIONS):
+                for statement in _statements(MIGRATIONS[version]):
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {version + 1}")
+            db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+
+
+def _version(db: sqlite3.Connection) -> int:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version > len(MIGRATIONS):
         raise CorpusError(
             f"the catalogue has schema {version}, this kvweave knows {len(MIGRATIONS)}; "
             "use the newer kvweave that wrote it"
         )
-    for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
-        db.executescript(f"BEGIN IMMEDIATE; {step} PRAGMA user_version = {number}; COMMIT;")
+    return int(version)
+
+
+def _statements(script: str) -> Iterator[str]:
+    """One by one: `executescript` would commit before it begins, and the lock would be gone."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+    assert not statement.strip(), "a migration ends with a semicolon"

@@ -8,7 +8,6 @@ was half-way is looked at again and only its missing documents are added.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
@@ -17,10 +16,18 @@ from pathlib import Path
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.parsers import ParseLimits, Record, parse, read_bytes
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
-from kvweave.errors import CorpusError
+from kvweave.errors import CorpusError, KVWeaveError
 from kvweave.ingest.encoder import Encoder
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress, Phase, Skipped
-from kvweave.ingest.sources import FoundFile, Ignored, Selection, Source, TextSource, find_files
+from kvweave.ingest.sources import (
+    FoundFile,
+    Ignored,
+    Selection,
+    Source,
+    TextSource,
+    find_files,
+    folder_of,
+)
 from kvweave.types import Chunk, ChunkId, Document, DocumentId, PlacedChunk
 
 WINDOW = 2048  # chunks embedded together: sorted by length they pad little
@@ -126,8 +133,9 @@ class _Run:
         if isinstance(source, tuple):
             return [TextSource(*source)]
         path = Path(source)
-        if os.path.isdir(path.expanduser()):  # unlike Path.is_dir it never raises
-            self._folders.append(path.expanduser().resolve())
+        folder = folder_of(path)
+        if folder is not None:
+            self._folders.append(folder)
         return find_files(path, self._options.selection)
 
     def _take(self, item: FoundFile | Ignored | Skipped | TextSource) -> None:
@@ -147,22 +155,25 @@ class _Run:
             return  # named twice, or reached by two links
         self._present[source] = ""
         self.tell("read", source)
-        # Only reading is guarded: trouble while writing is not the file's fault and stops the run.
         try:
             data = read_bytes(path, self._options.limits)
-            fingerprint = f"{PARSERS_VERSION}:{hashlib.sha256(data).hexdigest()}"
-            if self._is_unchanged(source, fingerprint, len(data)):
-                return
-            records = parse(path, data, self._options.limits)
         except (CorpusError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._skipped.append(Skipped(source, reason or type(error).__name__))
+            self._skip(source, error)
             return
-        self._cut(_File(source, fingerprint), records, len(data))
+        fingerprint = f"{PARSERS_VERSION}:{hashlib.sha256(data).hexdigest()}"
+        if self._is_unchanged(source, fingerprint, len(data)):
+            return
+        try:
+            records = parse(path, data, self._options.limits)
+        except Exception as error:  # whatever a parser trips over, the other files can do without
+            self._skip(source, error)
+            return
+        self._queue(_File(source, fingerprint), records, len(data))
 
     def _take_text(self, item: TextSource) -> None:
         fingerprint = _text_fingerprint(item.title, item.text)
-        source = f"text:{item.key or fingerprint}"
+        key = (item.key or fingerprint).encode(errors="replace").decode()  # the catalogue's UTF-8
+        source = f"text:{key}"
         if self._present.get(source) == fingerprint:
             return  # the same text twice in one run
         self._present[source] = fingerprint
@@ -171,9 +182,12 @@ class _Run:
         try:
             records = lone_record(item.title, item.text)
         except CorpusError as error:
-            self._skipped.append(Skipped(f"{source} ({item.title[:60]!a})", str(error)))
+            self._skip(f"{source} ({item.title[:60]!a})", error)
             return
-        self._cut(_File(source, fingerprint), records, _size(item))
+        self._queue(_File(source, fingerprint), records, _size(item))
+
+    def _skip(self, source: str, error: Exception) -> None:
+        self._skipped.append(Skipped(source, _reason(error)))
 
     def _is_unchanged(self, source: str, fingerprint: str, size_bytes: int) -> bool:
         if self._catalogue.source_fingerprint(source) != fingerprint:
@@ -182,8 +196,12 @@ class _Run:
         self._done_bytes += size_bytes
         return True
 
-    def _cut(self, file: _File, records: Sequence[Record], size_bytes: int) -> None:
-        """Queue what is new or changed in a file."""
+    def _queue(self, file: _File, records: Sequence[Record], size_bytes: int) -> None:
+        """Cut what is new or changed in a file, and write when the window is full.
+
+        Only cutting is guarded: trouble while writing is not the file's fault and stops the run.
+        A file that cannot be cut to its end stays unfinished: the next run looks at it again.
+        """
         old = self._catalogue.fingerprints(file.source)
         num_chars = sum(len(record.text) for record in records)
         for record in records:
@@ -196,8 +214,12 @@ class _Run:
                 self._done_bytes += share_bytes
                 continue
             document = Document(document_id, file.source, record.title, record.text)
-            placed = list(self._chunker.cut(record.title, record.text))
-            assert placed, "parsers leave blank records out"
+            try:
+                placed = list(self._chunker.cut(record.title, record.text))
+                assert placed, "parsers leave blank records out"
+            except Exception as error:  # see _take_file
+                self._skip(file.source, error)
+                return
             self._cut_chunks += len(placed)
             file.num_pending += 1
             is_update = document_id in old
@@ -213,7 +235,21 @@ class _Run:
     # ── writing ──────────────────────────────────────────────────────────────
 
     def flush(self) -> None:
-        """Embed what the window holds, then commit its documents one by one."""
+        """Embed what the window holds, then commit its documents one by one.
+
+        Any trouble ends the run as one CorpusError; what was committed stays.
+        """
+        try:
+            self._flush()
+        except KVWeaveError:
+            raise
+        except Exception as error:
+            raise CorpusError(
+                f"ingest stopped while embedding and storing ({_reason(error)}); what is complete "
+                "stays, run it again to go on"
+            ) from error
+
+    def _flush(self) -> None:
         window, self._window, self._window_chunks = self._window, [], 0
         window_bytes = sum(pending.size_bytes for pending in window)
         self._embed([p.chunk for pending in window for p in pending.placed], window_bytes)
@@ -310,6 +346,16 @@ def _document_id(source: str, key: str) -> DocumentId:
 def _text_fingerprint(title: str, text: str) -> str:
     data = f"{title}\0{text}".encode(errors="surrogatepass")
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """In one line. Our own errors say it all; of others the type tells as much as the words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    words = " ".join(str(error).split())[:200]
+    if isinstance(error, KVWeaveError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _size(item: FoundFile | Ignored | Skipped | TextSource) -> int:

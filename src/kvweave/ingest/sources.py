@@ -1,6 +1,7 @@
 """Finds what to ingest: files in folders, single files, texts from Python. Reads no content."""
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +11,9 @@ from typing import NamedTuple
 from kvweave.corpus.parsers import ENDINGS
 from kvweave.errors import CorpusError
 from kvweave.ingest.report import Skipped
+
+# What a path can do: not be there or be too long, loop or name no user, hold a NUL.
+BAD_PATH = (OSError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def ensure_inside(roots: Sequence[Path], path: Path) -> Path:
     """
     try:
         resolved = path.expanduser().resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL in the name
+    except BAD_PATH as error:
         raise CorpusError("outside the allowed folders") from error
     for root in roots:
         if resolved.is_relative_to(root.resolve()):
@@ -71,54 +75,86 @@ def ensure_inside(roots: Sequence[Path], path: Path) -> Path:
     raise CorpusError("outside the allowed folders")
 
 
+def folder_of(path: Path) -> Path | None:
+    """The resolved path if it is a folder; None for anything else, also for an impossible name."""
+    try:
+        start = path.expanduser()
+        return start.resolve() if stat.S_ISDIR(start.stat().st_mode) else None
+    except BAD_PATH:
+        return None
+
+
 def find_files(path: Path, selection: Selection) -> Iterator[FoundFile | Ignored | Skipped]:
     """The file itself, or the files below a folder in a stable order. Hidden ones are left out.
 
-    Links are followed; a folder that is its own ancestor is reported once and not entered.
+    Links are followed. A folder that several links lead to is entered once, from the first place
+    in that order; one that contains itself is reported.
     """
     try:
         start = path.expanduser()
         if selection.roots is not None:
             ensure_inside(selection.roots, start)
-        is_folder = start.is_dir()
-        if not is_folder:
-            start.stat()  # says what is wrong with a missing file or a link to itself
-    except (OSError, ValueError, CorpusError) as error:  # ValueError: a NUL in the name
-        yield Skipped(str(path), _reason(error))
+        # stat raises where is_dir might say no: a missing file, a link to itself
+        is_folder = stat.S_ISDIR(start.stat().st_mode)
+    except (*BAD_PATH, CorpusError) as error:
+        yield Skipped(_printable(path), _reason(error))
         return
     if not is_folder:
         yield _look_at(start, selection)
         return
-    yield from _walk(start, "", selection, ancestors=())
+    yield from _walk(start, selection)
 
 
-def _walk(
-    folder: Path, below: str, selection: Selection, ancestors: tuple[tuple[int, int], ...]
-) -> Iterator[FoundFile | Ignored | Skipped]:
-    try:
-        info = folder.stat()
-        if (info.st_dev, info.st_ino) in ancestors:
-            yield Skipped(str(folder), "a symlink loop: the folder contains itself")
-            return
-        if selection.roots is not None:
-            ensure_inside(selection.roots, folder)
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except (OSError, CorpusError) as error:
-        yield Skipped(str(folder), _reason(error))
-        return
-    ancestors = (*ancestors, (info.st_dev, info.st_ino))
-    for entry in entries:
+class _Folder(NamedTuple):
+    key: tuple[int, int]  # device and inode: its identity
+    below: str  # path below the start, with a slash at the end
+    entries: Iterator[os.DirEntry[str]]
+
+
+def _walk(start: Path, selection: Selection) -> Iterator[FoundFile | Ignored | Skipped]:
+    """Depth first with a stack of its own: a tree may be deeper than Python recurses."""
+    visited: set[tuple[int, int]] = set()
+    stack: list[_Folder] = []
+
+    def enter(path: Path, below: str) -> Skipped | None:
+        try:
+            info = path.stat()
+            key = (info.st_dev, info.st_ino)
+            if any(folder.key == key for folder in stack):
+                return Skipped(_printable(path), "a symlink loop: the folder contains itself")
+            if selection.roots is not None:
+                ensure_inside(selection.roots, path)
+            if key in visited:
+                return None  # linked from two places: its files are found already
+            with os.scandir(path) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except (*BAD_PATH, CorpusError) as error:
+            return Skipped(_printable(path), _reason(error))
+        visited.add(key)
+        stack.append(_Folder(key, below, iter(entries)))
+        return None
+
+    skipped = enter(start, "")
+    if skipped is not None:
+        yield skipped
+    while stack:
+        entry = next(stack[-1].entries, None)
+        if entry is None:
+            stack.pop()
+            continue
         if entry.name.startswith("."):
             continue
-        relative, path = f"{below}{entry.name}", Path(entry.path)
+        relative, path = f"{stack[-1].below}{entry.name}", Path(entry.path)
         try:
             is_folder = entry.is_dir()
         except OSError as error:
-            yield Skipped(str(path), _reason(error))
+            yield Skipped(_printable(path), _reason(error))
             continue
         if is_folder:
             if not any(fnmatchcase(relative, p) for p in selection.exclude):
-                yield from _walk(path, f"{relative}/", selection, ancestors)
+                skipped = enter(path, f"{relative}/")
+                if skipped is not None:
+                    yield skipped
         elif not selection.wants(relative):
             continue
         elif path.suffix.lower() in ENDINGS:
@@ -135,9 +171,18 @@ def _look_at(path: Path, selection: Selection) -> FoundFile | Skipped:
         str(resolved).encode()  # it becomes a key in the catalogue
         return FoundFile(resolved, resolved.stat().st_size)
     except UnicodeEncodeError:
-        return Skipped(ascii(str(path)), "the file's name is not valid UTF-8; rename it")
-    except (OSError, RuntimeError, CorpusError) as error:
-        return Skipped(str(path), _reason(error))
+        return Skipped(_printable(path), "the file's name is not valid UTF-8; rename it")
+    except (*BAD_PATH, CorpusError) as error:
+        return Skipped(_printable(path), _reason(error))
+
+
+def _printable(path: Path) -> str:
+    """As it is, or escaped where it would not be valid UTF-8 (a report may become JSON)."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return ascii(str(path))
+    return str(path)
 
 
 def _reason(error: Exception) -> str:

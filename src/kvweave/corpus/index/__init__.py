@@ -57,10 +57,12 @@ def resolve_kind(kind: str, num_vectors: int) -> str:
     return "hnsw" if num_vectors <= HNSW_LIMIT else "ivf"
 
 
-def make_index(kind: str, dim: int, *, collection: str, api_key: str | None = None) -> VectorIndex:
-    """An empty local index, or the Qdrant collection of that name with whatever it holds."""
+def make_index(
+    kind: str, dim: int, *, collection: str, owner: str = "", api_key: str | None = None
+) -> VectorIndex:
+    """An empty local index, or the Qdrant collection of that name with what `owner` put there."""
     if is_remote(kind):
         from kvweave.corpus.index.qdrant import QdrantIndex
 
-        return QdrantIndex.connect(kind, dim, collection, api_key=api_key)
+        return QdrantIndex.connect(kind, dim, collection, owner=owner, api_key=api_key)
     return KINDS[kind](dim)

@@ -32,9 +32,10 @@ LocalIndex = FlatIndex | IvfIndex | HnswIndex
 class LoadedIndex(NamedTuple):
     vectors: LocalIndex
     generation: int  # of the catalogue that it reflects
+    catalogue_uid: str  # which catalogue that was
 
 
-def save_index(path: Path, index: LocalIndex, generation: int) -> None:
+def save_index(path: Path, index: LocalIndex, generation: int, catalogue_uid: str = "") -> None:
     """Replace the file, or leave the old one untouched."""
     import faiss
 
@@ -43,6 +44,7 @@ def save_index(path: Path, index: LocalIndex, generation: int) -> None:
         "kind": index.kind,
         "dim": index.dim,
         "generation": generation,
+        "catalogue_uid": catalogue_uid,
         "num_rows": rows.num_rows,
         "num_trained": index.num_trained if isinstance(index, IvfIndex) else 0,
         "has_vectors": index.faiss_index is not None,
@@ -86,7 +88,7 @@ def load_index(path: Path) -> LoadedIndex | None:
             index = HnswIndex(dim, faiss_index=inner, rows=rows)
         case other:
             raise CorpusError(f"{path} holds an index of unknown kind {other!r}")
-    return LoadedIndex(index, header["generation"])
+    return LoadedIndex(index, header["generation"], header.get("catalogue_uid", ""))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BATCH = 512  # points per request: about 1 MB at 384 dimensions
 SEARCH_EFFORT = 128  # hnsw_ef of a plain search
 TIMEOUT_S = 30
+OWNER = "knowledge_base"  # the one field of a point's payload
 
 
 class QdrantIndex:
@@ -28,7 +29,10 @@ class QdrantIndex:
     kind = "qdrant"
     learns_from_first_add = False
 
-    def __init__(self, client: "QdrantClient", dim: int, collection: str, url: str) -> None:
+    def __init__(
+        self, client: "QdrantClient", dim: int, collection: str, url: str, owner: str = ""
+    ) -> None:
+        self.owner = owner  # every point carries it: a collection belongs to one knowledge base
         self.dim = dim
         self.collection = collection
         self.url = url
@@ -36,9 +40,12 @@ class QdrantIndex:
 
     @classmethod
     def connect(
-        cls, url: str, dim: int, collection: str, *, api_key: str | None = None
+        cls, url: str, dim: int, collection: str, *, owner: str = "", api_key: str | None = None
     ) -> "QdrantIndex":
-        """Open or create the collection. A path in the URL names another collection."""
+        """Open or create the collection. A path in the URL names another collection.
+
+        Refuses a collection of another shape, and one that holds what `owner` did not put there.
+        """
         try:
             from qdrant_client import QdrantClient, models
         except ImportError as error:
@@ -65,8 +72,9 @@ class QdrantIndex:
                     collection,
                     vectors_config=models.VectorParams(size=dim, distance=models.Distance.DOT),
                 )
-            index = cls(client, dim, collection, url)
-            index._check_dim()
+            index = cls(client, dim, collection, url, owner)
+            index._check_shape()
+            index._check_owner()
         return index
 
     @property
@@ -94,15 +102,21 @@ class QdrantIndex:
         from qdrant_client import models
 
         with _as_corpus_error(self.url):
+            self._check_owner()
             for start in range(0, len(ids), BATCH):
                 part = slice(start, start + BATCH)
-                batch = models.Batch(ids=ids[part].tolist(), vectors=vectors[part].tolist())
+                batch = models.Batch(
+                    ids=ids[part].tolist(),
+                    vectors=vectors[part].tolist(),
+                    payloads=[{OWNER: self.owner}] * len(ids[part]),
+                )
                 self._client.upsert(self.collection, batch, wait=True)
 
     def remove(self, ids: Ids) -> None:
         from qdrant_client import models
 
         with _as_corpus_error(self.url):
+            self._check_owner()
             for start in range(0, len(ids), BATCH):
                 points = models.PointIdsList(points=ids[start : start + BATCH].tolist())
                 self._client.delete(self.collection, points, wait=True)
@@ -139,13 +153,28 @@ class QdrantIndex:
         ids = np.array([int(point.id) for point in points], np.int64)
         return ordered(ids, np.array([point.score for point in points], np.float32), k)
 
-    def _check_dim(self) -> None:
+    def _check_shape(self) -> None:
         config = self._client.get_collection(self.collection).config.params.vectors
         size = getattr(config, "size", None)
         if size != self.dim:
             raise ConfigError(
                 f"collection {self.collection!r} at {self.url} holds vectors of {size} dimensions, "
                 f"the embedder makes {self.dim}; name another collection in the URL's path"
+            )
+        distance = str(getattr(config, "distance", None))
+        if distance.rpartition(".")[2].lower() not in ("dot", "cosine"):  # equal at length 1
+            raise ConfigError(
+                f"collection {self.collection!r} at {self.url} compares by {distance}, not by inner "
+                "product; name another collection in the URL's path"
+            )
+
+    def _check_owner(self) -> None:
+        """One point tells: nobody writes into a collection that somebody else has begun."""
+        points, _ = self._client.scroll(self.collection, limit=1, with_payload=True)
+        if points and (points[0].payload or {}).get(OWNER) != self.owner:
+            raise ConfigError(
+                f"collection {self.collection!r} at {self.url} holds vectors that are not of this "
+                "knowledge base; name another collection in the URL's path"
             )
 
 

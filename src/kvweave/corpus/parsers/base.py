@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvweave.errors import CorpusError
 
-PARSERS_VERSION = 1  # raise it when a parser would give other text for the same file
+PARSERS_VERSION = 2  # raise it when a parser would give other text for the same file
 
 
 class Record(NamedTuple):
@@ -84,12 +84,13 @@ def lone_record(title: str, text: str) -> list[Record]:
 
 def field(row: Mapping[str, object], names: Iterable[str]) -> str | None:
     """The first of `names` that the row has, whatever its case, as text."""
+    value = raw_field(row, names)
+    return value if value is None or isinstance(value, str) else str(value)
+
+
+def raw_field(row: Mapping[str, object], names: Iterable[str]) -> object | None:
     lowered = {str(key).strip().lower(): value for key, value in row.items()}
-    for name in names:
-        value = lowered.get(name)
-        if value is not None:
-            return value if isinstance(value, str) else str(value)
-    return None
+    return next((lowered[name] for name in names if lowered.get(name) is not None), None)
 
 
 def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[Record]:
@@ -104,7 +105,8 @@ def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[Record]:
         if not text.strip():
             continue
         content = hashlib.blake2b(f"{title}\0{text}".encode(), digest_size=8).hexdigest()
-        key = f"id:{row_id}" if row_id else content
+        # The key is hashed, not shown: half a surrogate pair in it is no reason to refuse the row.
+        key = f"id:{row_id.encode(errors='backslashreplace').decode()}" if row_id else content
         if key in used:
             key = f"{key}:{content}"
         copy = 1

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 DROPPED = frozenset(
     """script style noscript template svg math head nav iframe object canvas audio video select
-    button form""".split()  # noqa: SIM905 – words read better as words
+    button""".split()  # noqa: SIM905 – words read better as words
 )
 BLOCKS = frozenset(
     """p div section article main header footer aside ul ol dl dt dd table blockquote figure
-    figcaption pre hr address details summary h1 h2 h3 h4 h5 h6""".split()  # noqa: SIM905 – words read better as words
+    figcaption form fieldset pre hr address details summary h1 h2 h3 h4 h5 h6""".split()  # noqa: SIM905 – words read better as words
 )
 LINES = frozenset(("br", "tr"))
 # Elements that need no closing tag: an open one says nothing about depth.
@@ -65,7 +65,7 @@ def _decode(data: bytes) -> str:
             raise
         try:
             return data.decode(declared.group(1).decode("ascii"))
-        except (LookupError, UnicodeDecodeError) as error:
+        except (LookupError, UnicodeError) as error:
             raise CorpusError(f"not in the encoding that the page declares ({error})") from error
 
 

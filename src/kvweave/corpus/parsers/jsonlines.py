@@ -13,6 +13,7 @@ from kvweave.corpus.parsers.base import (
     decode,
     field,
     keyed_records,
+    raw_field,
 )
 from kvweave.errors import CorpusError
 
@@ -32,7 +33,9 @@ def _rows(text: str, default_title: str) -> Iterator[tuple[str | None, str, str]
         if isinstance(value, str):
             yield None, default_title, value
             continue
-        body = field(value, TEXT_FIELDS) if isinstance(value, dict) else None
+        body = raw_field(value, TEXT_FIELDS) if isinstance(value, dict) else None
         if body is None:
             raise CorpusError(f"line {number} has no text; name the field one of {TEXT_FIELDS}")
+        if not isinstance(body, str):
+            raise CorpusError(f"line {number}: the text is not a string ({type(body).__name__})")
         yield field(value, ID_FIELDS), field(value, TITLE_FIELDS) or default_title, body

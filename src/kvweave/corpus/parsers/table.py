@@ -22,6 +22,8 @@ DELIMITERS = ",;\t|"
 
 def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
     text = decode(data)
+    # The limit is the process's, so it only ever grows; a cell may be as long as a file.
+    csv.field_size_limit(max(csv.field_size_limit(), limits.file_bytes))
     header, rows = _rows(text, "\t" if path.suffix.lower() == ".tsv" else _delimiter(text))
     has_text = field(dict.fromkeys(header, ""), TEXT_FIELDS) is not None
     if has_text:
@@ -44,6 +46,7 @@ def _rows(text: str, delimiter: str) -> tuple[list[str], list[dict[str, str]]]:
         header = next(reader, None)
         if not header or not any(header):
             raise CorpusError("no header row")
+        header = _distinct(header)
         rows: list[dict[str, str]] = []
         for row in reader:
             if not row:
@@ -56,6 +59,18 @@ def _rows(text: str, delimiter: str) -> tuple[list[str], list[dict[str, str]]]:
     except csv.Error as error:
         raise CorpusError(f"not valid CSV ({error})") from error
     return header, rows
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Columns of one name get numbers, so that none hides another: "price", "price 2"."""
+    distinct: list[str] = []
+    for name in names:
+        number, own = 1, name
+        while own in distinct:
+            number += 1
+            own = f"{name} {number}"
+        distinct.append(own)
+    return distinct
 
 
 def _delimiter(text: str) -> str:
