@@ -164,8 +164,8 @@ class QdrantIndex:
         distance = str(getattr(config, "distance", None))
         if distance.rpartition(".")[2].lower() not in ("dot", "cosine"):  # equal at length 1
             raise ConfigError(
-                f"collection {self.collection!r} at {self.url} compares by {distance}, not by inner "
-                "product; name another collection in the URL's path"
+                f"collection {self.collection!r} at {self.url} compares by {distance}, not by "
+                "inner product; name another collection in the URL's path"
             )
 
     def _check_owner(self) -> None:
