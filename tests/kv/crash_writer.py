@@ -13,7 +13,7 @@ def write_until_killed(root: Path, first: int) -> None:
     """Save chunk after chunk; note each one that the store acknowledged."""
     store = KVStore(make_config(root, host_chunks=2, disk_chunks=10_000))
     notes = os.open(root / "acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    print("ready", flush=True)
+    os.write(1, b"ready\n")  # in one piece: two processes speak here
     for number in range(first, first + 1000, 2):
         tickets = [(n, store.save(make_chunk(n), wait_s=10)) for n in (number, number + 1)]
         for n, ticket in tickets:
@@ -28,9 +28,9 @@ def main() -> None:
         if child == 0:
             write_until_killed(Path(folder), int(first))
             os._exit(0)
-        print(child, flush=True)
+        os.write(1, f"{child}\n".encode())
         os.waitpid(child, 0)
-        print("dead", flush=True)
+        os.write(1, b"dead\n")
 
 
 if __name__ == "__main__":

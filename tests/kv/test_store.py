@@ -346,6 +346,18 @@ def test_a_full_disk_is_said_once_and_serving_goes_on(
     store.close()
 
 
+def test_a_miss_strikes_only_the_copy_it_looked_for(tmp_path: Path) -> None:
+    with make_store(tmp_path, range(1), host_chunks=None) as store:
+        (place,) = store._stock.below
+        assert place.shelf is not None
+        older = place.shelf.find(make_key(0))
+        store.delete(keys_of(0))
+        assert store.save(make_chunk(0)).wait(5)
+        store._stock.forget(place, make_key(0), older)  # a load that found the older one gone
+        assert store.used_bytes() == {"disk": CHUNK_BYTES}
+        assert load_and_check(store, 0) == {0}
+
+
 def test_objects_written_by_another_process_are_found(tmp_path: Path) -> None:
     with make_store(tmp_path) as reader, make_store(tmp_path, range(3)):
         assert [p.tier for p in reader.peek(keys_of(0, 1, 2))] == ["disk"] * 3

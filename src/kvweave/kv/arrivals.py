@@ -61,7 +61,8 @@ class Arrival:
         self._max_in_flight = 4 if tier.remote else 2
         self.key = key
         self.tier_name = tier.name
-        self.users = 0  # these three belong to the store: leases that hold it,
+        self.source: Entry | None = None  # these four belong to the store: what it is read from,
+        self.users = 0  # leases that hold it,
         self.kept: Entry | None = None  # the object of the host tier it became,
         self.disposed = False  # its memory was given back
         self.header: Header | None = None

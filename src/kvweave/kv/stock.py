@@ -331,10 +331,12 @@ class Stock:
             with self.lock:
                 place.shelf.unreserve(size_bytes)
 
-    def forget(self, place: Place, key: ChunkKey) -> None:
-        """Take an object that went away by itself off the books, leased or not."""
+    def forget(self, place: Place, key: ChunkKey, entry: Entry | None) -> None:
+        """Take an object that went away by itself off the books, leased or not. `entry` is what
+        stood there when it was looked for: a copy saved since stays, or its bytes would lie on
+        disk uncounted."""
         with self.lock:
-            if place.shelf is not None and key in place.shelf:
+            if place.shelf is not None and entry is not None and place.shelf.has(key, entry):
                 place.shelf.unreserve(place.shelf.take_off(key))
 
     # ---- turns

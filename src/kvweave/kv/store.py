@@ -123,6 +123,7 @@ class KVStore:
                     arrival = Arrival(key, place.tier, place.pool, place.deadline_s, self._hooks)
                     started.append(arrival)
                     pin = lease.holds.pins.get(key)
+                    arrival.source = None if pin is None else pin.entry
                     if pin is None or not pin.entry.doomed:  # deleted: for this lease alone
                         self._arrivals[key] = arrival
                         self._keepable.add(arrival)
@@ -399,9 +400,9 @@ class KVStore:
                 self._stock.quarantine(place, arrival.key)
             case Miss.FOREIGN:
                 log.warning("%s cannot be read here: %s", name, detail)
-                self._stock.forget(place, arrival.key)
+                self._stock.forget(place, arrival.key, arrival.source)
             case Miss.ABSENT:
-                self._stock.forget(place, arrival.key)
+                self._stock.forget(place, arrival.key, arrival.source)
             case Miss.TIER_FAILED | Miss.TOO_SLOW:
                 self.metrics.count("kv_tier_errors_total", tier=place.name, verb="read")
                 place.reads.failed(detail, at_once=miss is Miss.TOO_SLOW)
