@@ -44,10 +44,9 @@ class MeteredDisk(DiskTier):
         return super().write(key, parts)
 
     def delete(self, key: ChunkKey) -> bool:
-        was_here = super().delete(key)
-        if was_here:
-            with self._meter:
-                del self._sizes[key]
+        with self._meter:  # one step: whoever finds it deleted must find it uncounted
+            was_here = super().delete(key)
+            self._sizes.pop(key, None)
         return was_here
 
 
