@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
     try:
         return Tokenizer(locate("smollm2", pull=False))
     except ModelNotFound:
-        pytest.skip("needs `make models` once")
+        pytest.fail("smollm2 is not there; run: make models")
 
 
 @pytest.mark.parametrize(
