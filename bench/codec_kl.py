@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from common import read_jsonl, report
-from kvweave.fuse.encode import Preamble, encode_chunks, encode_preamble
+from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.fused_pass import Placement, fused_pass
 from kvweave.kv.codec import CODECS, LayerKV
 from kvweave.kv.keys import KeyContext, make_chunk_key
@@ -83,9 +83,9 @@ def read_prompts(data: Path, tokenizer: Tokenizer, count: int) -> list[Prompt]:
 def score(decoder: Decoder, prompt: Prompt, num_tokens: int) -> dict[tuple[str, str], float]:
     """KL of every kind and codec on one prompt."""
     answer, exact = full_answer(decoder, prompt.token_ids, num_tokens)
-    nothing = Preamble((), ())
+    nothing = Prefix((), ())
     (whole,) = encode_chunks(decoder, nothing, [prompt.token_ids])
-    preamble = encode_preamble(decoder, prompt.preamble)
+    preamble = encode_prefix(decoder, prompt.preamble)
     start, spans = len(prompt.preamble), []
     for ids in prompt.chunks:
         spans.append((start, start + len(ids)))
@@ -120,7 +120,7 @@ def full_answer(
 def answer_over(
     decoder: Decoder,
     prompt: Prompt,
-    preamble: Preamble,
+    preamble: Prefix,
     spans: Sequence[tuple[int, int]],
     chunks: Sequence[Sequence[LayerKV]],
     codec: str,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvweave.errors import UnsupportedModel
 from kvweave.tokenizer import Part, Tokenizer
 
+LABEL = "Question: "
 SYSTEM = "You answer questions from the passages you are given. Be brief and exact."
 
 
@@ -31,6 +32,7 @@ class Prompt:
     preamble: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
+    asked: tuple[int, int]  # the part [start, end) of `question` that the user wrote
 
     @property
     def token_ids(self) -> list[int]:
@@ -53,11 +55,13 @@ def lay_out(
 ) -> Prompt:
     """As `build_prompt`, for chunks that have their token ids already."""
     preamble, closing = split_template(tokenizer, system)
-    asked = f"Question: {question.strip()}" if chunks else question.strip()
+    words = tokenizer.encode_text(f"{LABEL}{question.strip()}" if chunks else question.strip())
+    label = len(tokenizer.encode_text(LABEL.rstrip())) if chunks else 0
     return Prompt(
         preamble=tuple(preamble),
         chunks=tuple(chunks),
-        question=(*tokenizer.encode_text(asked), *closing),
+        question=(*words, *closing),
+        asked=(min(label, len(words) - 1), len(words)),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvweave.fuse.chunk_encoder import ChunkEncoder
-from kvweave.fuse.encode import encode_chunks, encode_preamble, passes
+from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
 from kvweave.fuse.fused_pass import Placement, fused_pass
 from kvweave.fuse.reuse import Reused, prefill_with_reuse
 from kvweave.kernels.rope import rotate
@@ -84,7 +84,7 @@ def answer(
 
 
 def test_a_chunk_encoded_in_company_equals_the_chunk_encoded_alone(any_decoder: Decoder) -> None:
-    preamble = encode_preamble(any_decoder, PREAMBLE)
+    preamble = encode_prefix(any_decoder, PREAMBLE)
     together = encode_chunks(any_decoder, preamble, CHUNKS)
     for ids, layers in zip(CHUNKS, together, strict=True):
         (alone,) = encode_chunks(any_decoder, preamble, [ids])
@@ -99,7 +99,7 @@ def test_a_stored_key_turned_to_its_place_equals_the_key_computed_there(
     ids = PREAMBLE + CHUNKS[0]
     kv = any_decoder.new_kv(len(ids))
     any_decoder.forward([Rows(ids, range(len(ids)), kv, [])])
-    preamble = encode_preamble(any_decoder, PREAMBLE)
+    preamble = encode_prefix(any_decoder, PREAMBLE)
     (layers,) = encode_chunks(any_decoder, preamble, [CHUNKS[0]])
     angles = any_decoder.angles(torch.arange(len(PREAMBLE), len(ids)))
     for layer, made in enumerate(layers):
@@ -123,7 +123,7 @@ def test_nothing_stored_means_full_prefill(any_decoder: Decoder, store: KVStore)
 
 
 def test_recomputing_every_row_over_stitched_kv_is_full_prefill(any_decoder: Decoder) -> None:
-    preamble = encode_preamble(any_decoder, PREAMBLE)
+    preamble = encode_prefix(any_decoder, PREAMBLE)
     prompt = prompt_of(CHUNKS)
     placements, layer_source = stitched(any_decoder, CHUNKS)
     kv = any_decoder.new_kv(len(prompt))
@@ -133,7 +133,7 @@ def test_recomputing_every_row_over_stitched_kv_is_full_prefill(any_decoder: Dec
 
 
 def test_a_later_chunk_never_changes_an_earlier_recomputed_row(any_decoder: Decoder) -> None:
-    preamble = encode_preamble(any_decoder, PREAMBLE)
+    preamble = encode_prefix(any_decoder, PREAMBLE)
     changed = [*CHUNKS[:3], [(i + 1) % 97 for i in CHUNKS[3]]]
     kept = []
     for chunks in (CHUNKS, changed):
@@ -158,7 +158,7 @@ def test_the_same_chunk_twice_in_one_prompt_is_placed_twice(
     placements, layer_source = stitched(decoder, chunks)
     prompt = prompt_of(chunks)
     rows = range(len(prompt) - len(QUESTION), len(prompt))
-    preamble = encode_preamble(decoder, PREAMBLE)
+    preamble = encode_prefix(decoder, PREAMBLE)
     want = fused_pass(decoder, prompt, rows, preamble, placements, layer_source, decoder.new_kv(1))
     torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
 
@@ -274,7 +274,7 @@ def test_passes_are_bounded_and_lose_no_chunk() -> None:
 
 def stitched(decoder: Decoder, chunks: list[list[int]]):  # type: ignore[no-untyped-def]
     """Placements and a layer source that never fails, straight from the encoder."""
-    preamble = encode_preamble(decoder, PREAMBLE)
+    preamble = encode_prefix(decoder, PREAMBLE)
     encoder_key = ChunkEncoder(decoder, None, context_of(decoder)).key  # type: ignore[arg-type]
     made = encode_chunks(decoder, preamble, chunks)
     packed = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode import encode_chunks, encode_preamble
+from kvweave.fuse.encode import encode_chunks, encode_prefix
 from kvweave.fuse.fused_pass import Placement, fused_pass
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.objects import layer_of, pack_chunk
@@ -96,7 +96,7 @@ def test_woven_chunk_kv_gives_what_the_cpu_gives(folder: Path, codec: str) -> No
 
 
 def weave(decoder: Decoder, codec: str) -> Tensor:
-    preamble = encode_preamble(decoder, PROMPT[:8])
+    preamble = encode_prefix(decoder, PROMPT[:8])
     chunks = [PROMPT[8:40], PROMPT[40:90], PROMPT[90:100]]
     made = encode_chunks(decoder, preamble, chunks)
     context = KeyContext("test", "float32", codec, "any", tuple(PROMPT[:8]), "any")

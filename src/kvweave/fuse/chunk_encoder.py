@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from kvweave.fuse.encode import Preamble, encode_chunks, encode_preamble, passes
+from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.protocol import Decoder
 from kvweave.kv.forget import CHUNK
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
@@ -38,7 +38,7 @@ class ChunkEncoder:
         self._store = store
         self._context = context
         self._on_saved = on_saved
-        self._preamble: Preamble | None = None
+        self._preamble: Prefix | None = None
 
     @property
     def preamble_ids(self) -> tuple[int, ...]:
@@ -46,10 +46,10 @@ class ChunkEncoder:
         return self._context.preamble_ids
 
     @property
-    def preamble(self) -> Preamble:
+    def preamble(self) -> Prefix:
         """The preamble's KV, computed on first use."""
         if self._preamble is None:
-            self._preamble = encode_preamble(self._decoder, self._context.preamble_ids)
+            self._preamble = encode_prefix(self._decoder, self._context.preamble_ids)
         return self._preamble
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:

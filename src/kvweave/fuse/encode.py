@@ -1,8 +1,8 @@
-"""Compute chunk KV: each chunk behind the preamble and nothing else (`isolated`).
+"""Compute chunk KV: each chunk behind a prefix, which is the preamble and its encoding context.
 
-The preamble is computed once. Chunks then run as one flat batch, each its own sequence at the
-positions right behind the preamble. Keys are kept before rotation, so a chunk can stand anywhere
-later. A chunk right behind the preamble is exact: that is where it was computed.
+The prefix is computed once. Chunks then run as one flat batch, each its own sequence at the
+positions right behind its prefix. Keys are kept before rotation, so a chunk can stand anywhere
+later. A chunk right behind the bare preamble is exact: that is where it was computed.
 
 Shapes: R rows of all chunks, Hk KV heads, D head dim.
 """
@@ -21,21 +21,21 @@ from kvweave.kv.codec import LayerKV
 PASS_ROWS = 2048  # rows computed together: enough to keep the products busy, bounded in memory
 
 
-class Preamble(NamedTuple):
-    """What stands in front of every chunk, ready to be attended to."""
+class Prefix(NamedTuple):
+    """What stands in front of a chunk while it is computed, ready to be attended to."""
 
     token_ids: tuple[int, ...]
     layers: tuple[LayerKV, ...]  # keys rotated to positions 0..; one per model layer
 
 
-def encode_preamble(decoder: Decoder, token_ids: Sequence[int]) -> Preamble:
-    """Compute the preamble's KV. An empty preamble is fine."""
+def encode_prefix(decoder: Decoder, token_ids: Sequence[int]) -> Prefix:
+    """Compute the KV of a prefix. An empty one is fine."""
     if not token_ids:
-        return Preamble((), ())
-    (layers,) = encode_chunks(decoder, Preamble((), ()), [token_ids])
+        return Prefix((), ())
+    (layers,) = encode_chunks(decoder, Prefix((), ()), [token_ids])
     angles = decoder.angles(torch.arange(len(token_ids), device=decoder.device))
     turned = (LayerKV(rotate(kv.k, angles), kv.v) for kv in layers)
-    return Preamble(tuple(token_ids), tuple(turned))
+    return Prefix(tuple(token_ids), tuple(turned))
 
 
 def passes(lengths: Sequence[int], max_rows: int = PASS_ROWS) -> Iterator[range]:
@@ -52,15 +52,21 @@ def passes(lengths: Sequence[int], max_rows: int = PASS_ROWS) -> Iterator[range]
 
 @torch.inference_mode()
 def encode_chunks(
-    decoder: Decoder, preamble: Preamble, chunks: Sequence[Sequence[int]]
+    decoder: Decoder, prefix: Prefix | Sequence[Prefix], chunks: Sequence[Sequence[int]]
 ) -> list[list[LayerKV]]:
     """KV of each chunk, layer by layer: keys before RoPE [T, Hk, D], values [T, Hk, D].
 
-    All chunks run in one pass; use `passes` to bound it. Chunks must not be empty.
+    `prefix` is one for all chunks or one for each. All chunks run in one pass; use `passes` to
+    bound it. Chunks must not be empty.
     """
     assert all(chunks), "an empty chunk has no KV"
-    offset = len(preamble.token_ids)
-    positions = torch.cat([offset + torch.arange(len(ids)) for ids in chunks])  # [R] on the host
+    prefixes = [prefix] * len(chunks) if isinstance(prefix, Prefix) else prefix
+    positions = torch.cat(  # [R] on the host
+        [
+            len(before.token_ids) + torch.arange(len(ids))
+            for before, ids in zip(prefixes, chunks, strict=True)
+        ]
+    )
     bounds = _bounds(chunks)
     angles = decoder.angles(positions.to(decoder.device))
     ids = torch.tensor([i for chunk in chunks for i in chunk], device=decoder.device)
@@ -74,10 +80,8 @@ def encode_chunks(
             break  # nothing behind the last keys and values is kept
         turned = rotate(projected.k, angles)
         segments = [
-            Segment(
-                start, end, *_behind(preamble, layer, turned[start:end], projected.v[start:end])
-            )
-            for start, end in bounds
+            Segment(start, end, *_behind(before, layer, turned[start:end], projected.v[start:end]))
+            for before, (start, end) in zip(prefixes, bounds, strict=True)
         ]
         h = decoder.finish(layer, h, attend(rotate(projected.q, angles), positions, segments))
     return out
@@ -91,9 +95,9 @@ def _bounds(chunks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     return bounds
 
 
-def _behind(preamble: Preamble, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _behind(prefix: Prefix, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values that the rows of one chunk look at."""
-    if not preamble.layers:
+    if not prefix.layers:
         return k, v
-    front = preamble.layers[layer]
+    front = prefix.layers[layer]
     return torch.cat([front.k, k]), torch.cat([front.v, v])

@@ -1,124 +1,139 @@
 """One pass over a prompt of which parts are already computed.
 
-Stitched chunk KV is laid into the request's own buffer layer by layer, rotated to its place; then
-the rows to compute (missing chunks, the question, any rows chosen for recomputation) run through
-that layer, write their fresh keys and values over it and attend by position. Every row writes
-before any row reads, and a row sees what stands at or before it, nothing else.
+Stitched chunk KV lies in the request's own buffer, layer by layer. The rows to compute (missing
+chunks, the question, rows chosen for recomputation) run through that layer, write their fresh keys
+and values over it and attend by position. Every row writes before any row reads, and a row sees
+what stands at or before it, nothing else.
 
-With every row computed this is full prefill; with the question alone it is plain reuse.
+With every row computed this is full prefill; with the question alone it is plain reuse. A selector
+may also choose in flight: more rows start, and at a check layer those that matter go on.
 
-Shapes: R rows to compute, Hk KV heads, D head dim.
+Shapes: R rows to compute, T tokens of the prompt, Hk KV heads, D head dim.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode import Preamble
-from kvweave.fuse.protocol import Decoder, KVBuffer
+from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
+from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.stitched import Stitched
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer
 
-WaitLayer = Callable[[int], Mapping[ChunkKey, EncodedLayer]]
-
-
-class Placement(NamedTuple):
-    """A chunk of this prompt whose KV comes from the store."""
-
-    key: ChunkKey
-    start: int  # position of its first token
-    num_tokens: int
+# "bottom_right" shows rows the future, as some published baselines do; see ALGORITHMS.md 2.3.
+Mask = Literal["exact", "bottom_right"]
 
 
-class ChunkLost(Exception):
-    """Stored KV that was promised did not arrive. The pass must start over without it."""
+class LayerLook(NamedTuple):
+    """What a selector sees at a check layer, before the fresh rows are written."""
 
-    def __init__(self, keys: Sequence[ChunkKey]) -> None:
-        super().__init__(f"{len(keys)} chunks did not arrive")
-        self.keys = tuple(keys)
+    layer: int
+    positions: Tensor  # [R] on the host, ascending: all rows that are running
+    fresh: Projected  # their projections; keys before RoPE
+    turned_k: Tensor  # [R, Hk, D] fresh keys turned to their positions
+    stored_k: Tensor  # [R, Hk, D] stitched keys at the same positions, turned; garbage at misses
+    stored_v: Tensor  # [R, Hk, D]
+
+
+class Mover(Protocol):
+    """Moves what is not computed, from what is. See drift.py."""
+
+    def apply(self, look: LayerLook, kv: KVBuffer) -> None:
+        """Change one layer of `kv` before the fresh rows are written."""
+        ...
+
+
+class Narrow(Protocol):
+    """Chooses in flight which rows go on."""
+
+    def narrow(self, look: LayerLook) -> Tensor | None:
+        """Which running rows (indices into `look.positions`, ascending) go on; None: all."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passed:
+    """What a pass leaves behind, besides the filled buffer."""
+
+    logits: Tensor  # [V] of the last token
+    recomputed: tuple[int, ...]  # positions that ran through every layer, question included
+    rows_per_layer: tuple[int, ...]  # the honest cost of selecting in flight
 
 
 @torch.inference_mode()
 def fused_pass(
     decoder: Decoder,
-    prompt_ids: Sequence[int],
+    request: FuseRequest,
+    stitched: Stitched,
     rows: Sequence[int],
-    preamble: Preamble,
-    placements: Sequence[Placement],
-    wait_layer: WaitLayer,
     kv: KVBuffer,
-) -> Tensor:
-    """Fill `kv` for the whole prompt and return the logits [V] of its last token.
+    *,
+    in_flight: Narrow | None = None,
+    drift: Mover | None = None,
+    mask: Mask = "exact",
+) -> Passed:
+    """Fill `kv` for the whole prompt. `rows` are the positions to compute, ascending.
 
-    `rows` are the positions to compute, ascending, the last token among them. Every other position
-    is covered by the preamble or a placement. `wait_layer` blocks until a layer's bytes are there.
-    Raises ChunkLost when a placed chunk fails on the way, or when what arrives is not of this model
-    and length; `kv` then holds garbage.
+    The last token is among them, and so is everything that no placed chunk covers. Raises ChunkLost
+    when a placed chunk fails on the way; `kv` then holds garbage.
     """
-    assert rows[-1] == len(prompt_ids) - 1, "the last token is always computed"
-    positions = torch.tensor(rows)  # [R] on the host
-    rows_on_device = positions.to(decoder.device)
-    angles = decoder.angles(rows_on_device)
-    placed = [_turn_of(decoder, p) for p in placements]
-    kv.reserve(len(prompt_ids))
-    h = decoder.embed(torch.tensor([prompt_ids[i] for i in rows], device=decoder.device))
+    ids = request.prompt_ids
+    assert rows[-1] == len(ids) - 1, "the last token is always computed"
+    running = _Running.of(decoder, torch.tensor(rows, dtype=torch.int64))
+    h = decoder.embed(torch.tensor([ids[i] for i in rows], device=decoder.device))
     last = decoder.spec.num_layers - 1
+    counts = []
     for layer in range(last + 1):
-        arrived = wait_layer(layer)
-        _check_arrived(decoder, placements, arrived)
-        _stitch(layer, preamble, placements, placed, arrived, kv)
+        stitched.lay(layer)
+        counts.append(len(running.positions))
         projected = decoder.qkv(layer, h)
-        q, at, turn = projected.q, positions, angles
+        q, turned = projected.q, rotate(projected.k, running.angles)
         keys, values = kv.keys(layer), kv.values(layer)
-        keys[rows_on_device] = rotate(projected.k, angles)
-        values[rows_on_device] = projected.v
+        keep = None
+        if in_flight is not None or drift is not None:
+            stored = keys[running.on_device], values[running.on_device]
+            look = LayerLook(layer, running.positions, projected, turned, *stored)
+            keep = None if in_flight is None else in_flight.narrow(look)
+            if drift is not None:
+                drift.apply(look, kv)
+        keys[running.on_device] = turned
+        values[running.on_device] = projected.v
         if layer == last:  # behind the last keys only the last row matters
-            q, h, at = q[-1:], h[-1:].clone(), positions[-1:]
-            turn = Angles(angles.cos[-1:], angles.sin[-1:])
-        o = attend(rotate(q, turn), at, [Segment(0, len(at), keys, values)])
+            keep = torch.tensor([len(running.positions) - 1])
+            recomputed = running.positions
+        if keep is not None:
+            running = running.only(keep)
+            at = keep.to(decoder.device)
+            q, h = q[at], h[at]
+        seen = running.positions if mask == "exact" else _bottom_right(running, len(ids))
+        o = attend(rotate(q, running.angles), seen, [Segment(0, len(seen), keys, values)])
         h = decoder.finish(layer, h, o)
-    return decoder.logits(h)[0]
+    return Passed(decoder.logits(h)[0], tuple(recomputed.tolist()), tuple(counts))
 
 
-def _turn_of(decoder: Decoder, placement: Placement) -> Angles:
-    start, end = placement.start, placement.start + placement.num_tokens
-    return decoder.angles(torch.arange(start, end, device=decoder.device))
+class _Running(NamedTuple):
+    """The rows that are still going."""
+
+    positions: Tensor  # [R] on the host
+    on_device: Tensor  # [R] the same on the device
+    angles: Angles
+
+    @classmethod
+    def of(cls, decoder: Decoder, positions: Tensor) -> "_Running":
+        on_device = positions.to(decoder.device)
+        return cls(positions, on_device, decoder.angles(on_device))
+
+    def only(self, keep: Tensor) -> "_Running":
+        at = keep.to(self.on_device.device)
+        angles = Angles(self.angles.cos[at], self.angles.sin[at])
+        return _Running(self.positions[keep.cpu()], self.on_device[at], angles)
 
 
-def _check_arrived(
-    decoder: Decoder, placements: Sequence[Placement], arrived: Mapping[ChunkKey, EncodedLayer]
-) -> None:
-    """Raise ChunkLost unless every placed chunk is there and has the shape of its place."""
-    spec = decoder.spec
-    lost = [
-        p.key
-        for p in placements
-        if p.key not in arrived
-        or arrived[p.key].shape[:3] != (p.num_tokens, spec.num_kv_heads, spec.head_dim)
-    ]
-    if lost:
-        raise ChunkLost(lost)
-
-
-def _stitch(
-    layer: int,
-    preamble: Preamble,
-    placements: Sequence[Placement],
-    turns: Sequence[Angles],
-    arrived: Mapping[ChunkKey, EncodedLayer],
-    kv: KVBuffer,
-) -> None:
-    """Lay one layer of everything that is not computed into the request's buffer."""
-    keys, values = kv.keys(layer), kv.values(layer)
-    if preamble.layers:
-        keys[: len(preamble.token_ids)] = preamble.layers[layer].k
-        values[: len(preamble.token_ids)] = preamble.layers[layer].v
-    for placement, turn in zip(placements, turns, strict=True):
-        stored = arrived[placement.key].decode()
-        place = slice(placement.start, placement.start + placement.num_tokens)
-        rotate(stored.k.to(keys.device), turn, out=keys[place])
-        values[place] = stored.v.to(values.device)
+def _bottom_right(running: _Running, num_tokens: int) -> Tensor:
+    """The positions that a mask aligned at the bottom right takes the rows for."""
+    num_rows = len(running.positions)
+    return torch.arange(num_tokens - num_rows, num_tokens)

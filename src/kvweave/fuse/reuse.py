@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvweave.fuse.encode import Preamble
+from kvweave.fuse.encode import Prefix
 from kvweave.fuse.fused_pass import ChunkLost, Placement, fused_pass
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.kv.keys import ChunkKey
@@ -28,7 +28,7 @@ class Reused(NamedTuple):
 
 def prefill_with_reuse(
     decoder: Decoder,
-    preamble: Preamble,
+    preamble: Prefix,
     chunks: Sequence[tuple[ChunkKey, Sequence[int]]],
     question_ids: Sequence[int],
     store: KVStore,

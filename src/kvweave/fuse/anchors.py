@@ -1,0 +1,162 @@
+"""Anchors: the few tokens of a chunk that stand for it while a question is probed.
+
+Chosen per chunk and per layer when the chunk is encoded, by one of three rules, and stored beside
+the chunk KV as one small blob (indices, keys before RoPE, values), so that a probe needs none of
+the chunk's ordinary bytes.
+
+    sink    the first tokens
+    knorm   the lowest key norms
+    kvzip   the keys most looked at while the model repeats the chunk word for word
+
+Shapes: T tokens of a chunk, A anchors, L layers, Hk KV heads, D head dim.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvweave.errors import ConfigError
+from kvweave.fuse.encode import Prefix
+from kvweave.fuse.protocol import Decoder
+from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.column_scores import column_scores
+from kvweave.kernels.rope import Angles, rotate
+from kvweave.kv.codec import LayerKV
+
+RULES = ("sink", "knorm", "kvzip")
+SHARE = 0.10  # of a chunk's tokens
+NUM_SINKS = 4  # first keys of the prefix that take part in kvzip's softmax
+HEADER = struct.Struct("<4sHHHH")
+MAGIC = b"anc1"
+
+
+class Anchors(NamedTuple):
+    """The anchors of one chunk."""
+
+    indices: Tensor  # int64 [L, A] ascending within a layer, on the host
+    keys: Tensor  # [L, A, Hk, D] before RoPE
+    values: Tensor  # [L, A, Hk, D]
+
+
+def extra_name(rule: str) -> str:
+    """The name under which a chunk's anchors lie beside its KV."""
+    if rule not in RULES:
+        raise ConfigError(f"anchor rule {rule!r} is unknown; known: {', '.join(RULES)}")
+    return f"anchors:{rule}"
+
+
+def choose_anchors(layers: Sequence[LayerKV], scores: Tensor, share: float = SHARE) -> Anchors:
+    """Keep the best `share` of a chunk's tokens in every layer; `scores` are [L, T]."""
+    num_tokens = scores.shape[1]
+    count = min(num_tokens, max(1, math.ceil(share * num_tokens)))
+    order = scores.float().cpu().sort(dim=1, descending=True, stable=True).indices
+    indices = order[:, :count].sort(dim=1).values
+    at = indices.to(layers[0].k.device)
+    keys = torch.stack([kv.k[i] for kv, i in zip(layers, at, strict=True)])
+    values = torch.stack([kv.v[i] for kv, i in zip(layers, at, strict=True)])
+    return Anchors(indices, keys, values)
+
+
+def sink_scores(layers: Sequence[LayerKV]) -> Tensor:
+    """[L, T]: the earlier the better."""
+    num_tokens = len(layers[0].k)
+    return -torch.arange(num_tokens, dtype=torch.float32).expand(len(layers), -1)
+
+
+def knorm_scores(layers: Sequence[LayerKV], sign: int = -1) -> Tensor:
+    """[L, T]: mean key norm over heads; sign -1 prefers low norms, +1 high ones."""
+    return sign * torch.stack([kv.k.float().norm(dim=-1).mean(-1) for kv in layers])
+
+
+@torch.inference_mode()
+def kvzip_scores(
+    decoder: Decoder,
+    prefix: Prefix,
+    chunks: Sequence[Sequence[int]],
+    made: Sequence[Sequence[LayerKV]],
+    repeat_ids: Sequence[int],
+) -> list[Tensor]:
+    """[L, T] per chunk: the most attention a key gets while the model repeats its chunk.
+
+    `made` is the chunks' KV behind `prefix`; `repeat_ids` asks for the repetition and ends with the
+    header of the answer. All chunks run in one pass.
+    """
+    first = len(prefix.token_ids)
+    texts = [[*repeat_ids, *ids] for ids in chunks]
+    bounds, starts, start = [], [], 0
+    for ids, text in zip(chunks, texts, strict=True):
+        bounds.append((start, start + len(text)))
+        starts.append(first + len(ids))
+        start += len(text)
+    positions = torch.cat(
+        [at + torch.arange(len(text)) for at, text in zip(starts, texts, strict=True)]
+    )
+    angles = decoder.angles(positions.to(decoder.device))
+    chunk_at = decoder.angles(
+        torch.arange(first, first + max(map(len, chunks)), device=decoder.device)
+    )
+    h = decoder.embed(torch.tensor([i for text in texts for i in text], device=decoder.device))
+    scores: list[list[Tensor]] = [[] for _ in chunks]
+    for layer in range(decoder.spec.num_layers):
+        projected = decoder.qkv(layer, h)
+        q, k = rotate(projected.q, angles), rotate(projected.k, angles)
+        segments = []
+        for i, (start, end) in enumerate(bounds):
+            stored = made[i][layer]
+            turn = Angles(chunk_at.cos[: len(stored.k)], chunk_at.sin[: len(stored.k)])
+            keys, own = rotate(stored.k, turn), k[start:end]
+            causal = torch.ones(len(own), len(own), dtype=torch.bool, device=k.device).tril()
+            others: list[tuple[Tensor, Tensor | None]] = [(own, causal)]
+            if prefix.layers:
+                others.append((prefix.layers[layer].k[:NUM_SINKS], None))
+            scores[i].append(
+                column_scores(q[start:end], keys, others=others, rows="max", heads="max").cpu()
+            )
+            front = [prefix.layers[layer]] if prefix.layers else []
+            segments.append(
+                Segment(
+                    start,
+                    end,
+                    torch.cat([*(kv.k for kv in front), keys, own]),
+                    torch.cat([*(kv.v for kv in front), stored.v, projected.v[start:end]]),
+                )
+            )
+        if layer < decoder.spec.num_layers - 1:
+            h = decoder.finish(layer, h, attend(q, positions, segments))
+    return [torch.stack(each) for each in scores]
+
+
+def pack_anchors(anchors: Anchors) -> bytes:
+    """Anchors as they lie beside the chunk KV: int32 indices, then float16 keys and values."""
+    num_layers, count = anchors.indices.shape
+    heads, dim = anchors.keys.shape[2:]
+    parts = [
+        HEADER.pack(MAGIC, num_layers, count, heads, dim),
+        anchors.indices.to(torch.int32).numpy().tobytes(),
+        anchors.keys.to("cpu", torch.float16).numpy().tobytes(),
+        anchors.values.to("cpu", torch.float16).numpy().tobytes(),
+    ]
+    return b"".join(parts)
+
+
+def unpack_anchors(blob: bytes) -> Anchors:
+    """The inverse of `pack_anchors`, float16. Raises ValueError if the blob is none."""
+    data = memoryview(blob)
+    if len(data) < HEADER.size or bytes(data[:4]) != MAGIC:
+        raise ValueError("these bytes are no anchors")
+    _, num_layers, count, heads, dim = HEADER.unpack_from(data)
+    num_indices, num_values = num_layers * count, num_layers * count * heads * dim
+    if len(data) != HEADER.size + 4 * num_indices + 4 * num_values:
+        raise ValueError(f"anchors of {num_layers} layers have another size than {len(data)}")
+    at = HEADER.size
+    indices = np.frombuffer(data, np.int32, num_indices, at).reshape(num_layers, count)
+    at += 4 * num_indices
+    shape = (num_layers, count, heads, dim)
+    keys = np.frombuffer(data, np.float16, num_values, at).reshape(shape)
+    values = np.frombuffer(data, np.float16, num_values, at + 2 * num_values).reshape(shape)
+    return Anchors(*(torch.from_numpy(a.copy()) for a in (indices.astype(np.int64), keys, values)))

@@ -1,0 +1,119 @@
+"""Fusion of one prompt: choose rows, recompute them, leave fused KV behind.
+
+    stitch → select → recompute, layer by layer
+
+The one place where selectors, before or in flight, meet the pass.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.errors import RequestError
+from kvweave.fuse.drift import Drift
+from kvweave.fuse.fused_pass import LayerLook, Mask, Passed, fused_pass
+from kvweave.fuse.protocol import Decoder, KVBuffer
+from kvweave.fuse.request import FuseRequest, budget
+from kvweave.fuse.selectors.base import InFlightSelector, Narrowing, Scene, Selector
+from kvweave.fuse.stitched import Stitched
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fused:
+    """A prefilled prompt and how it was made."""
+
+    logits: Tensor  # [V] of the last token
+    recomputed: tuple[int, ...]  # hits that ran through every layer, ascending
+    rows_per_layer: tuple[int, ...]
+    select_s: float  # choosing rows before the pass, probe included
+    pass_s: float
+
+
+@torch.inference_mode()
+def fuse(
+    decoder: Decoder,
+    request: FuseRequest,
+    stitched: Stitched,
+    kv: KVBuffer,
+    selector: Selector | InFlightSelector | None = None,
+    ratio: float = 0.0,
+    *,
+    drift: float = 0.0,
+    mask: Mask = "exact",
+) -> Fused:
+    """Prefill `request` into `kv`, recomputing `ratio` of its hits as `selector` chooses.
+
+    Without a selector nothing is recomputed. Ratio 1 recomputes everything, whoever chooses.
+    `drift` moves the rest of each chunk by that part of the mean change (see drift.py); it wants a
+    selector that chooses before the pass. Raises ChunkLost as the pass does.
+    """
+    check_ratio(ratio)
+    started_s = time.perf_counter()
+    hits = request.hits
+    count = budget(len(hits), ratio) if selector is not None else 0
+    chosen, in_flight = _choose(decoder, request, stitched, selector, hits, count)
+    rows = sorted({*chosen, *request.must_compute})
+    mover = None
+    if drift and 0 < count < len(hits):
+        assert in_flight is None, "drift is known only for rows that run from the start"
+        mover = Drift(decoder, request, stitched, chosen, drift)
+    chosen_s = time.perf_counter()
+    passed = fused_pass(
+        decoder, request, stitched, rows, kv, in_flight=in_flight, drift=mover, mask=mask
+    )
+    finished_s = time.perf_counter()
+    return Fused(
+        passed.logits,
+        _hits_among(passed, request),
+        passed.rows_per_layer,
+        chosen_s - started_s,
+        finished_s - chosen_s,
+    )
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise RequestError unless it is a share."""
+    if not 0.0 <= ratio <= 1.0:
+        raise RequestError(f"ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
+
+
+def _choose(
+    decoder: Decoder,
+    request: FuseRequest,
+    stitched: Stitched,
+    selector: Selector | InFlightSelector | None,
+    hits: list[int],
+    count: int,
+) -> tuple[Sequence[int], "_HitsOnly | None"]:
+    """Hits that start the pass, and who narrows them down in it."""
+    if selector is None or count in (0, len(hits)):
+        return hits[:count], None
+    scene = Scene(decoder, request, stitched, torch.tensor(hits, dtype=torch.int64))
+    if hasattr(selector, "begin"):
+        return hits, _HitsOnly(selector.begin(scene, count), request.must_compute)
+    chosen = selector.select(scene, count)
+    assert len(chosen) == count, f"{selector} chose {len(chosen)} of {count}"
+    return chosen.tolist(), None
+
+
+def _hits_among(passed: Passed, request: FuseRequest) -> tuple[int, ...]:
+    hits = set(request.hits)
+    return tuple(p for p in passed.recomputed if p in hits)
+
+
+class _HitsOnly:
+    """Lets a selector narrow the hits while misses and the question always go on."""
+
+    def __init__(self, narrowing: Narrowing, always: Sequence[int]) -> None:
+        self._narrowing = narrowing
+        self._always = torch.tensor(always, dtype=torch.int64)
+
+    def narrow(self, look: LayerLook) -> Tensor | None:
+        keep = self._narrowing.choose(look)
+        if keep is None:
+            return None
+        positions = torch.cat([keep, self._always]).sort().values
+        return torch.searchsorted(look.positions, positions)

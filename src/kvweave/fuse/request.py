@@ -1,0 +1,111 @@
+"""One prompt, cut into what is exact, what is reused and what must be computed.
+
+    preamble ‖ chunk ‖ chunk ‖ … ‖ question
+
+Positions count tokens of the whole prompt. Pure data: no tensors, no model.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvweave.kv.keys import ChunkKey
+
+
+class State(StrEnum):
+    """Where the KV of a token came from. What an explain record says of every token."""
+
+    EXACT = "exact"  # reused, and equal to full prefill
+    REUSED = "reused"  # chunk KV as stored, turned to its place
+    RECOMPUTED = "recomputed"  # stored, but computed again because it matters here
+    COMPUTED = "computed"  # question and missing chunks
+
+
+class Span(NamedTuple):
+    """A chunk in its place."""
+
+    key: ChunkKey
+    start: int  # position of its first token
+    end: int
+    state: State  # EXACT, REUSED (fused) or COMPUTED (missing)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FuseRequest:
+    """A prompt with its chunks classified. `asked` are the positions of the user's own words."""
+
+    prompt_ids: tuple[int, ...]
+    preamble_len: int
+    spans: tuple[Span, ...]
+    question_start: int
+    asked: range
+
+    @property
+    def placed(self) -> tuple[Span, ...]:
+        """Chunks whose KV comes from the store, in prompt order."""
+        return tuple(span for span in self.spans if span.state is not State.COMPUTED)
+
+    @property
+    def hits(self) -> list[int]:
+        """Positions that may be chosen for recomputation: reused and not exact."""
+        return list(_positions(self.spans, State.REUSED))
+
+    @property
+    def must_compute(self) -> list[int]:
+        """Positions nobody has: missing chunks and the question."""
+        missing = _positions(self.spans, State.COMPUTED)
+        return [*missing, *range(self.question_start, len(self.prompt_ids))]
+
+
+def classify(
+    preamble_ids: Sequence[int],
+    chunks: Sequence[tuple[ChunkKey, Sequence[int]]],
+    question_ids: Sequence[int],
+    *,
+    present: Collection[ChunkKey],
+    first_is_exact: bool,
+    asked: tuple[int, int] | None = None,
+) -> FuseRequest:
+    """Lay chunks out behind the preamble. `present` are the keys whose KV will come.
+
+    `first_is_exact` says that the KV of the first chunk was computed right behind the preamble,
+    where it stands now; behind any other encoding context it is reused like the rest. `asked` is the part [start, end) of the question that
+    the user wrote; all of it by default.
+    """
+    ids = list(preamble_ids)
+    spans = []
+    for key, tokens in chunks:
+        start = len(ids)
+        ids += tokens
+        if key not in present:
+            state = State.COMPUTED
+        elif start == len(preamble_ids) and first_is_exact:
+            state = State.EXACT
+        else:
+            state = State.REUSED
+        spans.append(Span(key, start, len(ids), state))
+    question_start = len(ids)
+    ids += question_ids
+    first, last = asked or (0, len(question_ids))
+    assert 0 <= first < last <= len(question_ids), "the user's words lie inside the question"
+    words = range(question_start + first, question_start + last)
+    return FuseRequest(tuple(ids), len(preamble_ids), tuple(spans), question_start, words)
+
+
+def budget(num_hits: int, ratio: float) -> int:
+    """Rows that a ratio of `num_hits` allows: none at 0, at least one above it."""
+    if num_hits == 0 or ratio <= 0.0:
+        return 0
+    return min(num_hits, max(1, math.floor(ratio * num_hits + 1e-9)))
+
+
+def _positions(spans: Sequence[Span], state: State) -> Iterator[int]:
+    for span in spans:
+        if span.state is state:
+            yield from range(span.start, span.end)

@@ -1,0 +1,96 @@
+"""The contract of a selector, and what all of them share.
+
+A selector sees one request (a `Scene`) and says which of its hits to recompute. Rules for all:
+
+- candidates are the hits and nothing else: no preamble, no exact span, no miss, no question
+- the budget is global over all hits; ties go to the smaller position; scores are float32
+- NaN in a score is an error, never a choice
+- the same request gives the same rows
+- ratio 0, ratio 1 and no hits never reach a selector
+
+Called on the thread that owns the device. Selectors hold no state between requests.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.fused_pass import LayerLook
+from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.request import FuseRequest, Span, State
+from kvweave.fuse.stitched import Stitched
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What must be there before rows are chosen. The planner prices it."""
+
+    probe: Literal["none", "question", "anchors", "full"] = "none"
+    probe_depth: int = 0  # the probe runs through this many layers
+    key_layers: tuple[int, ...] = ()  # stored keys of the hits that scoring reads
+    value_layers: tuple[int, ...] = ()
+    extras: tuple[str, ...] = ()  # stored beside the chunk KV
+    full_width_layers: int = 0  # layers that every hit runs through (in flight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scene:
+    """One request, as a selector sees it."""
+
+    decoder: Decoder
+    request: FuseRequest
+    stitched: Stitched
+    hits: Tensor  # [H] positions on the host, ascending
+
+    @property
+    def fused(self) -> tuple[Span, ...]:
+        """The chunks that the hits belong to."""
+        return tuple(s for s in self.request.spans if s.state is State.REUSED)
+
+
+class Selector(Protocol):
+    """Chooses before the pass, from positions, stored KV or a probe."""
+
+    def needs(self, num_layers: int) -> Needs: ...
+
+    def select(self, scene: Scene, count: int) -> Tensor:
+        """`count` of `scene.hits`: positions, ascending, on the host."""
+        ...
+
+
+class InFlightSelector(Protocol):
+    """Chooses inside the pass: every hit starts, and check layers narrow them down."""
+
+    def needs(self, num_layers: int) -> Needs: ...
+
+    def begin(self, scene: Scene, count: int) -> "Narrowing":
+        """What decides during one pass. May probe first."""
+        ...
+
+
+class Narrowing(Protocol):
+    """The state of one in-flight selection."""
+
+    def choose(self, look: LayerLook) -> Tensor | None:
+        """At `look.layer`: positions of hits that go on, ascending, on the host; None: all."""
+        ...
+
+
+def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
+    """The `count` positions with the highest scores, ascending; ties to the smaller position.
+
+    `scores` [N] belong to `positions` [N] (ascending, on the host).
+    """
+    scores = scores.float().cpu()
+    if bool(scores.isnan().any()):
+        raise FloatingPointError("a selector's scores hold NaN; the model or its KV is broken")
+    order = torch.sort(scores, descending=True, stable=True).indices[:count]
+    return positions[order].sort().values
+
+
+def of_hits(scene: Scene, placed_scores: Tensor) -> Tensor:
+    """Scores [H] of the hits, from scores [N] of everything placed."""
+    at = torch.searchsorted(scene.stitched.placed, scene.hits)
+    return placed_scores[at.to(placed_scores.device)]

@@ -1,0 +1,75 @@
+"""CacheBlend: the rows whose keys or values changed most against what is stored.
+
+In flight: every row runs layer 0, and at the check layer the fresh values are compared with the
+stored ones. Layer 0 depends on the tokens alone, so layer 1 is the first that can differ. With
+several check layers the candidates shrink step by step (gradual filtering).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.fused_pass import LayerLook
+from kvweave.fuse.selectors.base import Narrowing, Needs, Scene, top_positions
+
+Signal = Literal["v", "k", "kv"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBlend:
+    """`checks` are (layer, multiple of the budget) with falling multiples; the last one is 1."""
+
+    signal: Signal = "v"
+    checks: tuple[tuple[int, float], ...] = ((1, 1.0),)
+
+    def __post_init__(self) -> None:
+        layers = [layer for layer, _ in self.checks]
+        assert layers == sorted(set(layers)), "check layers ascend"
+        assert layers[0] >= 1, "nothing deviates at layer 0"
+        assert self.checks[-1][1] == 1.0, "the last check leaves the budget"
+
+    def needs(self, num_layers: int) -> Needs:
+        layers = tuple(layer for layer, _ in self.checks)
+        return Needs(
+            key_layers=layers if "k" in self.signal else (),
+            value_layers=layers if "v" in self.signal else (),
+            full_width_layers=layers[0],
+        )
+
+    def begin(self, scene: Scene, count: int) -> Narrowing:
+        return _Deviating(scene, count, self.signal, dict(self.checks))
+
+
+class _Deviating:
+    def __init__(self, scene: Scene, count: int, signal: Signal, checks: dict[int, float]) -> None:
+        self._hits = scene.hits
+        self._count = count
+        self._signal = signal
+        self._checks = checks
+
+    def choose(self, look: LayerLook) -> Tensor | None:
+        if look.layer not in self._checks:
+            return None
+        wanted = min(len(self._hits), max(1, int(self._count * self._checks[look.layer])))
+        rows = rows_of(look.positions, self._hits)
+        self._hits = top_positions(deviation(look, rows, self._signal), self._hits, wanted)
+        return self._hits
+
+
+def deviation(look: LayerLook, rows: Tensor, signal: Signal) -> Tensor:
+    """Squared distance of fresh from stored keys, values or both, for some running rows: [n]."""
+    at = rows.to(look.stored_v.device)
+    total = torch.zeros(len(rows), dtype=torch.float32, device=at.device)
+    if "v" in signal:
+        total += (look.fresh.v[at].float() - look.stored_v[at].float()).square().sum((1, 2))
+    if "k" in signal:
+        total += (look.turned_k[at].float() - look.stored_k[at].float()).square().sum((1, 2))
+    return total
+
+
+def rows_of(running: Tensor, positions: Sequence[int] | Tensor) -> Tensor:
+    """Indices of `positions` among the running rows, both ascending."""
+    return torch.searchsorted(running, torch.as_tensor(positions))

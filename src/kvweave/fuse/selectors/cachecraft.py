@@ -1,0 +1,37 @@
+"""Cache-Craft's core: rows that looked outside their chunk when it was encoded.
+
+Query-agnostic and free online: the score was measured at the last layer while the chunk was
+encoded, and lies beside its KV. The original keeps several copies per chunk and scores overlap of
+contexts as well; that is not in our sources and not here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvweave.errors import RequestError
+from kvweave.fuse.selectors.base import Needs, Scene, top_positions
+
+INTER = "inter"  # the extra: float16 [T], attention to keys outside the chunk, summed over heads
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCraftInter:
+    """Highest inter-chunk attention first."""
+
+    def needs(self, num_layers: int) -> Needs:
+        return Needs(extras=(INTER,))
+
+    def select(self, scene: Scene, count: int) -> Tensor:
+        stored = scene.stitched.extra(INTER)
+        parts = []
+        for span in scene.fused:
+            if span.key not in stored:
+                raise RequestError(
+                    "strategy 'cachecraft' needs inter-attention beside the chunk KV; "
+                    "store it with `kvweave ingest --kv --extras inter`"
+                )
+            parts.append(np.frombuffer(stored[span.key], dtype=np.float16).astype(np.float32))
+        return top_positions(torch.from_numpy(np.concatenate(parts)), scene.hits, count)

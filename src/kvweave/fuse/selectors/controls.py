@@ -1,0 +1,40 @@
+"""Controls: what any selector must beat, at no cost at all."""
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.selectors.base import Needs, Scene
+
+
+@dataclass(frozen=True, slots=True)
+class Random:
+    """Uniform rows, the same for the same prompt."""
+
+    seed: int = 0
+
+    def needs(self, num_layers: int) -> Needs:
+        return Needs()
+
+    def select(self, scene: Scene, count: int) -> Tensor:
+        ids = scene.request.prompt_ids
+        digest = hashlib.blake2b(struct.pack(f"<{len(ids)}I", *ids), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest) ^ self.seed)
+        drawn = torch.randperm(len(scene.hits), generator=generator)[:count]
+        return scene.hits[drawn].sort().values
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """Every n-th row."""
+
+    def needs(self, num_layers: int) -> Needs:
+        return Needs()
+
+    def select(self, scene: Scene, count: int) -> Tensor:
+        step = len(scene.hits) / count
+        return scene.hits[[math.floor(i * step) for i in range(count)]]

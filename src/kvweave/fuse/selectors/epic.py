@@ -1,0 +1,37 @@
+"""EPIC (LegoLink): the first tokens of every chunk.
+
+A chunk that was computed by itself makes sinks of its first tokens; in the middle of a prompt they
+are none. Recomputing them repairs the seams, whatever the question.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.selectors.base import Needs, Scene
+
+
+@dataclass(frozen=True, slots=True)
+class Epic:
+    """The same share of every chunk's head, so that ratios compare."""
+
+    def needs(self, num_layers: int) -> Needs:
+        return Needs()
+
+    def select(self, scene: Scene, count: int) -> Tensor:
+        return heads(scene, count)
+
+
+def heads(scene: Scene, count: int) -> Tensor:
+    """Chunk heads, `count` tokens in all, each chunk its share (largest remainders first)."""
+    spans, total = scene.fused, len(scene.hits)
+    exact = [count * span.num_tokens / total for span in spans]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(spans)), key=lambda i: (shares[i] - exact[i], i))
+    for i in by_rest[: count - sum(shares)]:
+        shares[i] += 1
+    return torch.tensor(
+        [span.start + j for span, share in zip(spans, shares, strict=True) for j in range(share)],
+        dtype=torch.int64,
+    )

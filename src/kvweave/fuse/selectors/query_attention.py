@@ -1,0 +1,152 @@
+"""The query-aware family: FusionRAG, ProphetKV and QCFuse are points of one space.
+
+A probe pushes the question through the model over some view of the context; the attention that each
+stored key then gets from the question, at some layers, is its score. The points differ in the view,
+the layers, the keys that share a softmax, and how rows, heads and layers are put together.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.probe import ContextView, NoContext, Probed, probe
+from kvweave.fuse.selectors.anchor_view import AnchorView
+from kvweave.fuse.selectors.base import Needs, Scene, of_hits, top_positions
+from kvweave.kernels.column_scores import Normaliser, Reduce, column_scores, reduce
+from kvweave.kernels.rope import rotate
+
+View = Literal["question", "anchors", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryAttention:
+    """One point of the space."""
+
+    view: View
+    layers: tuple[int, ...]  # scored; negative ones count from the end
+    normaliser: Normaliser = "full"
+    rows: Reduce = "sum"
+    heads: Reduce = "sum"
+    over_layers: Reduce = "sum"
+    # "encoding" scores keys where they were computed and the question from position 0 on, without
+    # chat template: unphysical distances, but what FusionRAG's code does
+    keys_at: Literal["request", "encoding"] = "request"
+    asks: Literal["user", "all"] = (
+        "user"  # whose rows count: the user's words or the whole question
+    )
+    anchors: str = "kvzip"  # which anchors the "anchors" view takes
+
+    def needs(self, num_layers: int) -> Needs:
+        layers = resolve_layers(self.layers, num_layers)
+        return Needs(
+            probe=self.view,
+            probe_depth=max(layers),
+            key_layers=layers,
+            extras=(f"anchors:{self.anchors}",) if self.view == "anchors" else (),
+        )
+
+    def select(self, scene: Scene, count: int) -> Tensor:
+        return top_positions(self.scores(scene), scene.hits, count)
+
+    def scores(self, scene: Scene) -> Tensor:
+        """Score of every hit, [H] float32."""
+        layers = resolve_layers(self.layers, scene.decoder.spec.num_layers)
+        request, at_zero = scene.request, self.keys_at == "encoding"
+        probed = probe(
+            scene.decoder,
+            request,
+            self._view(scene),
+            layers,
+            rows=request.asked if at_zero else None,
+            first_position=0 if at_zero else None,
+        )
+        per_layer = [of_hits(scene, self._columns(scene, layer, probed[layer])) for layer in layers]
+        return reduce(torch.stack(per_layer), self.over_layers, dim=0)
+
+    def _view(self, scene: Scene) -> ContextView:
+        if self.view == "question":
+            return NoContext()
+        return FullView(scene) if self.view == "full" else AnchorView(scene, self.anchors)
+
+    def _columns(self, scene: Scene, layer: int, question: Probed) -> Tensor:
+        """Scores of all placed tokens at one layer, [N]."""
+        request, at_zero = scene.request, self.keys_at == "encoding"
+        first = request.asked.start if at_zero else request.question_start
+        words = request.asked if self.asks == "user" else range(first, len(request.prompt_ids))
+        asked = slice(words.start - first, words.stop - first)
+        return column_scores(
+            question.q[asked],
+            encoded_keys(scene, layer) if at_zero else placed_keys(scene, layer),
+            others=self._others(scene, layer, question, asked),
+            chunks=placed_bounds(scene),
+            normaliser=self.normaliser,
+            rows=self.rows,
+            heads=self.heads,
+        )
+
+    def _others(
+        self, scene: Scene, layer: int, question: Probed, asked: slice
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Keys besides the chunks' that a full softmax runs over: preamble and question."""
+        if self.normaliser != "full":
+            return []
+        num_rows, device = len(question.k), question.k.device
+        seen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()[asked]
+        others: list[tuple[Tensor, Tensor | None]] = [(question.k, seen)]
+        front = scene.stitched.preamble(layer)
+        return others if front is None else [*others, (front.k, None)]
+
+
+class FullView:
+    """Everything that is stitched."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._stitched = scene.stitched
+        before = torch.arange(scene.request.preamble_len)
+        self._positions = torch.cat([before, scene.stitched.placed])
+        self._whole = len(self._positions) == scene.request.question_start
+        self._at = self._positions.to(scene.decoder.device)
+
+    def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not len(self._positions):
+            return None
+        keys, values = self._stitched.keys(layer), self._stitched.values(layer)
+        if self._whole:  # no missing chunk in between: a view will do
+            end = len(self._positions)
+            return keys[:end], values[:end], self._positions
+        return keys[self._at], values[self._at], self._positions
+
+
+def placed_keys(scene: Scene, layer: int) -> Tensor:
+    """Stitched keys of all placed tokens, [N, Hk, D], turned to their places in this prompt."""
+    keys, placed = scene.stitched.keys(layer), scene.stitched.placed
+    first, last = int(placed[0]), int(placed[-1])
+    if last - first + 1 == len(placed):
+        return keys[first : last + 1]
+    return keys[placed.to(keys.device)]
+
+
+def encoded_keys(scene: Scene, layer: int) -> Tensor:
+    """Keys of all placed tokens as if each chunk stood right behind the preamble, [N, Hk, D]."""
+    start = scene.request.preamble_len
+    at = [start + i for span in scene.request.placed for i in range(span.num_tokens)]
+    angles = scene.decoder.angles(torch.tensor(at, device=scene.decoder.device))
+    return rotate(scene.stitched.unturned(layer).k, angles)
+
+
+def placed_bounds(scene: Scene) -> list[tuple[int, int]]:
+    """Bounds of each placed chunk among the placed tokens."""
+    bounds, start = [], 0
+    for span in scene.request.placed:
+        bounds.append((start, start + span.num_tokens))
+        start += span.num_tokens
+    return bounds
+
+
+def resolve_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Layer numbers from 0, ascending; -1 is the last layer."""
+    resolved = sorted({layer % num_layers for layer in layers})
+    assert all(-num_layers <= layer < num_layers for layer in layers), "a layer of this model"
+    return tuple(resolved)

@@ -1,0 +1,110 @@
+"""Where the KV of a prompt's chunks comes from, one layer at a time.
+
+A source gives one layer of all placed chunks, laid behind each other in prompt order, keys before
+RoPE. It may block until the bytes are there. For the one thread that runs the pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.request import Span
+from kvweave.kv.codec import LayerKV
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.objects import EncodedLayer
+
+
+class ChunkLost(Exception):
+    """Stored KV that was promised did not arrive. The pass must start over without it."""
+
+    def __init__(self, keys: Sequence[ChunkKey]) -> None:
+        super().__init__(f"{len(keys)} chunks did not arrive")
+        self.keys = tuple(keys)
+
+
+class ChunkSource(Protocol):
+    """Layers of the placed chunks."""
+
+    def layer(self, layer: int) -> LayerKV:
+        """[N, Hk, D] each on the decoder's device, N tokens of all placed chunks. Read-only.
+
+        Raises ChunkLost when a chunk does not come.
+        """
+        ...
+
+    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
+        """What was stored beside the chunk KV under `name`; chunks without it are left out."""
+        ...
+
+
+class Layers(Protocol):
+    """The part of a transfer that a source reads. See kv/transfers.py."""
+
+    def wait_layer(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]: ...
+
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]: ...
+
+
+class StoredChunks:
+    """Chunks on their way from the store, decoded as they are laid."""
+
+    def __init__(self, decoder: Decoder, placed: Sequence[Span], layers: Layers) -> None:
+        self._decoder = decoder
+        self._placed = placed
+        self._layers = layers
+        self._memory: LayerKV | None = None  # decoded layer, reused from layer to layer
+
+    def layer(self, layer: int) -> LayerKV:
+        arrived = self._layers.wait_layer(layer)
+        self._check(arrived)
+        decoded = {key: encoded.decode() for key, encoded in arrived.items()}
+        parts = [decoded[span.key] for span in self._placed]
+        device = self._decoder.device
+        return LayerKV(
+            torch.cat([kv.k for kv in parts]).to(device),
+            torch.cat([kv.v for kv in parts]).to(device),
+        )
+
+    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
+        return self._layers.extras(name)
+
+    def _check(self, arrived: Mapping[ChunkKey, EncodedLayer]) -> None:
+        """Raise ChunkLost unless every placed chunk is there and has the shape of its place."""
+        spec = self._decoder.spec
+        lost = [
+            span.key
+            for span in self._placed
+            if span.key not in arrived
+            or arrived[span.key].shape[:3] != (span.num_tokens, spec.num_kv_heads, spec.head_dim)
+        ]
+        if lost:
+            raise ChunkLost(lost)
+
+
+class ComputedChunks:
+    """Chunk KV that was just computed and never stored: calibration and benches use it."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[LayerKV]],
+        extras: Mapping[str, Mapping[ChunkKey, bytes]] | None = None,
+    ) -> None:
+        """`chunks` in prompt order, each as `encode_chunks` made it."""
+        self._extras = extras or {}
+        self._layers = [
+            LayerKV(torch.cat([kv.k for kv in same]), torch.cat([kv.v for kv in same]))
+            for same in zip(*chunks, strict=True)
+        ]
+
+    def layer(self, layer: int) -> LayerKV:
+        return self._layers[layer]
+
+    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
+        return self._extras.get(name, {})
+
+
+def as_index(positions: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(positions, dtype=torch.int64, device=device)

@@ -1,0 +1,97 @@
+"""Stitched KV: chunk KV turned to its place and laid into the request's own buffer.
+
+A layer is laid once, when somebody first asks for it: the pass in order, a selector that scores at
+the last layer before that. Bytes that were loaded for scoring are therefore never fetched twice.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.encode import Prefix
+from kvweave.fuse.protocol import Decoder, KVBuffer
+from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.sources import ChunkSource
+from kvweave.kernels.rope import Angles, rotate
+from kvweave.kv.codec import LayerKV
+from kvweave.kv.keys import ChunkKey
+
+
+class Stitched:
+    """The KV of one request before anything is recomputed. Owned by the request's thread.
+
+    Layers that were laid may be overwritten by the pass, row by row; `lay` never writes them again.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        request: FuseRequest,
+        preamble: Prefix,
+        source: ChunkSource,
+        kv: KVBuffer,
+    ) -> None:
+        assert len(preamble.token_ids) == request.preamble_len, "the preamble is the request's"
+        self._decoder = decoder
+        self._preamble = preamble
+        self._source = source
+        self._kv = kv
+        self._laid: set[int] = set()
+        self._runs = _runs(request)
+        positions = [p for start, end in self._runs for p in range(start, end)]
+        self.placed = torch.tensor(positions, dtype=torch.int64)  # [N] on the host, ascending
+        self._turn = decoder.angles(self.placed.to(decoder.device))
+        kv.reserve(len(request.prompt_ids))
+
+    def lay(self, layer: int) -> None:
+        """Bring a layer into the buffer unless it is there. Blocks for its bytes; ChunkLost."""
+        if layer in self._laid:
+            return
+        keys, values = self._kv.keys(layer), self._kv.values(layer)
+        if self._preamble.layers:
+            keys[: len(self._preamble.token_ids)] = self._preamble.layers[layer].k
+            values[: len(self._preamble.token_ids)] = self._preamble.layers[layer].v
+        if self._runs:
+            stored = self._source.layer(layer)
+            at = 0
+            for start, end in self._runs:
+                part = slice(at, at + end - start)
+                turn = Angles(self._turn.cos[part], self._turn.sin[part])
+                rotate(stored.k[part], turn, out=keys[start:end])
+                values[start:end] = stored.v[part]
+                at += end - start
+        self._laid.add(layer)
+
+    def keys(self, layer: int) -> Tensor:
+        """[T, Hk, D] of the whole prompt; garbage where nothing is placed or computed yet."""
+        self.lay(layer)
+        return self._kv.keys(layer)
+
+    def values(self, layer: int) -> Tensor:
+        """[T, Hk, D], as `keys`."""
+        self.lay(layer)
+        return self._kv.values(layer)
+
+    def unturned(self, layer: int) -> LayerKV:
+        """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
+        return self._source.layer(layer)
+
+    def preamble(self, layer: int) -> LayerKV | None:
+        """The preamble's keys (turned) and values; None if it is empty."""
+        return self._preamble.layers[layer] if self._preamble.layers else None
+
+    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
+        """What stands beside the chunk KV under `name`."""
+        return self._source.extra(name)
+
+
+def _runs(request: FuseRequest) -> list[tuple[int, int]]:
+    """Placed chunks as runs of neighbouring positions [start, end)."""
+    runs: list[tuple[int, int]] = []
+    for span in request.placed:
+        if runs and runs[-1][1] == span.start:
+            runs[-1] = (runs[-1][0], span.end)
+        else:
+            runs.append((span.start, span.end))
+    return runs

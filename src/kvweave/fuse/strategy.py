@@ -1,0 +1,94 @@
+"""Strategies by name: a selector, its default ratio and what else belongs to it.
+
+    full            nothing is reused
+    prefix          only what is exact is reused
+    reuse           stored chunk KV as it is
+    …               rows are recomputed, chosen by a selector of that name
+
+Names are stable: calibrations, requests and benches refer to them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvweave.errors import ConfigError, RequestError
+from kvweave.fuse.drift import STRENGTH
+from kvweave.fuse.fused_pass import Mask
+from kvweave.fuse.selectors import fusionrag
+from kvweave.fuse.selectors.base import InFlightSelector, Needs, Selector
+from kvweave.fuse.selectors.cacheblend import CacheBlend
+from kvweave.fuse.selectors.cachecraft import CacheCraftInter
+from kvweave.fuse.selectors.controls import Random, Stride
+from kvweave.fuse.selectors.epic import Epic
+from kvweave.fuse.selectors.kvshare import KVShareLike
+from kvweave.fuse.selectors.prophetkv import prophetkv
+from kvweave.fuse.selectors.qcfuse import qcfuse
+from kvweave.fuse.selectors.weave import weave
+
+AnySelector = Selector | InFlightSelector
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A named way to prefill a prompt whose chunks are stored."""
+
+    name: str
+    selector: AnySelector | None  # None: nothing is recomputed
+    ratio: float  # the default
+    drift: float = 0.0
+    mask: Mask = "exact"
+    reuses: str = "all"  # "all" stored chunks, only the "exact" ones, or "none"
+
+    def needs(self, num_layers: int) -> Needs:
+        return Needs() if self.selector is None else self.selector.needs(num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What strategies must know of a model."""
+
+    num_layers: int
+    critical_layers: tuple[int, ...] = ()  # best first; from `kvweave calibrate layers`
+
+
+def _qcfuse(facts: ModelFacts) -> AnySelector:
+    if not facts.critical_layers:
+        raise ConfigError(
+            "strategy 'qcfuse' needs the critical layers of this model; "
+            "find them with `kvweave calibrate layers`"
+        )
+    return qcfuse(facts.critical_layers)
+
+
+_WITHOUT_SELECTOR = {
+    "full": Strategy("full", None, 0.0, reuses="none"),
+    "prefix": Strategy("prefix", None, 0.0, reuses="exact"),
+    "reuse": Strategy("reuse", None, 0.0),
+}
+_SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
+    "random": (lambda _: Random(), 0.15),
+    "stride": (lambda _: Stride(), 0.15),
+    "epic": (lambda _: Epic(), 0.15),
+    "cacheblend": (lambda _: CacheBlend("v"), 0.15),
+    "cacheblend-k": (lambda _: CacheBlend("k"), 0.15),
+    "cacheblend-gradual": (lambda _: CacheBlend("v", ((1, 1.5), (2, 1.25), (4, 1.0))), 0.15),
+    "kvshare": (lambda _: KVShareLike(), 0.15),
+    "cachecraft": (lambda _: CacheCraftInter(), 0.30),
+    "fusionrag": (lambda _: fusionrag.PAPER, 0.15),
+    "fusionrag-code": (lambda _: fusionrag.CODE, 0.15),
+    "prophetkv": (lambda facts: prophetkv(facts.num_layers), 0.20),
+    "qcfuse": (_qcfuse, 0.50),
+    "weave": (lambda facts: weave(facts.num_layers), 0.15),
+}
+_DRIFT = {"weave": STRENGTH}
+NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
+
+
+def open_strategy(name: str, facts: ModelFacts) -> Strategy:
+    """The strategy called `name` for a model. Raises RequestError or ConfigError, never guesses."""
+    if name in _WITHOUT_SELECTOR:
+        return _WITHOUT_SELECTOR[name]
+    if name not in _SELECTORS:
+        raise RequestError(f"reuse {name!r} is unknown; known: {', '.join(NAMES)}")
+    make, ratio = _SELECTORS[name]
+    return Strategy(name, make(facts), ratio, _DRIFT.get(name, 0.0))

@@ -1,0 +1,86 @@
+"""How much attention each key gets from some rows: column sums of the attention matrix.
+
+The matrix is never held whole: heads of one KV group share their keys and are done together, in
+float32, and reduced at once. Two passes over a block: log-sum-exp over the keys that count, then
+probabilities of the columns that are wanted.
+
+Shapes: Q rows that ask, N columns, U own keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head dim.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reduce = Literal["sum", "mean", "max"]
+# Which keys share the softmax: everything a row sees, the columns alone, or each chunk by itself.
+Normaliser = Literal["full", "context", "chunk"]
+BLOCK_ROWS = 256
+
+
+def column_scores(
+    q: Tensor,
+    keys: Tensor,
+    *,
+    others: Sequence[tuple[Tensor, Tensor | None]] = (),
+    chunks: Sequence[tuple[int, int]] = (),
+    normaliser: Normaliser = "full",
+    rows: Reduce = "sum",
+    heads: Reduce = "sum",
+) -> Tensor:
+    """Attention that each of `keys` [N, Hk, D] gets from rotated queries q [Q, Hq, D]: [N] float32.
+
+    Every row sees every column. `others` are keys that take part in the softmax of "full" without
+    being columns: (keys [U, Hk, D], mask [Q, U] or None for all seen). `chunks` are the columns'
+    bounds [start, end), for "chunk". NaN anywhere is an error of the caller's.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
+    scale = head_dim**-0.5
+    per_head: list[Tensor] = []
+    for kv_head in range(num_kv_heads):
+        mine = q[:, kv_head * group : (kv_head + 1) * group].transpose(0, 1).float()  # [G, Q, D]
+        logits = torch.matmul(mine, keys[:, kv_head].float().T) * scale  # [G, Q, N]
+        if normaliser == "chunk":
+            for start, end in chunks:
+                logits[..., start:end] = logits[..., start:end].softmax(-1)
+        else:
+            total = logits.logsumexp(-1, keepdim=True)
+            if normaliser == "full":
+                for more, seen in others:
+                    extra = torch.matmul(mine, more[:, kv_head].float().T) * scale
+                    if seen is not None:
+                        extra = extra.masked_fill(~seen, float("-inf"))
+                    total = torch.logaddexp(total, extra.logsumexp(-1, keepdim=True))
+            logits = logits.sub_(total).exp_()
+        per_head.append(reduce(logits, rows, dim=1))  # [G, N]
+    return reduce(torch.cat(per_head), heads, dim=0)
+
+
+def causal_column_mass(q: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+    """Attention that each of `keys` [N, Hk, D] gets from rows at `positions`: [N] float32.
+
+    Key j stands at position j; a row sees keys at or before it. Summed over rows and heads.
+    """
+    num_heads, head_dim = q.shape[1:]
+    group = num_heads // keys.shape[1]
+    mass = torch.zeros(len(keys), dtype=torch.float32, device=q.device)
+    at = torch.arange(len(keys), device=q.device)
+    for start in range(0, len(q), BLOCK_ROWS):
+        block = q[start : start + BLOCK_ROWS]
+        rows = positions[start : start + BLOCK_ROWS].to(q.device)
+        hidden = at > rows[:, None]  # [rows, N]
+        for kv_head in range(keys.shape[1]):
+            mine = block[:, kv_head * group : (kv_head + 1) * group].transpose(0, 1).float()
+            logits = torch.matmul(mine, keys[:, kv_head].float().T) * head_dim**-0.5
+            mass += logits.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1))
+    return mass
+
+
+def reduce(x: Tensor, how: Reduce, dim: int) -> Tensor:
+    """Sum, mean or maximum over one dimension."""
+    if how == "max":
+        return x.amax(dim)
+    return x.sum(dim) if how == "sum" else x.mean(dim)
