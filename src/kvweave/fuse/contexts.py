@@ -39,8 +39,9 @@ DEFAULT_SIZES = {"isolated": 0, "filler": 512, "neighbours": 10}
 
 def parse_variant(text: str) -> Variant:
     """ "filler:512" and the like; a kind alone takes its default size."""
-    kind, _, size = text.partition(":")
-    if kind not in KINDS or (size and (kind == "isolated" or not size.isdigit() or size == "0")):
+    kind, colon, size = text.partition(":")
+    counts = kind != "isolated" and size.isdecimal() and int(size) > 0
+    if kind not in KINDS or (colon and not counts):
         raise ConfigError(
             f"encoding {text!r} is unknown; give isolated, filler:TOKENS or neighbours:COUNT"
         )
@@ -66,8 +67,10 @@ def neighbour_prefix(
     """The preamble and stitched isolated KV of some chunks, given as (token ids, layers).
 
     Neighbours bring their isolated KV, not their own neighbours': one chunk's KV never depends on
-    chunks it does not name.
+    chunks it does not name. Without any (the only chunk of a knowledge base) it is the preamble.
     """
+    if not neighbours:
+        return preamble
     ids = [*preamble.token_ids, *(i for tokens, _ in neighbours for i in tokens)]
     at = torch.arange(len(preamble.token_ids), len(ids), device=decoder.device)
     angles = decoder.angles(at)
