@@ -28,7 +28,8 @@ from kvweave.kv.checksum import Buffer, checksum_of
 
 LAYOUT_VERSION = 1
 ALIGN = 4096
-PRELUDE_BYTES = ALIGN  # a reader fetches this much first; it usually holds the whole header
+PRELUDE_BYTES = ALIGN  # no object is shorter; it usually holds the whole header
+HEAD_BYTES = 4 * ALIGN  # a load fetches this much first: the header, and small extras with it
 
 _MAGIC = b"kvweave\x00"
 _START = struct.Struct("<8sII")  # magic, version, header bytes: fixed for all versions

@@ -106,8 +106,12 @@ class KVStore:
             self.metrics.count("kv_misses_total", reason=miss.value)
         return Lease(tiers, missing, holds, self._release, self._orphans.put)
 
-    def load(self, lease: Lease) -> Transfer:
-        """Start bringing a lease's chunks. Returns at once; see `Transfer.wait_layer`."""
+    def load(self, lease: Lease, first_layers: Sequence[int] = ()) -> Transfer:
+        """Start bringing a lease's chunks. Returns at once; see `Transfer.wait_layer`.
+
+        `first_layers` come before all others, in the order given: a selector scores there before
+        the pass begins. The rest comes in order.
+        """
         assert not lease.released, "load of a released lease"
         sources: dict[ChunkKey, Source] = {}
         started: list[Arrival] = []
@@ -132,10 +136,12 @@ class KVStore:
                 arrival.users += 1
                 lease.holds.arrivals.append(arrival)
                 sources[key] = arrival
+        # asks before the reads begin: they are cut so that the first layers come alone
+        transfer = Transfer(lease, sources, self._cfg.lookahead_layers, first_layers)
         for arrival in started:
             self.metrics.count("kv_loads_total", tier=arrival.tier_name)
             arrival.start()
-        return Transfer(lease, sources, self._cfg.lookahead_layers)
+        return transfer
 
     # ---- writing
 
