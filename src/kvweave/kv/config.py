@@ -84,7 +84,7 @@ class StoreConfig:
     tiers: tuple[TierConfig, ...] = (HostTierConfig(),)
     policy: str = "pgdsf"  # what stays: lru, lfu, gdsf or pgdsf
     io_threads: int = min(4, os.cpu_count() or 1)  # readers per tier
-    lookahead_layers: int = 16  # layers asked for ahead of the one being waited for
+    lookahead_layers: int = 64  # layers asked for ahead of the one being waited for
     write_behind_bytes: int = 512 * MIB  # per tier: accepted but not yet written
     local_deadline_s: float = 30.0  # a disk that gives nothing for this long counts as a miss
     remote_deadline_s: float = 3.0  # the same for remote tiers
