@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 
 def redis_binary() -> Path:
@@ -40,13 +41,68 @@ def free_port() -> int:
         return port
 
 
+class Certificates(NamedTuple):
+    """Files of a certificate authority and of what it vouches for, 127.0.0.1."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """A self-signed authority and one certificate, good for server and client, for a day."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    now = datetime.datetime.now(datetime.UTC)
+
+    def issue(name: str, issuer: x509.Name | None, own_key: Any, ca_key: Any) -> x509.Certificate:
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        is_ca = issuer is None
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(issuer or subject)
+            .public_key(own_key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+            .sign(ca_key, hashes.SHA256())
+        )
+
+    ca_key, own_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    authority = issue("kvweave test authority", None, ca_key, ca_key)
+    own = issue("127.0.0.1", authority.subject, own_key, ca_key)
+    made = Certificates(folder / "ca.pem", folder / "own.pem", folder / "own.key")
+    made.ca.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
+    made.certificate.write_bytes(own.public_bytes(serialization.Encoding.PEM))
+    made.key.write_bytes(
+        own_key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return made
+
+
 @contextmanager
-def running_redis(folder: Path, *options: str, port: int | None = None) -> Iterator[int]:
-    """A server with no persistence; gives its port."""
+def running_redis(
+    folder: Path, *options: str, port: int | None = None, tls: bool = False
+) -> Iterator[int]:
+    """A server with no persistence; gives its port. With `tls` it speaks nothing else there."""
     port = port or free_port()
+    ports = ("--port", "0", "--tls-port", str(port)) if tls else ("--port", str(port))
     command = [
         str(redis_binary()),
-        *("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+        *(*ports, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
         *("--dir", str(folder), *options),
     ]
     with (folder / "server.log").open("wb") as log:

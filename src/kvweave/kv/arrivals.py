@@ -42,6 +42,14 @@ class Hooks(NamedTuple):
     failed: Callable[["Arrival", Miss, str], None]  # once, with the reason in words
 
 
+class Patience:
+    """What one request may still wait for one tier. Belongs to the thread that waits."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.budget_s = budget_s
+        self.left_s = budget_s
+
+
 class Arrival:
     """Thread-safe. What belongs to the store is under its lock; all else is guarded in here."""
 
@@ -98,11 +106,12 @@ class Arrival:
             num_jobs = self._due_jobs()
         self._launch_reads(num_jobs)
 
-    def wait_layer(self, layer: int) -> EncodedLayer | None:
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
         """Block until a layer is there, whatever else is. None: it will not come, see `failure`; if
         that is None as well, the object has no such layer.
 
-        Waits while reads of this object, or those queued before them, get on within `deadline_s`.
+        Waits while reads of this object, or those queued before them, get on within `deadline_s`,
+        and no longer than `patience` lasts, which the wait uses up.
         """
         while True:
             # without the lock: entries only ever turn True, and readers must not slow each other
@@ -115,11 +124,9 @@ class Arrival:
                     continue
                 if self._failure is not None or (self.header and layer >= len(self._ready)):
                     return None
-                left_s = self._patience_s()
-                if left_s > 0:
-                    self._changed.wait(min(left_s, 0.5))
+                if self._wait_some(patience):
                     continue
-            self._fail_slow()
+            self._fail_slow(patience)
 
     def named_extra(self, name: str) -> memoryview | None:
         """A named extra, checked and read-only. Call when `wait_header` gave a header."""
@@ -127,17 +134,15 @@ class Arrival:
         assert self.landing is not None
         return extra_of(self.header, self.landing.memory, name)
 
-    def wait_header(self) -> Header | None:
+    def wait_header(self, patience: Patience) -> Header | None:
         """Block until the header is known. None: it will not come, see `failure`."""
         while True:
             with self._changed:
                 if self.header is not None or self._failure is not None:
                     return self.header
-                left_s = self._patience_s()
-                if left_s > 0:
-                    self._changed.wait(min(left_s, 0.5))
+                if self._wait_some(patience):
                     continue
-            self._fail_slow()
+            self._fail_slow(patience)
 
     def cancel(self) -> None:
         """Nobody wants it any more: reads under way finish, no new ones begin."""
@@ -153,14 +158,24 @@ class Arrival:
         if reader is not None:
             reader.close()
 
-    def _patience_s(self) -> float:
-        """How much longer to wait. The caller holds the lock."""
-        if self._active:
-            return self._deadline_s - (time.monotonic() - self._progress_s)
-        return self._deadline_s - self._pool.stalled_s()
+    def _wait_some(self, patience: Patience) -> bool:
+        """Wait a moment for a change. False: long enough. The caller holds the lock."""
+        now_s = time.monotonic()
+        stalled_s = now_s - self._progress_s if self._active else self._pool.stalled_s()
+        left_s = min(self._deadline_s - stalled_s, patience.left_s)
+        if left_s <= 0:
+            return False
+        self._changed.wait(min(left_s, 0.5))
+        patience.left_s -= time.monotonic() - now_s
+        return True
 
-    def _fail_slow(self) -> None:
-        self._fail(Miss.TOO_SLOW, f"nothing came for {self._deadline_s:g} s; check the device")
+    def _fail_slow(self, patience: Patience) -> None:
+        what = (
+            f"its bytes drip: {patience.budget_s:g} s were not enough"
+            if patience.left_s <= 0
+            else f"nothing came for {self._deadline_s:g} s"
+        )
+        self._fail(Miss.TOO_SLOW, f"{what}; check the device")
 
     def _launch(self, job: Callable[[], None]) -> None:
         with self._changed:

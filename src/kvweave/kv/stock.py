@@ -20,7 +20,7 @@ from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import PackedChunk
+from kvweave.kv.objects import PackedChunk, verify_object
 from kvweave.kv.places import Place
 from kvweave.kv.shelf import Entry, Shelf
 from kvweave.kv.tiers.host import HostTier
@@ -30,6 +30,7 @@ from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+_MAX_FOREIGN = 1 << 16  # remembered; beyond that they are found out anew
 _TURN_S = 5.0  # how long to wait for a change of the same key in the same tier
 
 
@@ -53,10 +54,17 @@ class Stock:
         self._metrics = metrics
         self._changing: set[tuple[str, ChunkKey]] = set()  # being written or removed below the host
         self._turn = threading.Condition(self.lock)
+        self.foreign: set[tuple[str, ChunkKey]] = set()  # (tier, key) that cannot be read here
         self._demoting: set[ChunkKey] = set()  # off the host tier, not yet with a writer
         self._demote_to = next((p for p in self.below if p.shelf is not None), None)
         self.writers = {
-            place.name: Writer(place.name, cfg.write_behind_bytes, partial(self._write, place))
+            place.name: Writer(
+                place.name,
+                cfg.write_behind_bytes,
+                partial(self._write, place),
+                cfg.write_deadline_s,
+                partial(self._write_hangs, place, cfg.write_deadline_s),
+            )
             for place in self.below
         }
         for place in self.below:
@@ -137,8 +145,11 @@ class Stock:
         shelf, key, size = place.shelf, packed.key, packed.header.total_bytes
         if shelf is not None:
             with self.lock:
-                if shelf.revive(key) is not None:
+                is_foreign = (place.name, key) in self.foreign
+                if not is_foreign and shelf.revive(key) is not None:
                     return True
+            if is_foreign and self._remove_in_turn(place, key) is None:
+                return False
         if not place.writes.allows():
             self.count_dropped(place, "tier rests after failures")
             return False
@@ -162,8 +173,14 @@ class Stock:
                 else:
                     shelf.unreserve(size)
         if kept:
+            with self.lock:
+                self.foreign.discard((place.name, key))
             self._metrics.count("kv_saves_total", tier=place.name)
         return kept
+
+    def _write_hangs(self, place: Place, deadline_s: float) -> None:
+        self._metrics.count("kv_tier_errors_total", tier=place.name, verb="write")
+        place.writes.failed(f"a write takes longer than {deadline_s:g} s", at_once=True)
 
     def _say_full(self, place: Place) -> None:
         self.count_dropped(place, "no room")
@@ -191,8 +208,15 @@ class Stock:
         if self._is_host(place):
             self._send_off(leaving)
         else:  # on the writer thread, the only one that writes there: nobody can save a victim now
-            for victim, _ in victims:
-                self.delete_quietly(place, victim)
+            stuck = [v for v in victims if self.delete_quietly(place, v[0]) is None]
+            if stuck:  # no room after all: what is still there stays on the books
+                with self.lock:
+                    shelf.settle(size_bytes, victims)
+                    shelf.unreserve(size_bytes)
+                    for victim, victim_bytes in stuck:
+                        self._put_back(shelf, victim, victim_bytes)
+                self.count_dropped(place, "cannot evict")
+                return False
         self._metrics.count("kv_evictions_total", len(victims), tier=place.name)
         with self.lock:
             shelf.settle(size_bytes, victims)
@@ -257,10 +281,7 @@ class Stock:
                 if entry is not None and entry.pins:
                     entry.doomed = True  # perhaps not for the first time
                     return True
-                size = self._take_off(place, key)
-            was_here = self.delete_quietly(place, key)
-            self._gone(place, size)
-        return was_here
+            return bool(self._remove_in_turn(place, key))
 
     def delete_from_host(self, key: ChunkKey) -> bool:
         """Like `delete_from`, and whatever is on its way down stops. Lock is held."""
@@ -290,26 +311,47 @@ class Stock:
                 if self._is_host(place):
                     self.delete_from_host(key)
                     return
-                size = self._take_off(place, key)
-            self.delete_quietly(place, key)
-            self._gone(place, size)
+            self._remove_in_turn(place, key)
 
-    def delete_quietly(self, place: Place, key: ChunkKey) -> bool:
-        """Delete an object that is off the shelf. Trouble is counted: the bytes may stay behind
-        until the next start takes stock."""
+    def _remove_in_turn(self, place: Place, key: ChunkKey) -> bool | None:
+        """Take a key off the books and delete it. None: the tier failed; its bytes stay counted and
+        are never served, and an eviction tries again."""
+        with self.lock:
+            size = self._take_off(place, key)
+        was_here = self.delete_quietly(place, key)
+        self._gone(place, size)
+        if was_here is None and size and place.shelf is not None:
+            with self.lock:
+                self._put_back(place.shelf, key, size)
+        return was_here
+
+    def _put_back(self, shelf: Shelf, key: ChunkKey, size_bytes: int) -> None:
+        """Book what could not be deleted, as good as gone. Lock is held."""
+        if size_bytes <= shelf.free_bytes and key not in shelf:
+            shelf.add(key, size_bytes, self.usage.seen(key), reserved=False).doomed = True
+
+    def delete_quietly(self, place: Place, key: ChunkKey) -> bool | None:
+        """Delete an object that is off the shelf. None: the tier failed, which is counted."""
         try:
             return place.tier.delete(key)
         except TierError as error:
             self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
             place.writes.failed(str(error))
-            return False
+            return None
 
-    def quarantine(self, place: Place, key: ChunkKey) -> None:
-        """Take a damaged object off the books and out of sight."""
+    def quarantine(self, place: Place, key: ChunkKey, entry: Entry | None) -> None:
+        """Take a damaged object off the books and out of sight. `entry` is what stood there when it
+        was read: a copy saved since stays, and so does one that is whole when looked at again (it
+        was replaced while it was read, or damaged on the way here)."""
         assert not self._is_host(place), "nothing arrives from the host tier"
         with self._turn_of(place, key) as is_mine:
             if not is_mine:
                 self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
+                return
+            with self.lock:
+                is_newer = entry is not None and not self._has(place, key, entry)
+            if is_newer or self._is_whole(place, key):
+                self._metrics.count("kv_quarantine_spared_total", tier=place.name)
                 return
             with self.lock:
                 size = self._take_off(place, key)
@@ -320,6 +362,33 @@ class Stock:
                 self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
                 place.writes.failed(str(error))
             self._gone(place, size)
+
+    def _has(self, place: Place, key: ChunkKey, entry: Entry) -> bool:
+        return place.shelf is not None and place.shelf.has(key, entry)
+
+    def _is_whole(self, place: Place, key: ChunkKey) -> bool:
+        """Whether an object that was found damaged is not, at a second look."""
+        try:
+            reader = place.tier.open(key)
+            if reader is None:
+                return False
+            try:
+                verify_object(reader, key)
+            finally:
+                reader.close()
+        except TierError:
+            return False
+        return True
+
+    def set_aside(self, place: Place, key: ChunkKey) -> bool:
+        """Note that an object cannot be read here: nobody is sent to it any more, its bytes still
+        count, and a save replaces it. True: this is the first one of this tier."""
+        with self.lock:
+            is_first = all(name != place.name for name, _ in self.foreign)
+            if len(self.foreign) >= _MAX_FOREIGN:
+                self.foreign.clear()
+            self.foreign.add((place.name, key))
+        return is_first
 
     def _take_off(self, place: Place, key: ChunkKey) -> int:
         """Off the shelf; give `_gone` the size when the bytes are. Lock is held."""

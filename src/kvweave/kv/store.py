@@ -19,6 +19,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from kvweave.kv.arrivals import Arrival, Hooks, Landing
 from kvweave.kv.config import StoreConfig
@@ -61,6 +62,10 @@ class KVStore:
         self._staging = BufferPool(
             _STAGING_KEEP_BYTES, pinned=host is not None and host.tier.pinned
         )
+        for place in self._stock.places:
+            place.pool.on_bug = partial(
+                self.metrics.count, "kv_tier_errors_total", tier=place.name, verb="bug"
+            )
         self._locator = Locator(cfg.locate_deadline_s, self.metrics)
         self._arrivals: dict[ChunkKey, Arrival] = {}  # under way and joinable
         self._keepable: set[Arrival] = set()  # under way, and nobody deleted the chunk since
@@ -137,7 +142,8 @@ class KVStore:
                 lease.holds.arrivals.append(arrival)
                 sources[key] = arrival
         # asks before the reads begin: they are cut so that the first layers come alone
-        transfer = Transfer(lease, sources, self._cfg.lookahead_layers, first_layers)
+        budgets_s = {place.name: place.budget_s for place in self._stock.places}
+        transfer = Transfer(lease, sources, budgets_s, self._cfg.lookahead_layers, first_layers)
         for arrival in started:
             self.metrics.count("kv_loads_total", tier=arrival.tier_name)
             arrival.start()
@@ -269,8 +275,10 @@ class KVStore:
         shelves = [place.shelf for place in self._stock.places if place.shelf is not None]
         with self._lock:
             entries = {key: [shelf.find(key) for shelf in shelves] for key in keys}
+            foreign = frozenset(self._stock.foreign)
         doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
-        return self._locator.locate(self._stock.below, [k for k in keys if k not in doomed])
+        wanted = [key for key in keys if key not in doomed]
+        return self._locator.locate(self._stock.below, wanted, foreign)
 
     def _find(
         self, key: ChunkKey, located: dict[ChunkKey, Located]
@@ -279,7 +287,8 @@ class KVStore:
         Lock is held."""
         for place in self._stock.places:
             entry = place.shelf.get(key) if place.shelf is not None else None
-            if entry is not None and not place.reads.is_open:
+            is_foreign = (place.name, key) in self._stock.foreign
+            if entry is not None and not is_foreign and not place.reads.is_open:
                 return place, entry
         return (located[key].place, None) if key in located else (None, None)
 
@@ -402,11 +411,11 @@ class KVStore:
         name = f"{arrival.key.hex()[:16]}… in {place.name}"
         match miss:
             case Miss.CORRUPT:
-                log.warning("%s is damaged and goes to quarantine: %s", name, detail)
-                self._stock.quarantine(place, arrival.key)
+                log.warning("%s is damaged and refused: %s", name, detail)
+                self._stock.quarantine(place, arrival.key, arrival.source)
             case Miss.FOREIGN:
-                log.warning("%s cannot be read here: %s", name, detail)
-                self._stock.forget(place, arrival.key, arrival.source)
+                if self._stock.set_aside(place, arrival.key):
+                    log.warning("%s cannot be read here, nor can others like it: %s", name, detail)
             case Miss.ABSENT:
                 self._stock.forget(place, arrival.key, arrival.source)
             case Miss.TIER_FAILED | Miss.TOO_SLOW:

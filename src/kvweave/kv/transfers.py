@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from kvweave.kv.arrivals import Arrival
+from kvweave.kv.arrivals import Arrival, Patience
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
@@ -86,9 +86,11 @@ class Source(Protocol):
 
     def want_first(self, layers: Iterable[int]) -> None: ...
 
-    def wait_layer(self, layer: int) -> EncodedLayer | None: ...
+    tier_name: str
 
-    def wait_header(self) -> Header | None: ...
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
+
+    def wait_header(self, patience: Patience) -> Header | None: ...
 
     def named_extra(self, name: str) -> memoryview | None: ...
 
@@ -97,6 +99,7 @@ class Resident:
     """A chunk that is in the host tier: every layer is there at once."""
 
     failure: Miss | None = None
+    tier_name = "host"
 
     def __init__(self, header: Header, memory: Memory) -> None:
         self._header = header
@@ -108,12 +111,12 @@ class Resident:
     def want_first(self, layers: Iterable[int]) -> None:
         """Nothing to fetch."""
 
-    def wait_layer(self, layer: int) -> EncodedLayer | None:
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
         if layer >= len(self._header.layers):
             return None
         return layer_of(self._header, self._memory, layer)
 
-    def wait_header(self) -> Header | None:
+    def wait_header(self, patience: Patience) -> Header | None:
         return self._header
 
     def named_extra(self, name: str) -> memoryview | None:
@@ -131,12 +134,15 @@ class Transfer:
         self,
         lease: Lease,
         sources: Mapping[ChunkKey, Source],
+        budgets_s: Mapping[str, float],
         lookahead_layers: int,
         first_layers: Sequence[int] = (),
     ) -> None:
+        """`budgets_s` is how long this request waits for each tier, all chunks together."""
         self.lost: dict[ChunkKey, Miss] = {}  # chunks that failed on the way, and why
         self._lease = lease
         self._sources = dict(sources)
+        self._patience = {tier: Patience(budget_s) for tier, budget_s in budgets_s.items()}
         self._lookahead = lookahead_layers
         self._first = frozenset(first_layers)
         self._asked = 0  # layers [0, asked) were asked for
@@ -164,7 +170,7 @@ class Transfer:
         for key, source in self._sources.items():
             if key in self.lost:
                 continue
-            encoded = source.wait_layer(layer)
+            encoded = source.wait_layer(layer, self._patience[source.tier_name])
             if encoded is None:
                 self.lost[key] = source.failure or Miss.CORRUPT
             else:
@@ -177,7 +183,7 @@ class Transfer:
         for key, source in self._sources.items():
             if key in self.lost:
                 continue
-            header = source.wait_header()
+            header = source.wait_header(self._patience[source.tier_name])
             if header is not None:
                 found[key] = header
             elif source.failure is not None:
