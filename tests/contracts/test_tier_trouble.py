@@ -28,7 +28,7 @@ from kvweave.kv.tiers.host import HostTier
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.tiers.s3 import S3Tier
 from kvworld import CHUNK_BYTES, make_chunk, make_key
-from servers import free_port, make_certificates, running_redis
+from servers import free_port, make_certificates, running_redis, running_tls_front
 
 
 def fail_with(code: int) -> object:
@@ -283,9 +283,8 @@ def test_redis_speaks_tls_with_a_server_it_can_check_and_with_no_other(tmp_path:
     for folder in (ours, theirs):
         folder.mkdir()
     files, others = make_certificates(ours), make_certificates(theirs)
-    options = ("--tls-cert-file", str(files.certificate), "--tls-key-file", str(files.key))
     chunk = make_chunk()
-    with running_redis(ours, *options, "--tls-ca-cert-file", str(files.ca), tls=True) as port:
+    with running_redis(tmp_path) as plain, running_tls_front(plain, files) as port:
         url = f"rediss://127.0.0.1:{port}"
         good = RedisTierConfig(
             url, ca_file=files.ca, cert_file=files.certificate, key_file=files.key
