@@ -69,7 +69,7 @@ def forget_chunk_kv(
         return 0
     if store is not None:
         store.flush()  # what is still on its way must not land behind us
-    tier = DiskTier(DiskTierConfig(folder / KV_FOLDER))
+    tier = DiskTier(DiskTierConfig(folder / KV_FOLDER), sweep=False)
     keys = keys_of_chunks(tier, chunk_ids)
     return sum(tier.delete(key) for key in keys) if store is None else store.delete(keys)
 
