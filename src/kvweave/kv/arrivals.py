@@ -82,6 +82,7 @@ class Arrival:
         self._reading = 0  # jobs that will each take a span, submitted and not finished
         self._spans_left = 0  # not read yet; meaningless before the header is known
         self._ready: list[bool] = []
+        self._awaited: list[int] = []  # layers that some thread waits for, one each
 
     @property
     def failure(self) -> Miss | None:
@@ -124,8 +125,12 @@ class Arrival:
                     continue
                 if self._failure is not None or (self.header and layer >= len(self._ready)):
                     return None
-                if self._wait_some(patience):
-                    continue
+                self._awaited.append(layer)
+                try:
+                    if self._wait_some(patience):
+                        continue
+                finally:
+                    self._awaited.remove(layer)
             self._fail_slow(patience)
 
     def named_extra(self, name: str) -> memoryview | None:
@@ -291,7 +296,9 @@ class Arrival:
             done = self._spans_left == 0 and self._failure is None
             self._progress_s = time.monotonic()
             num_jobs = self._due_jobs()
-            self._changed.notify_all()
+            # who waits for another layer would only take a core from the readers to find that out
+            if any(span.first <= layer < span.end for layer in self._awaited):
+                self._changed.notify_all()
         if done:
             self._hooks.complete(self)
         self._launch_reads(num_jobs)
