@@ -1,4 +1,4 @@
-"""Imports go one way, and the core imports with torch, numpy, safetensors and tokenizers alone."""
+"""Imports go one way, and the core imports with torch, numpy and tokenizers alone."""
 
 import ast
 import subprocess

@@ -5,11 +5,12 @@ Stands between the engine, which knows token ids, and whoever shows text.
 
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvweave.detokenizer import Detokenizer, StopMatcher
 from kvweave.engine.sampling import Choice, Sampling
+from kvweave.fuse.record import FuseRecord
 from kvweave.tokenizer import Tokenizer
 
 
@@ -39,6 +40,20 @@ class Answer:
     ttft_ms: float  # from the call to the first token
     total_ms: float
     logprobs: tuple[TokenLogprob, ...] = ()
+    explain: FuseRecord | None = None  # how the prompt was prefilled; None if all was computed
+
+
+class Note:
+    """Carries what was done for a prompt from whoever prefills it to its answer."""
+
+    def __init__(self, retrieve_ms: float = 0.0) -> None:
+        self.record: FuseRecord | None = None
+        self._retrieve_ms = retrieve_ms
+
+    def keep(self, record: FuseRecord) -> None:
+        """Heard once, before the first token."""
+        stages = replace(record.stages, retrieve=self._retrieve_ms)
+        self.record = replace(record, stages=stages)
 
 
 class Answering:
@@ -54,9 +69,11 @@ class Answering:
         sampling: Sampling,
         prompt_tokens: int,
         called_s: float,
+        note: Note | None = None,
     ) -> None:
         """`called_s` is when the caller asked, by time.perf_counter: retrieval counts too."""
         self.answer: Answer | None = None
+        self._note = note or Note()
         self.prompt_tokens = prompt_tokens
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -88,13 +105,15 @@ class Answering:
             cut = matcher.push(detokenizer.push(choice.token_id))
             yield made.add(Piece(cut.text, self._logprob(choice)))
             if cut.stopped:
-                self.answer = made.answer("stop", self.prompt_tokens)
+                self.answer = made.answer("stop", self.prompt_tokens, self._note.record)
                 return
         cut = matcher.push(detokenizer.flush())
         rest = cut.text if cut.stopped else cut.text + matcher.flush()
         if rest:
             yield made.add(Piece(rest))
-        self.answer = made.answer("stop" if cut.stopped else reason, self.prompt_tokens)
+        self.answer = made.answer(
+            "stop" if cut.stopped else reason, self.prompt_tokens, self._note.record
+        )
 
     def _logprob(self, choice: Choice) -> TokenLogprob | None:
         if choice.logprob is None:
@@ -122,7 +141,7 @@ class _Made:
         self.pieces.append(piece)
         return piece
 
-    def answer(self, finish_reason: str, prompt_tokens: int) -> Answer:
+    def answer(self, finish_reason: str, prompt_tokens: int, explain: FuseRecord | None) -> Answer:
         now = time.perf_counter()
         return Answer(
             text="".join(piece.text for piece in self.pieces),
@@ -132,4 +151,5 @@ class _Made:
             ttft_ms=((self.first_s or now) - self.started_s) * 1e3,
             total_ms=(now - self.started_s) * 1e3,
             logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
+            explain=explain,
         )

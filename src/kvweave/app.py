@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvweave.answering import Answer, Answering, Piece, TokenLogprob
+from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
+from kvweave.detokenizer import Detokenizer
 from kvweave.engine.generate import check_prompt, generate
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
+from kvweave.fuse.strategy import ModelFacts, chosen_ratio, open_strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
 
-REUSES = ("full", "reuse")
 TOP_K = 5  # chunks that are put in front of a question
 
 
@@ -49,6 +50,7 @@ class Weave:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._library = library
+        self._facts = ModelFacts(decoder.spec.num_layers)
         self._turn = threading.Lock()  # held for one decoder step
 
     @classmethod
@@ -62,11 +64,15 @@ class Weave:
         quant: str = "none",
         system: str = SYSTEM,
         embedder: str | None = None,
+        encoding: str | None = None,
+        extras: Sequence[str] = (),
     ) -> "Weave":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
         `kb` is the folder of a knowledge base, made if it is not there; None does without one.
-        `embedder` None is the one it was made with, MiniLM for a new one.
+        `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
+        encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
+        stored beside it; None is what the knowledge base has, filler for a new one.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
@@ -75,9 +81,11 @@ class Weave:
         name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
         library = None
         if kb is not None:
+            from kvweave.fuse.preparation import Preparation
             from kvweave.library import Library
 
-            library = Library.open(Path(kb), decoder, tokenizer, system, embedder)
+            wanted = None if encoding is None else Preparation.parse(encoding, extras)
+            library = Library.open(Path(kb), decoder, tokenizer, system, embedder, wanted)
         return cls(decoder, tokenizer, name, system, library)
 
     def close(self) -> None:
@@ -137,15 +145,23 @@ class Weave:
         system: str | None = None,
         k: int = TOP_K,
         reuse: str = "full",
+        ratio: float | None = None,
     ) -> Answer:
         """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
-        `system` takes the place of the Weave's own system prompt for this question. `reuse`:
-        "full" prefills everything; "reuse" takes stored chunk KV as it is and computes the rest,
-        which is faster and not exact.
+        `system` takes the place of the Weave's own system prompt for this question. `reuse` names a
+        strategy: "full" prefills everything, "prefix" reuses what is exact, "reuse" takes stored
+        chunk KV as it is, "weave" and others recompute a `ratio` of it (their own default if None):
+        faster, and not exact. `Answer.explain` says what was done.
         """
         return self.stream(
-            question, documents=documents, sampling=sampling, system=system, k=k, reuse=reuse
+            question,
+            documents=documents,
+            sampling=sampling,
+            system=system,
+            k=k,
+            reuse=reuse,
+            ratio=ratio,
         ).finish()
 
     def stream(
@@ -157,22 +173,27 @@ class Weave:
         system: str | None = None,
         k: int = TOP_K,
         reuse: str = "full",
+        ratio: float | None = None,
     ) -> Answering:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
-        if reuse not in REUSES:
-            raise RequestError(f"reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
+        strategy = open_strategy(reuse, self._facts)
+        ratio = chosen_ratio(strategy, ratio)
         if documents is None and self._library is not None:
             prompt = self._retrieved(question, k, system)
         else:
             prompt = self.build_prompt(question, documents or (), system)
-        if reuse == "full":
+        retrieve_ms = (time.perf_counter() - called_s) * 1e3
+        if strategy.reuses == "none":
             return self._start(prompt.token_ids, sampling, called_s)
         sampling = sampling or Sampling()
         ids = prompt.token_ids
         check_prompt(ids, self._decoder.spec.vocab_size, self.max_context)
-        choices = self.library.generate(prompt, sampling, self._tokenizer.eos_ids)
-        return self._answering(choices, sampling, len(ids), called_s)
+        note = Note(retrieve_ms)
+        choices = self.library.generate(
+            prompt, sampling, self._tokenizer.eos_ids, strategy, ratio, note.keep
+        )
+        return self._answering(choices, sampling, len(ids), called_s, note)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
@@ -196,6 +217,12 @@ class Weave:
         words = self.system if system is None else system
         return build_prompt(self._tokenizer, question, texts, words)
 
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token adds; a character of several tokens comes with its last one."""
+        detokenizer = Detokenizer(self._tokenizer)
+        texts = [detokenizer.push(token_id) for token_id in token_ids]
+        return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else []
+
     def _retrieved(self, question: str, k: int, system: str | None) -> Prompt:
         _refuse_empty(question)
         chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
@@ -210,10 +237,15 @@ class Weave:
         return self._answering(choices, sampling, len(prompt_ids), called_s)
 
     def _answering(
-        self, choices: Iterator[Choice], sampling: Sampling, prompt_tokens: int, called_s: float
+        self,
+        choices: Iterator[Choice],
+        sampling: Sampling,
+        prompt_tokens: int,
+        called_s: float,
+        note: Note | None = None,
     ) -> Answering:
         turns = self._taking_turns(choices)
-        return Answering(turns, self._tokenizer, sampling, prompt_tokens, called_s)
+        return Answering(turns, self._tokenizer, sampling, prompt_tokens, called_s, note)
 
     def _taking_turns(self, choices: Iterator[Choice]) -> Iterator[Choice]:
         """Let one request's step run at a time."""

@@ -6,7 +6,7 @@
 Part of the composition root: only `app.py` uses it.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +16,11 @@ from kvweave.corpus.settings import read_settings
 from kvweave.engine.generate import FIRST_ROOM, continue_answer, room_for_answer
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import RequestError
-from kvweave.fuse.chunk_encoder import ChunkEncoder
-from kvweave.fuse.reuse import prefill_with_reuse
+from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.preparation import Preparation, read_preparation, write_preparation
+from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
@@ -69,28 +72,48 @@ def forget_chunk_kv(
         return 0
     if store is not None:
         store.flush()  # what is still on its way must not land behind us
-    tier = DiskTier(DiskTierConfig(folder / KV_FOLDER))
+    tier = DiskTier(DiskTierConfig(folder / KV_FOLDER), sweep=False)
     keys = keys_of_chunks(tier, chunk_ids)
     return sum(tier.delete(key) for key in keys) if store is None else store.delete(keys)
 
 
+def prepared(folder: Path, wanted: Preparation | None) -> Preparation:
+    """How the knowledge base in `folder` prepares chunk KV: as wanted, as before, or as usual."""
+    return wanted or read_preparation(folder / KV_FOLDER) or Preparation.parse()
+
+
+def make_encoder(
+    decoder: Decoder, tokenizer: Tokenizer, store: KVStore, preparation: Preparation, system: str
+) -> ChunkEncoder:
+    """An encoder for chunks behind `system`."""
+    _, closing = split_template(tokenizer, system)
+    texts = Texts.of(tokenizer, preparation, closing)
+    return ChunkEncoder(decoder, store, key_context(decoder, tokenizer, system), preparation, texts)
+
+
 @contextmanager
-def chunk_encoder(folder: Path, model: str) -> Iterator[ChunkEncoder]:
+def chunk_encoder(
+    folder: Path, model: str, preparation: Preparation | None = None
+) -> Iterator[ChunkEncoder]:
     """An encoder for ingest without a Weave: loads the model, closes the store behind it."""
+    preparation = prepared(folder, preparation)
     model_folder = locate(model)
     decoder = load_decoder(model_folder)
     with open_store(folder) as store:
-        yield ChunkEncoder(decoder, store, key_context(decoder, Tokenizer(model_folder)))
+        write_preparation(folder / KV_FOLDER, preparation)
+        yield make_encoder(decoder, Tokenizer(model_folder), store, preparation, SYSTEM)
 
 
 class Library:
     """Ingests and answers from one knowledge base. The decoder's owner serialises calls."""
 
-    def __init__(self, kb: KnowledgeBase, store: KVStore, decoder: Decoder, context: KeyContext):
+    def __init__(
+        self, kb: KnowledgeBase, store: KVStore, decoder: Decoder, encoder: ChunkEncoder
+    ) -> None:
         self.kb = kb
         self.store = store
         self._decoder = decoder
-        self.encoder = ChunkEncoder(decoder, store, context)
+        self.encoder = encoder
 
     @classmethod
     def open(
@@ -100,8 +123,9 @@ class Library:
         tokenizer: Tokenizer,
         system: str = SYSTEM,
         embedder: str | None = None,
+        preparation: Preparation | None = None,
     ) -> "Library":
-        """Open or make the knowledge base; `embedder` None is the one it was made with."""
+        """Open or make the knowledge base; None is what it was made with."""
         stored = read_settings(folder)
         name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
         kb = KnowledgeBase.open(
@@ -110,7 +134,9 @@ class Library:
             embedder=SentenceEmbedder(locate(name), name=name),
             create=True,
         )
-        return cls(kb, open_store(folder), decoder, key_context(decoder, tokenizer, system))
+        store = open_store(folder)
+        encoder = make_encoder(decoder, tokenizer, store, prepared(folder, preparation), system)
+        return cls(kb, store, decoder, encoder)
 
     def close(self) -> None:
         self.store.close()
@@ -126,6 +152,8 @@ class Library:
     ) -> IngestReport:
         """Documents to chunks and vectors, and to chunk KV if asked for."""
         encoder = self.encoder if chunk_kv else None
+        if chunk_kv:
+            write_preparation(self.kb.folder / KV_FOLDER, self.encoder.preparation)
         report = ingest(self.kb, sources, encoder, progress=progress, options=options)
         self.forget(report.orphaned)
         return report
@@ -141,27 +169,49 @@ class Library:
         forget_chunk_kv(self.kb.folder, chunk_ids, self.store)
 
     def generate(
-        self, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        eos_ids: Collection[int],
+        strategy: Strategy,
+        ratio: float,
+        on_record: Callable[[FuseRecord], None],
     ) -> Iterator[Choice]:
-        """Answer with stored chunk KV as it is; what is not stored is computed.
+        """Answer with stored chunk KV as `strategy` says; what is not stored is computed.
 
-        Checks at once, computes when iterated.
+        Checks at once, computes when iterated. `on_record` hears how the prompt was prefilled,
+        before the first choice.
         """
         if self.encoder.preamble_ids != prompt.preamble:
             raise RequestError(
                 "stored chunk KV belongs to the system prompt it was computed behind; "
                 "ask without another one, or with reuse='full'"
             )
-        return self._generate(prompt, sampling, eos_ids)
+        return self._generate(prompt, sampling, eos_ids, strategy, ratio, on_record)
 
     def _generate(
-        self, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int]
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        eos_ids: Collection[int],
+        strategy: Strategy,
+        ratio: float,
+        on_record: Callable[[FuseRecord], None],
     ) -> Iterator[Choice]:
-        ids = prompt.token_ids
+        ids, encoder = prompt.token_ids, self.encoder
         room = room_for_answer(self._decoder, ids, sampling)
         kv = self._decoder.new_kv(len(ids) + min(room, FIRST_ROOM))
-        chunks = [(self.encoder.key(chunk), chunk) for chunk in prompt.chunks]
-        reused = prefill_with_reuse(
-            self._decoder, self.encoder.preamble, chunks, prompt.question, self.store, kv
+        prefilled = prefill_from_store(
+            self._decoder,
+            encoder.preamble,
+            [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in prompt.chunks],
+            prompt.question,
+            self.store,
+            kv,
+            strategy,
+            ratio,
+            asked=prompt.asked,
+            encoding=str(encoder.preparation.variant),
         )
-        yield from continue_answer(self._decoder, ids, kv, reused.logits, sampling, eos_ids)
+        on_record(prefilled.record)
+        yield from continue_answer(self._decoder, ids, kv, prefilled.logits, sampling, eos_ids)

@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from kvweave.kv.tiers.host import HostTier
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.tiers.s3 import S3Tier
 from kvworld import CHUNK_BYTES, make_chunk, make_key
-from servers import free_port, running_redis
+from servers import free_port, make_certificates, running_redis, running_tls_front
 
 
 def fail_with(code: int) -> object:
@@ -277,13 +278,32 @@ def test_a_redis_without_room_says_no(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_redis_speaks_tls(tmp_path: Path) -> None:
-    """Our settings reach the client: a TLS url to a plain port fails in the handshake."""
-    with running_redis(tmp_path) as port:
-        tier = RedisTier(RedisTierConfig(f"rediss://127.0.0.1:{port}", timeout_s=0.5))
-        with pytest.raises(TierError):
-            tier.size(make_key())
+def test_redis_speaks_tls_with_a_server_it_can_check_and_with_no_other(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    files, others = make_certificates(ours), make_certificates(theirs)
+    chunk = make_chunk()
+    with running_redis(tmp_path) as plain, running_tls_front(plain, files) as port:
+        url = f"rediss://127.0.0.1:{port}"
+        good = RedisTierConfig(
+            url, ca_file=files.ca, cert_file=files.certificate, key_file=files.key
+        )
+        tier = RedisTier(good)
+        assert tier.write(chunk.key, [chunk.view])
+        reader = tier.open(chunk.key)
+        assert reader is not None
+        assert verify_object(reader, chunk.key) == chunk.header
         tier.close()
+        for bad in (
+            replace(good, ca_file=others.ca),  # a server we have no reason to trust
+            replace(good, cert_file=None, key_file=None),  # a server that has none to trust us
+            replace(good, url=f"redis://127.0.0.1:{port}"),  # plain words to a TLS port
+        ):
+            tier = RedisTier(replace(bad, timeout_s=1.0))
+            with pytest.raises(TierError):
+                tier.size(chunk.key)
+            tier.close()
 
 
 def test_a_bad_redis_url_is_a_config_error() -> None:

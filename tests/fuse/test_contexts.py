@@ -6,7 +6,7 @@ import pytest
 
 from fuseworld import World
 from kvweave.errors import ConfigError
-from kvweave.fuse.contexts import Variant, filler_ids, neighbour_prefix, parse_variant
+from kvweave.fuse.contexts import Variant, filler_ids, neighbour_prefix, parse_variant, variant_name
 from kvweave.fuse.encode import Prefix, encode_prefix
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -24,7 +24,7 @@ def chat(chat_model_folder: Path) -> tuple[Tokenizer, Decoder]:
     ("text", "variant"),
     [
         ("isolated", Variant("isolated")),
-        ("filler", Variant("filler", 512)),
+        ("filler", Variant("filler", 4)),
         ("filler:64", Variant("filler", 64)),
         ("neighbours", Variant("neighbours", 10)),
         ("neighbours:3", Variant("neighbours", 3)),
@@ -41,17 +41,28 @@ def test_encodings_are_read_as_they_are_written(text: str, variant: Variant) -> 
      "neighbours:1.5", "neighbours:0", "Filler", "filler:"],
 )  # fmt: skip
 def test_other_encodings_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="unknown; give isolated, filler:TOKENS"):
+    with pytest.raises(ConfigError, match="unknown; give isolated, filler:PASSAGES"):
         parse_variant(text)
 
 
-def test_filler_is_the_same_text_cut_anywhere(chat: tuple[Tokenizer, Decoder]) -> None:
+def test_filler_is_whole_passages_of_one_text(chat: tuple[Tokenizer, Decoder]) -> None:
     tokenizer, _ = chat
-    assert filler_ids(tokenizer, 100)[:40] == filler_ids(tokenizer, 40)
-    assert len(filler_ids(tokenizer, 100)) == 100
-    assert not set(filler_ids(tokenizer, 100)) & tokenizer.special_ids
-    with pytest.raises(ConfigError, match=r"filler:10000000 is more than the text has; at most \d"):
-        filler_ids(tokenizer, 10_000_000)
+    two, three = filler_ids(tokenizer, 2), filler_ids(tokenizer, 3)
+    assert three[: len(two)] == two
+    assert tokenizer.decode(three).count("\n\n") == 3
+    assert tokenizer.decode(three).endswith("\n\n")
+    assert not set(three) & tokenizer.special_ids
+    with pytest.raises(ConfigError, match=r"filler:1000 is more than there is; at most \d"):
+        filler_ids(tokenizer, 1000)
+
+
+def test_another_filler_has_another_name() -> None:
+    names = {
+        variant_name(Variant("isolated")),
+        variant_name(Variant("neighbours", 3)),
+        *(variant_name(Variant("filler", n), ids) for n in (1, 2) for ids in ([1, 2], [12])),
+    }
+    assert len(names) == 6
 
 
 def test_neighbours_are_stitched_behind_the_preamble(chat: tuple[Tokenizer, Decoder]) -> None:

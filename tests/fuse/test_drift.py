@@ -66,7 +66,7 @@ def move(
         before.k[rows],
         before.v[rows],
     )
-    Drift(decoder, request, stitched, chosen, strength).apply(look, kv)
+    Drift(decoder, request, chosen, strength).apply(look, kv)
     return Moved(before, LayerKV(kv.keys(layer), kv.values(layer)), change)
 
 
@@ -144,7 +144,7 @@ def test_recomputed_rows_are_not_moved_by_the_pass(world: World) -> None:
     for strength in (None, 0.5):
         kv = decoder.new_kv(1)
         stitched = world.stitched(kv)
-        mover = strength and Drift(decoder, request, stitched, chosen, strength)
+        mover = strength and Drift(decoder, request, chosen, strength)
         passed = fused_pass(decoder, request, stitched, rows, kv, drift=mover or None)
         runs.append(prefilled(decoder, passed.logits, kv))
     still, moved = runs

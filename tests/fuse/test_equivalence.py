@@ -159,7 +159,7 @@ def recompute(
 ) -> Prefilled:
     kv = world.decoder.new_kv(1)
     stitched = world.stitched(kv)
-    mover = Drift(world.decoder, world.request, stitched, chosen) if drift else None
+    mover = Drift(world.decoder, world.request, chosen) if drift else None
     rows = sorted({*chosen, *world.request.must_compute})
     passed = fused_pass(world.decoder, world.request, stitched, rows, kv, drift=mover, mask=mask)
     return prefilled(world.decoder, passed.logits, kv)

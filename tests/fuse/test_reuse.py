@@ -15,10 +15,11 @@ from kvweave.fuse.reuse import Reused, prefill_with_reuse
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.keys import KeyContext
+from kvweave.kv.keys import ChunkKey, KeyContext
 from kvweave.kv.objects import EncodedLayer, layer_of, pack_chunk
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.transfers import Transfer
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
 from kvweave.types import Chunk, ChunkId
@@ -187,6 +188,37 @@ def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
             torch.testing.assert_close(again.logits, reused.logits)
         victim.parent.mkdir(parents=True, exist_ok=True)
         victim.write_bytes(pristine)
+
+
+def test_a_chunk_lost_at_its_last_layer_is_recomputed_and_the_answer_is_right(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.kv.tiers.disk.DiskTier.best_read_bytes", 1)  # layer by layer
+    (ids,) = chunks = [CHUNKS[2]]
+    last = decoder.spec.num_layers - 1
+    came: list[tuple[int, int]] = []  # (layer, chunks that came)
+    real = Transfer.wait_layer
+
+    def wait_layer(self: Transfer, layer: int) -> dict[ChunkKey, EncodedLayer]:
+        found = real(self, layer)
+        came.append((layer, len(found)))
+        return found
+
+    monkeypatch.setattr(Transfer, "wait_layer", wait_layer)
+    cfg = StoreConfig(tiers=(DiskTierConfig(tmp_path),), lookahead_layers=0)
+    with KVStore(cfg) as store:
+        ChunkEncoder(decoder, store, context_of(decoder)).encode([make_chunk(ids)])
+        assert store.flush()
+        (path,) = (tmp_path / "objects").rglob("*.kv")
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1  # of the last layer
+        path.write_bytes(raw)
+        reused = answer(decoder, store, chunks, saved=[])
+    assert came[:2] == [(layer, 1) for layer in range(last)][:2]  # the pass was well under way
+    assert (last, 0) in came
+    assert list(reused.computed.values()) == [Miss.CORRUPT]
+    want = full_prefill(decoder, prompt_of(chunks))
+    torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("host", [False, True])

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvweave.cli.explain import as_document, show
 from kvweave.cli.loading import model_options, open_weave
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
-    from kvweave.app import Answer, Document, Sampling
+    from kvweave.app import Answer, Document, Sampling, Weave
 
 LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it is tokenised
 
@@ -37,8 +38,11 @@ LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it
 @click.option(
     "--reuse",
     default="full",
-    help="full: prefill everything. reuse: stored chunk KV as it is (ingest --kv makes it).",
+    metavar="STRATEGY",
+    help="full, prefix, reuse, weave, qcfuse, … (full). All but full want ingest --kv.",
 )
+@click.option("--ratio", type=float, help="Share of reused tokens to recompute (the strategy's).")
+@click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
 @click.option("--max-tokens", type=int, help="Length of the answer at most (256).")
 @click.option("--temperature", type=float, help="0 takes the likeliest token each time (0).")
@@ -56,6 +60,8 @@ def command(
     kb_folder: Path | None,
     k: int,
     reuse: str,
+    ratio: float | None,
+    explain: bool,
     model: str,
     device: str,
     dtype: str,
@@ -72,6 +78,12 @@ def command(
         raise RequestError("--file and --kb are two places to answer from; give one of them")
     if reuse != "full" and kb_folder is None:
         raise RequestError("--reuse takes the stored chunk KV of a knowledge base; add --kb DIR")
+    from kvweave.fuse.strategy import NAMES
+
+    if reuse not in NAMES:
+        raise RequestError(f"--reuse {reuse!r} is unknown; known: {', '.join(NAMES)}")
+    if ratio is not None and not 0.0 <= ratio <= 1.0:
+        raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
     documents = [read_document(name) for name in files]
     sampling = _sampling(drawing)
     # Everything the user typed has been judged; now the slow part.
@@ -83,6 +95,7 @@ def command(
         system=system,
         k=k,
         reuse=reuse,
+        ratio=ratio,
     )
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
@@ -99,6 +112,8 @@ def command(
         return
     out.write("\n")
     out.flush()
+    if explain:
+        click.echo(_explained(weave, answer), err=True)
     if stats:
         click.echo(click.style(_stats(answer), dim=True), err=True)
 
@@ -152,12 +167,20 @@ def _as_document(answer: "Answer") -> dict[str, Any]:
             "completion_tokens": answer.completion_tokens,
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
+        "explain": None if answer.explain is None else as_document(answer.explain),
         "timing": {
             "ttft_ms": round(answer.ttft_ms, 1),
             "total_ms": round(answer.total_ms, 1),
             "decode_tokens_per_s": _decode_speed(answer),
         },
     }
+
+
+def _explained(weave: "Weave", answer: "Answer") -> str:
+    if answer.explain is None:
+        return "full prefill: every token of the prompt was computed"
+    texts = weave.texts_of(answer.explain.token_ids)
+    return show(answer.explain, texts, colour=sys.stderr.isatty())
 
 
 def _stats(answer: "Answer") -> str:

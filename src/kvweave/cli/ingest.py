@@ -39,6 +39,10 @@ MAX_LISTED = 20
 @click.option("--max-file-mb", type=click.FloatRange(min=0), default=64, show_default=True)
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
 @click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
+@click.option(
+    "--encoding", help="isolated, filler:PASSAGES or neighbours:COUNT.  [default: filler]"
+)
+@click.option("--extras", multiple=True, metavar="NAME", help="inter or anchors:RULE. Repeatable.")
 @api_key_option
 @json_option
 @click.pass_context
@@ -55,6 +59,8 @@ def command(
     max_file_mb: float,
     prune: bool,
     kv: bool,
+    encoding: str | None,
+    extras: tuple[str, ...],
     qdrant_api_key: str | None,
     as_json: bool,
 ) -> None:
@@ -85,7 +91,7 @@ def command(
         api_key=qdrant_api_key,
     ) as kb:
         try:
-            with _encoder(kb, model, kv) as encoder, _progress_bar() as progress:
+            with _encoder(kb, model, kv, encoding, extras) as encoder, _progress_bar() as progress:
                 report = ingest(kb, paths, encoder, progress=progress, options=options)
         except KeyboardInterrupt:
             num_documents = kb.totals().num_documents
@@ -104,14 +110,18 @@ def command(
 
 
 def _encoder(
-    kb: "KnowledgeBase", model: str, wanted: bool
+    kb: "KnowledgeBase", model: str, wanted: bool, encoding: str | None, extras: tuple[str, ...]
 ) -> "AbstractContextManager[Encoder | None]":
     """Whoever computes chunk KV; loading the model takes a moment, so only if it is wanted."""
     if not wanted:
         return nullcontext()
+    from kvweave.fuse.preparation import DEFAULT_ENCODING, Preparation
     from kvweave.library import chunk_encoder
 
-    return chunk_encoder(kb.folder, model)
+    preparation = None
+    if encoding or extras:
+        preparation = Preparation.parse(encoding or DEFAULT_ENCODING, extras)
+    return chunk_encoder(kb.folder, model, preparation)
 
 
 def _show(kb: "KnowledgeBase", report: "IngestReport", as_json: bool) -> None:

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from kvweave.corpus.catalogue import Catalogue, DocumentInfo, Totals, Written
+from kvweave.corpus.catalogue import Catalogue, Written
+from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
 from kvweave.corpus.chunker import Chunker, ChunkTokenizer
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind

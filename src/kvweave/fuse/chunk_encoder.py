@@ -3,26 +3,63 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.fuse.anchors import (
+    choose_anchors,
+    extra_name,
+    knorm_scores,
+    kvzip_scores,
+    pack_anchors,
+    sink_scores,
+)
+from kvweave.fuse.contexts import ISOLATED, filler_ids, variant_name
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.inter_attention import inter_attention
+from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.selectors.cachecraft import INTER
+from kvweave.kv.codec import LayerKV
 from kvweave.kv.forget import CHUNK
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.objects import pack_chunk
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
+from kvweave.tokenizer import Tokenizer
 from kvweave.types import Chunk
 
 log = logging.getLogger(__name__)
 
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
+REPEAT = "\n\nRepeat the previous context exactly."
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Token ids that preparation needs besides the chunks'."""
+
+    filler: tuple[int, ...] = ()
+    repeat: tuple[int, ...] = ()  # asks for a repetition, answer header included
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, preparation: Preparation, closing: Sequence[int] = ()
+    ) -> "Texts":
+        """`closing` is what the chat template puts behind the user's words."""
+        variant = preparation.variant
+        filler = filler_ids(tokenizer, variant.size) if variant.kind == "filler" else ()
+        return cls(filler, (*tokenizer.encode_text(REPEAT), *closing))
 
 
 class ChunkEncoder:
     """Computes and saves the KV of chunks that the store does not have yet.
 
-    Idempotent by key, so a run that was killed goes on where it stopped. For one thread, the one
-    that owns the decoder. Holds no lock on the store: others may read meanwhile.
+    Each chunk is stored isolated, and behind its encoding context if there is one. Idempotent by
+    key, so a run that was killed goes on where it stopped. For one thread, the one that owns the
+    decoder. Holds no lock on the store: others may read meanwhile.
     """
 
     def __init__(
@@ -30,15 +67,24 @@ class ChunkEncoder:
         decoder: Decoder,
         store: KVStore,
         context: KeyContext,
+        preparation: Preparation | None = None,
+        texts: Texts | None = None,
         *,
         on_saved: Callable[[int], None] | None = None,
     ) -> None:
         """`on_saved` hears how many chunks were handled each time some were."""
+        self.preparation = preparation or Preparation.parse(ISOLATED)
+        self._texts = texts or Texts()
+        if self.preparation.variant.kind == "filler" and not self._texts.filler:
+            raise ConfigError("an encoder behind filler needs the filler's token ids")
         self._decoder = decoder
         self._store = store
-        self._context = context
+        beside = "".join(f"+{name}" for name in self.preparation.extras)  # other bytes, other key
+        name = variant_name(self.preparation.variant, self._texts.filler)
+        self._isolated = replace(context, variant=ISOLATED + beside)
+        self._context = replace(context, variant=name + beside)
         self._on_saved = on_saved
-        self._preamble: Prefix | None = None
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
 
     @property
     def preamble_ids(self) -> tuple[int, ...]:
@@ -48,13 +94,15 @@ class ChunkEncoder:
     @property
     def preamble(self) -> Prefix:
         """The preamble's KV, computed on first use."""
-        if self._preamble is None:
-            self._preamble = encode_prefix(self._decoder, self._context.preamble_ids)
-        return self._preamble
+        return self._prefix(())
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
-        """The name of a chunk's KV under this model, preamble and tenant."""
+        """The name of a chunk's KV under this model, preamble, encoding context and tenant."""
         return make_chunk_key(self._context, token_ids)
+
+    def exact_key(self, token_ids: Sequence[int]) -> ChunkKey:
+        """The name of its isolated KV, which is exact right behind the preamble."""
+        return make_chunk_key(self._isolated, token_ids)
 
     def encode(self, chunks: Sequence[Chunk]) -> None:
         """Compute and save what is absent. Raises what the device raises; the store never does.
@@ -62,30 +110,82 @@ class ChunkEncoder:
         A chunk with values that the codec cannot hold is counted, named in the log and left out:
         requests compute it.
         """
-        todo = self._absent(chunks)
+        self._encode(chunks, self.exact_key, ())
+        if self.preparation.variant.kind == "filler":
+            self._encode(chunks, self.key, self._texts.filler)
+
+    def _encode(
+        self,
+        chunks: Sequence[Chunk],
+        key_of: Callable[[Sequence[int]], ChunkKey],
+        context_ids: tuple[int, ...],
+    ) -> None:
+        todo = self._absent(chunks, key_of)
         for run in passes([len(chunk.token_ids) for chunk in todo]):
             batch = [todo[i] for i in run]
             started_s = time.perf_counter()
-            made = encode_chunks(self._decoder, self.preamble, [chunk.token_ids for chunk in batch])
+            prefix = self._prefix(context_ids)
+            made = encode_chunks(self._decoder, prefix, [chunk.token_ids for chunk in batch])
+            extras = self._extras(prefix, batch, made)
             num_rows = sum(len(chunk.token_ids) for chunk in batch)
             per_row_s = (time.perf_counter() - started_s) / num_rows
-            for chunk, layers in zip(batch, made, strict=True):
-                extras = {CHUNK: chunk.id.encode()}
-                key = self.key(chunk.token_ids)
-                try:
-                    packed = pack_chunk(key, layers, self._context.codec, extras)
-                except ValueError as error:
-                    log.warning("chunk %s is not saved: %s", chunk.id, error)
-                    self._store.metrics.count("kv_saves_dropped_total", reason="not representable")
-                    continue
+            for chunk, layers, beside in zip(batch, made, extras, strict=True):
                 cost_s = per_row_s * len(chunk.token_ids)
-                self._store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
+                self.save(chunk, key_of(chunk.token_ids), layers, beside, cost_s)
             if self._on_saved is not None:
                 self._on_saved(len(batch))
 
-    def _absent(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+    def save(
+        self,
+        chunk: Chunk,
+        key: ChunkKey,
+        layers: Sequence[LayerKV],
+        beside: dict[str, bytes],
+        cost_s: float,
+    ) -> None:
+        """Save one chunk's KV with its id and what lies beside it."""
+        try:
+            extras = {CHUNK: chunk.id.encode(), **beside}
+            packed = pack_chunk(key, layers, self._context.codec, extras)
+        except ValueError as error:
+            log.warning("chunk %s is not saved: %s", chunk.id, error)
+            self._store.metrics.count("kv_saves_dropped_total", reason="not representable")
+            return
+        self._store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
+
+    def _prefix(self, context_ids: tuple[int, ...]) -> Prefix:
+        if context_ids not in self._prefixes:
+            ids = (*self.preamble_ids, *context_ids)
+            self._prefixes[context_ids] = encode_prefix(self._decoder, ids)
+        return self._prefixes[context_ids]
+
+    def _extras(
+        self, prefix: Prefix, batch: Sequence[Chunk], made: Sequence[Sequence[LayerKV]]
+    ) -> list[dict[str, bytes]]:
+        """What lies beside each chunk's KV."""
+        found: list[dict[str, bytes]] = [{} for _ in batch]
+        for name in self.preparation.extras:
+            if name == INTER:
+                for chunk, layers, extras in zip(batch, made, found, strict=True):
+                    inter = inter_attention(self._decoder, prefix, chunk.token_ids, layers)
+                    extras[name] = inter.to("cpu", torch.float16).numpy().tobytes()
+                continue
+            if name == extra_name("sink"):
+                scores = [sink_scores(layers) for layers in made]
+            elif name == extra_name("knorm"):
+                scores = [knorm_scores(layers) for layers in made]
+            else:
+                ids = [chunk.token_ids for chunk in batch]
+                scores = kvzip_scores(self._decoder, prefix, ids, made, self._texts.repeat)
+            for extras, layers, each in zip(found, made, scores, strict=True):
+                extras[name] = pack_anchors(choose_anchors(layers, each))
+        return found
+
+    def _absent(
+        self, chunks: Sequence[Chunk], key_of: Callable[[Sequence[int]], ChunkKey]
+    ) -> list[Chunk]:
         """Chunks without KV, each once, longest first so that a pass holds chunks of a length."""
-        by_key = {self.key(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
+        by_key = {key_of(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
         peeks = self._store.peek(list(by_key))
         absent = [
             chunk

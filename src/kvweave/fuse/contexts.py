@@ -1,14 +1,19 @@
 """Encoding contexts: what stands between the preamble and a chunk while its KV is computed.
 
     isolated            nothing
-    filler:N            N tokens of a fixed generic text, the same for every chunk
-    neighbours:n        the n chunks of the knowledge base that are most like it, nearest first
+    filler:N            N passages of a fixed generic text, the same for every chunk
+    neighbours:N        the N chunks of the knowledge base that are most like it, nearest first
 
 A chunk that has seen some text before has learnt to spread its attention, as it must in the middle
 of a prompt; that is most of what it needs to know about what stands in front of it, and any text
-teaches it. Neighbours teach more and carry their text into the chunk's KV: see docs/fusion.md.
+teaches it. The text must end where a chunk would: behind half a sentence a chunk learns the wrong
+thing. Neighbours teach more, and carry their text into the chunk's KV: see docs/fusion.md.
+
+The first place of a prompt is special: there the isolated KV is exact. It is therefore stored as
+well, whatever the variant.
 """
 
+import hashlib
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
@@ -22,41 +27,54 @@ from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.tokenizer import Tokenizer
 
+ISOLATED = "isolated"
+# SmolLM2 on three sets: 4 passages (about 500 tokens) did best in prompts of 1,000 tokens, 8-12 in
+# prompts of 2,800; both within a few points of each other. docs/fusion.md has the table.
+DEFAULT_SIZES = {ISOLATED: 0, "filler": 4, "neighbours": 10}
+
 
 class Variant(NamedTuple):
-    """A kind of encoding context and its size: tokens of filler, or number of neighbours."""
+    """A kind of encoding context and its size: passages of filler, or number of neighbours."""
 
     kind: str  # "isolated", "filler" or "neighbours"
     size: int = 0
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "isolated" else f"{self.kind}:{self.size}"
-
-
-KINDS = ("isolated", "filler", "neighbours")
-DEFAULT_SIZES = {"isolated": 0, "filler": 512, "neighbours": 10}
+        return self.kind if self.kind == ISOLATED else f"{self.kind}:{self.size}"
 
 
 def parse_variant(text: str) -> Variant:
-    """ "filler:512" and the like; a kind alone takes its default size."""
+    """Read "filler:4" and the like; a kind alone takes its default size."""
     kind, colon, size = text.partition(":")
-    counts = kind != "isolated" and size.isdecimal() and int(size) > 0
-    if kind not in KINDS or (colon and not counts):
+    if kind not in DEFAULT_SIZES or (
+        colon and (kind == ISOLATED or not size.isdecimal() or int(size) == 0)
+    ):
         raise ConfigError(
-            f"encoding {text!r} is unknown; give isolated, filler:TOKENS or neighbours:COUNT"
+            f"encoding {text!r} is unknown; give isolated, filler:PASSAGES or neighbours:COUNT"
         )
     return Variant(kind, int(size) if size else DEFAULT_SIZES[kind])
 
 
-def filler_ids(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
-    """The first `num_tokens` of the generic text, passage by passage as chunks are written."""
+def filler_passages() -> list[str]:
+    """The generic text, passage by passage as chunks are written."""
     text = files("kvweave.fuse").joinpath("filler.txt").read_text(encoding="utf-8")
-    ids: list[int] = []
-    for passage in text.strip().split("\n\n"):
-        ids += tokenizer.encode_text(passage + "\n\n")
-    if num_tokens > len(ids):
-        raise ConfigError(f"filler:{num_tokens} is more than the text has; at most {len(ids)}")
-    return ids[:num_tokens]
+    return [passage + "\n\n" for passage in text.strip().split("\n\n")]
+
+
+def filler_ids(tokenizer: Tokenizer, num_passages: int) -> tuple[int, ...]:
+    """Token ids of the first passages of the generic text."""
+    passages = filler_passages()
+    if num_passages > len(passages):
+        raise ConfigError(f"filler:{num_passages} is more than there is; at most {len(passages)}")
+    return tuple(i for passage in passages[:num_passages] for i in tokenizer.encode_text(passage))
+
+
+def variant_name(variant: Variant, ids: Sequence[int] = ()) -> str:
+    """What a key says of an encoding context: kind, size and a digest of the filler's tokens."""
+    if variant.kind != "filler":
+        return str(variant)
+    digest = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=6).hexdigest()
+    return f"{variant}:{digest}"
 
 
 def neighbour_prefix(

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, Span, State
-from kvweave.fuse.stitched import Stitched
 from kvweave.kernels.rope import Angles, rotate
 
 # SmolLM2, 15 % of 2Wiki, HotpotQA and MuSiQue: 0.3-0.6 and 1-16 are within two points of each
@@ -43,15 +42,12 @@ class Drift:
         self,
         decoder: Decoder,
         request: FuseRequest,
-        stitched: Stitched,
         chosen: Sequence[int],
         strength: float = STRENGTH,
     ) -> None:
         """`chosen` are the recomputed hits, ascending."""
-        self._stitched = stitched
         self._chosen = torch.tensor(chosen, dtype=torch.int64)
-        at = torch.searchsorted(stitched.placed, self._chosen)
-        self._stored_at = at.to(decoder.device)  # rows of the chunks' KV before RoPE
+        self._back = backwards(decoder.angles(self._chosen.to(decoder.device)))
         self._moved: list[_Moved] = []
         for span in request.spans:
             bounds = torch.searchsorted(self._chosen, torch.tensor([span.start, span.end]))
@@ -67,8 +63,7 @@ class Drift:
         if look.layer == 0 or not self._moved:
             return  # layer 0 depends on the tokens alone: nothing drifts
         rows = torch.searchsorted(look.positions, self._chosen).to(look.stored_v.device)
-        unturned = self._stitched.unturned(look.layer).k[self._stored_at]
-        change_k = look.fresh.k[rows] - unturned  # [C, Hk, D] before RoPE
+        change_k = rotate(look.turned_k[rows] - look.stored_k[rows], self._back)  # before RoPE
         change_v = look.fresh.v[rows] - look.stored_v[rows]
         keys, values = kv.keys(look.layer), kv.values(look.layer)
         for moved in self._moved:
@@ -76,6 +71,12 @@ class Drift:
             mean_k = change_k[moved.rows].mean(0, keepdim=True) * moved.weight
             keys[place] += rotate_one(mean_k, moved.angles)
             values[place] += change_v[moved.rows].mean(0, keepdim=True) * moved.weight
+
+
+def backwards(angles: Angles) -> Angles:
+    """Angles that undo a rotation, and the scale that YaRN puts into it."""
+    scale = angles.cos.square() + angles.sin.square()
+    return Angles(angles.cos / scale, -angles.sin / scale)
 
 
 def rotate_one(x: Tensor, angles: Angles) -> Tensor:

@@ -30,6 +30,7 @@ class Fused:
     rows_per_layer: tuple[int, ...]
     select_s: float  # choosing rows before the pass, probe included
     pass_s: float
+    load_s: float  # waiting for chunk KV and decoding it; in neither of the other two
 
 
 @torch.inference_mode()
@@ -59,8 +60,8 @@ def fuse(
     mover = None
     if drift and 0 < count < len(hits):
         assert in_flight is None, "drift is known only for rows that run from the start"
-        mover = Drift(decoder, request, stitched, chosen, drift)
-    chosen_s = time.perf_counter()
+        mover = Drift(decoder, request, chosen, drift)
+    chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     passed = fused_pass(
         decoder, request, stitched, rows, kv, in_flight=in_flight, drift=mover, mask=mask
     )
@@ -69,8 +70,9 @@ def fuse(
         passed.logits,
         _hits_among(passed, request),
         passed.rows_per_layer,
-        chosen_s - started_s,
-        finished_s - chosen_s,
+        chosen_s - started_s - loaded_s,
+        finished_s - chosen_s - (stitched.load_s - loaded_s),
+        stitched.load_s,
     )
 
 

@@ -75,8 +75,8 @@ def classify(
     """Lay chunks out behind the preamble. `present` are the keys whose KV will come.
 
     `first_is_exact` says that the KV of the first chunk was computed right behind the preamble,
-    where it stands now; behind any other encoding context it is reused like the rest. `asked` is the part [start, end) of the question that
-    the user wrote; all of it by default.
+    where it stands now; behind any other encoding context it is reused like the rest. `asked` is
+    the part [start, end) of the question that the user wrote; all of it by default.
     """
     ids = list(preamble_ids)
     spans = []

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
@@ -35,7 +34,7 @@ class ChunkSource(Protocol):
         """
         ...
 
-    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         """What was stored beside the chunk KV under `name`; chunks without it are left out."""
         ...
 
@@ -45,7 +44,7 @@ class Layers(Protocol):
 
     def wait_layer(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]: ...
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]: ...
+    def extras(self, name: str) -> Mapping[ChunkKey, memoryview]: ...
 
 
 class StoredChunks:
@@ -55,7 +54,6 @@ class StoredChunks:
         self._decoder = decoder
         self._placed = placed
         self._layers = layers
-        self._memory: LayerKV | None = None  # decoded layer, reused from layer to layer
 
     def layer(self, layer: int) -> LayerKV:
         arrived = self._layers.wait_layer(layer)
@@ -68,8 +66,8 @@ class StoredChunks:
             torch.cat([kv.v for kv in parts]).to(device),
         )
 
-    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return self._layers.extras(name)
+    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
+        return {key: bytes(data) for key, data in self._layers.extras(name).items()}
 
     def _check(self, arrived: Mapping[ChunkKey, EncodedLayer]) -> None:
         """Raise ChunkLost unless every placed chunk is there and has the shape of its place."""
@@ -102,9 +100,5 @@ class ComputedChunks:
     def layer(self, layer: int) -> LayerKV:
         return self._layers[layer]
 
-    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         return self._extras.get(name, {})
-
-
-def as_index(positions: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(positions, dtype=torch.int64, device=device)

@@ -4,6 +4,7 @@ A layer is laid once, when somebody first asks for it: the pass in order, a sele
 the last layer before that. Bytes that were loaded for scoring are therefore never fetched twice.
 """
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -38,6 +39,7 @@ class Stitched:
         self._source = source
         self._kv = kv
         self._laid: set[int] = set()
+        self.load_s = 0.0  # spent waiting for chunk KV and decoding it
         self._runs = _runs(request)
         positions = [p for start, end in self._runs for p in range(start, end)]
         self.placed = torch.tensor(positions, dtype=torch.int64)  # [N] on the host, ascending
@@ -53,7 +55,7 @@ class Stitched:
             keys[: len(self._preamble.token_ids)] = self._preamble.layers[layer].k
             values[: len(self._preamble.token_ids)] = self._preamble.layers[layer].v
         if self._runs:
-            stored = self._source.layer(layer)
+            stored = self.unturned(layer)
             at = 0
             for start, end in self._runs:
                 part = slice(at, at + end - start)
@@ -75,15 +77,18 @@ class Stitched:
 
     def unturned(self, layer: int) -> LayerKV:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
-        return self._source.layer(layer)
+        started_s = time.perf_counter()
+        stored = self._source.layer(layer)
+        self.load_s += time.perf_counter() - started_s
+        return stored
 
     def preamble(self, layer: int) -> LayerKV | None:
         """The preamble's keys (turned) and values; None if it is empty."""
         return self._preamble.layers[layer] if self._preamble.layers else None
 
-    def extra(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         """What stands beside the chunk KV under `name`."""
-        return self._source.extra(name)
+        return self._source.beside(name)
 
 
 def _runs(request: FuseRequest) -> list[tuple[int, int]]:

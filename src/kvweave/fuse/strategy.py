@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.drift import STRENGTH
+from kvweave.fuse.fuse import check_ratio
 from kvweave.fuse.fused_pass import Mask
 from kvweave.fuse.selectors import fusionrag
 from kvweave.fuse.selectors.base import InFlightSelector, Needs, Selector
@@ -82,6 +83,16 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
 }
 _DRIFT = {"weave": STRENGTH}
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
+
+
+def chosen_ratio(strategy: Strategy, ratio: float | None) -> float:
+    """The ratio to use: the one given, or the strategy's own. Raises RequestError."""
+    if ratio is None:
+        return strategy.ratio
+    if strategy.selector is None and ratio != strategy.ratio:
+        raise RequestError(f"reuse {strategy.name!r} takes no ratio; leave it out")
+    check_ratio(ratio)
+    return ratio
 
 
 def open_strategy(name: str, facts: ModelFacts) -> Strategy:

@@ -4,7 +4,8 @@ The matrix is never held whole: heads of one KV group share their keys and are d
 float32, and reduced at once. Two passes over a block: log-sum-exp over the keys that count, then
 probabilities of the columns that are wanted.
 
-Shapes: Q rows that ask, N columns, U own keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head dim.
+Shapes: Q rows that ask, N columns, U own keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head
+dim.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def column_scores(
     being columns: (keys [U, Hk, D], mask [Q, U] or None for all seen). `chunks` are the columns'
     bounds [start, end), for "chunk". NaN anywhere is an error of the caller's.
     """
-    num_rows, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     scale = head_dim**-0.5

@@ -7,30 +7,22 @@ ends the arrival with a reason; layers shown before stay valid, later ones never
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvweave.errors import TierCorrupt, TierError, TierForeign
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import PRELUDE_BYTES, Header, check_section
+from kvweave.kv.layout import HEAD_BYTES, Header, check_section
 from kvweave.kv.memory import Memory, new_memory
-from kvweave.kv.objects import EncodedLayer, layer_of, read_header
+from kvweave.kv.objects import EncodedLayer, extra_of, layer_of, read_head
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
+from kvweave.kv.spans import ReadingOrder, Span
 from kvweave.kv.tiers.base import Reader, Tier
 
 _scratch = threading.local()
-
-
-class Span(NamedTuple):
-    """A run of bytes that is read at once: first layer, one past the last, and where they lie."""
-
-    first: int
-    end: int
-    start_byte: int
-    end_byte: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +40,14 @@ class Hooks(NamedTuple):
     complete: Callable[["Arrival"], None]  # every layer is there and checked
     idle: Callable[["Arrival"], None]  # no IO thread touches it any more
     failed: Callable[["Arrival", Miss, str], None]  # once, with the reason in words
+
+
+class Patience:
+    """What one request may still wait for one tier. Belongs to the thread that waits."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.budget_s = budget_s
+        self.left_s = budget_s
 
 
 class Arrival:
@@ -78,11 +78,11 @@ class Arrival:
         self._running = 0  # jobs submitted and not finished: they may write into the memory
         self._active = 0  # those of them that a thread has begun
         self._progress_s = 0.0  # when one of them last began or finished
-        self._spans: list[Span] = []
-        self._next_span = 0
-        self._spans_done = 0
+        self._order = ReadingOrder()
+        self._reading = 0  # jobs that will each take a span, submitted and not finished
+        self._spans_left = 0  # not read yet; meaningless before the header is known
         self._ready: list[bool] = []
-        self._wanted = 0  # layers [0, wanted) are asked for
+        self._awaited: list[int] = []  # layers that some thread waits for, one each
 
     @property
     def failure(self) -> Miss | None:
@@ -92,48 +92,62 @@ class Arrival:
         """Begin reading. Called once, without locks."""
         self._launch(self._open)
 
-    def want(self, end: int) -> None:
-        """Ask for layers [0, end). Returns at once; asking again is harmless."""
+    def want(self, layers: Iterable[int]) -> None:
+        """Ask for layers, behind those asked for before. Returns at once; asking again, or for
+        layers that the object does not have, is harmless."""
         with self._changed:
-            if end <= self._wanted:
-                return
-            self._wanted = end
-            spans = self._due_spans()
-        self._read_all(spans)
+            self._order.ask(layers)
+            num_jobs = self._due_jobs()
+        self._launch_reads(num_jobs)
 
-    def wait_layer(self, layer: int) -> EncodedLayer | None:
-        """Block until a layer is there. None: it will not come, see `failure`.
+    def want_first(self, layers: Iterable[int]) -> None:
+        """Ask for layers ahead of all others. Reads under way are not called back."""
+        with self._changed:
+            self._order.ask_first(layers)
+            num_jobs = self._due_jobs()
+        self._launch_reads(num_jobs)
 
-        Waits while reads of this object, or those queued before them, get on within `deadline_s`.
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
+        """Block until a layer is there, whatever else is. None: it will not come, see `failure`; if
+        that is None as well, the object has no such layer.
+
+        Waits while reads of this object, or those queued before them, get on within `deadline_s`,
+        and no longer than `patience` lasts, which the wait uses up.
         """
         while True:
             # without the lock: entries only ever turn True, and readers must not slow each other
-            if self._ready and self._ready[layer]:  # shown layers outlive a later failure
+            if layer < len(self._ready) and self._ready[layer]:  # outlives a later failure
                 assert self.header is not None
                 assert self.landing is not None
                 return layer_of(self.header, self.landing.memory, layer)
             with self._changed:
-                if self._ready and self._ready[layer]:
+                if layer < len(self._ready) and self._ready[layer]:
                     continue
-                if self._failure is not None:
+                if self._failure is not None or (self.header and layer >= len(self._ready)):
                     return None
-                left_s = self._patience_s()
-                if left_s > 0:
-                    self._changed.wait(min(left_s, 0.5))
-                    continue
-            self._fail_slow()
+                self._awaited.append(layer)
+                try:
+                    if self._wait_some(patience):
+                        continue
+                finally:
+                    self._awaited.remove(layer)
+            self._fail_slow(patience)
 
-    def wait_header(self) -> Header | None:
+    def named_extra(self, name: str) -> memoryview | None:
+        """A named extra, checked and read-only. Call when `wait_header` gave a header."""
+        assert self.header is not None
+        assert self.landing is not None
+        return extra_of(self.header, self.landing.memory, name)
+
+    def wait_header(self, patience: Patience) -> Header | None:
         """Block until the header is known. None: it will not come, see `failure`."""
         while True:
             with self._changed:
                 if self.header is not None or self._failure is not None:
                     return self.header
-                left_s = self._patience_s()
-                if left_s > 0:
-                    self._changed.wait(min(left_s, 0.5))
+                if self._wait_some(patience):
                     continue
-            self._fail_slow()
+            self._fail_slow(patience)
 
     def cancel(self) -> None:
         """Nobody wants it any more: reads under way finish, no new ones begin."""
@@ -149,14 +163,24 @@ class Arrival:
         if reader is not None:
             reader.close()
 
-    def _patience_s(self) -> float:
-        """How much longer to wait. The caller holds the lock."""
-        if self._active:
-            return self._deadline_s - (time.monotonic() - self._progress_s)
-        return self._deadline_s - self._pool.stalled_s()
+    def _wait_some(self, patience: Patience) -> bool:
+        """Wait a moment for a change. False: long enough. The caller holds the lock."""
+        now_s = time.monotonic()
+        stalled_s = now_s - self._progress_s if self._active else self._pool.stalled_s()
+        left_s = min(self._deadline_s - stalled_s, patience.left_s)
+        if left_s <= 0:
+            return False
+        self._changed.wait(min(left_s, 0.5))
+        patience.left_s -= time.monotonic() - now_s
+        return True
 
-    def _fail_slow(self) -> None:
-        self._fail(Miss.TOO_SLOW, f"nothing came for {self._deadline_s:g} s; check the device")
+    def _fail_slow(self, patience: Patience) -> None:
+        what = (
+            f"its bytes drip: {patience.budget_s:g} s were not enough"
+            if patience.left_s <= 0
+            else f"nothing came for {self._deadline_s:g} s"
+        )
+        self._fail(Miss.TOO_SLOW, f"{what}; check the device")
 
     def _launch(self, job: Callable[[], None]) -> None:
         with self._changed:
@@ -202,68 +226,82 @@ class Arrival:
             self._fail(Miss.ABSENT, "it is gone")
             return
         self._reader = reader
-        header = read_header(reader, self.key, _thread_scratch())
+        header, raw = read_head(reader, self.key, _thread_scratch())
         landing = self.landing = self._hooks.land(self, header)
-        if header.header_bytes <= PRELUDE_BYTES:
-            landing.memory.view[: header.header_bytes] = _thread_scratch()[: header.header_bytes]
-        else:
-            reader.read(0, landing.memory.view[: header.header_bytes])
+        self._take_front(reader, header, raw, landing.memory.view[: header.layers[0].offset])
         with self._changed:
             self.header = header
-            self._spans = plan_spans(header, self._tier.best_read_bytes)
+            self._spans_left = self._order.plan(header, self._tier.best_read_bytes)
             self._ready = [False] * len(header.layers)
-            spans = self._due_spans()
+            num_jobs = self._due_jobs()
             self._changed.notify_all()
-        self._read_all(spans)
+        self._launch_reads(num_jobs)
 
-    def _due_spans(self) -> list[Span]:
-        """Spans that are wanted and not yet asked for. The caller holds the lock."""
-        due: list[Span] = []
-        while self._next_span < len(self._spans):
-            span = self._spans[self._next_span]
-            in_flight = self._next_span - self._spans_done
-            if span.first >= self._wanted or in_flight >= self._max_in_flight:
-                break
-            due.append(span)
-            self._next_span += 1
-        return due
+    def _take_front(
+        self, reader: Reader, header: Header, raw: memoryview, front: memoryview
+    ) -> None:
+        """Header and extras into memory: what was checked is copied, the rest read and checked."""
+        at = min(len(raw), len(front))
+        front[:at] = raw[:at]
+        if at < len(front):
+            reader.read(at, front[at:])
+        for name, section in header.extras.items():
+            check_section(header, name, section, front[section.offset : header.padded_end(section)])
 
-    def _read_all(self, spans: list[Span]) -> None:
-        for span in spans:
-            self._launch(lambda span=span: self._read_run(span))  # type: ignore[misc]
+    def _due_jobs(self) -> int:
+        """How many jobs to launch now, counted as launched. The caller holds the lock."""
+        if self._cancelled or self._failure is not None:
+            return 0
+        num_jobs = self._order.num_due(self._max_in_flight - self._reading)
+        self._reading += num_jobs
+        return num_jobs
 
-    def _read_run(self, span: Span) -> None:
-        """Read a span and, while no other job waits for a thread, the ones after it: waking a
-        thread costs about as much as reading a layer."""
-        following = self._read(span)
-        while following and not self._cancelled and self._failure is None:
-            mine = None if self._pool.is_crowded() else following.pop(0)
-            self._read_all(following)
-            following = [] if mine is None else self._read(mine)
+    def _launch_reads(self, num_jobs: int) -> None:
+        for _ in range(num_jobs):
+            self._launch(self._read_on)
 
-    def _read(self, span: Span) -> list[Span]:
-        """Read, check and show one span; returns the spans that are due now."""
+    def _read_on(self) -> None:
+        """Read the span that is due by now and, while no other job waits for a thread, the ones
+        after it: waking a thread costs about as much as reading a layer."""
+        try:
+            while not self._cancelled and self._failure is None:
+                with self._changed:
+                    span = self._order.take()
+                if span is None:
+                    break
+                self._read(span)
+                if self._pool.is_crowded():
+                    break
+        finally:
+            with self._changed:
+                self._reading -= 1
+                num_jobs = self._due_jobs()
+        self._launch_reads(num_jobs)
+
+    def _read(self, span: Span) -> None:
+        """Read, check and show one span."""
         header, landing, reader = self.header, self.landing, self._reader
         assert header is not None
         assert landing is not None
         assert reader is not None
         view = landing.memory.view
         reader.read(span.start_byte, view[span.start_byte : span.end_byte])
-        sections = [(f"layer {i}", header.layers[i]) for i in range(span.first, span.end)]
-        if span.first == 0:
-            sections += header.extras.items()
-        for name, section in sections:
-            check_section(header, name, section, view[section.offset : header.padded_end(section)])
+        for i in range(span.first, span.end):
+            section = header.layers[i]
+            span_bytes = view[section.offset : header.padded_end(section)]
+            check_section(header, f"layer {i}", section, span_bytes)
         with self._changed:
             self._ready[span.first : span.end] = [True] * (span.end - span.first)
-            self._spans_done += 1
-            done = self._spans_done == len(self._spans) and self._failure is None
+            self._spans_left -= 1
+            done = self._spans_left == 0 and self._failure is None
             self._progress_s = time.monotonic()
-            due = self._due_spans()
-            self._changed.notify_all()
+            num_jobs = self._due_jobs()
+            # who waits for another layer would only take a core from the readers to find that out
+            if any(span.first <= layer < span.end for layer in self._awaited):
+                self._changed.notify_all()
         if done:
             self._hooks.complete(self)
-        return due
+        self._launch_reads(num_jobs)
 
     def _fail(self, miss: Miss, detail: str) -> None:
         with self._changed:
@@ -274,28 +312,9 @@ class Arrival:
         self._hooks.failed(self, miss, detail)
 
 
-def plan_spans(header: Header, best_read_bytes: int) -> list[Span]:
-    """Cut the layers into runs; extras ride with the first.
-
-    Runs double from a sixteenth of `best_read_bytes` up to it: the first layer comes soon, the rest
-    in few reads. Few matters: between reads a thread needs the interpreter lock, and two threads
-    that ask for it every 50 µs take turns instead of working side by side.
-    """
-    spans: list[Span] = []
-    first, start_byte, want_bytes = 0, header.header_bytes, best_read_bytes // 16
-    for i, section in enumerate(header.layers):
-        end_byte = header.padded_end(section)
-        is_last = i == len(header.layers) - 1
-        if is_last or end_byte - start_byte >= want_bytes:
-            spans.append(Span(first, i + 1, start_byte, end_byte))
-            first, start_byte = i + 1, end_byte
-            want_bytes = min(2 * want_bytes, best_read_bytes)
-    return spans
-
-
 def _thread_scratch() -> memoryview:
-    """A page-aligned page per IO thread to read headers into."""
+    """A few page-aligned pages per IO thread to read headers into."""
     view: memoryview | None = getattr(_scratch, "view", None)
     if view is None:
-        view = _scratch.view = new_memory(PRELUDE_BYTES, pinned=False).view
+        view = _scratch.view = new_memory(HEAD_BYTES, pinned=False).view
     return view

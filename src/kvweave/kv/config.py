@@ -84,10 +84,13 @@ class StoreConfig:
     tiers: tuple[TierConfig, ...] = (HostTierConfig(),)
     policy: str = "pgdsf"  # what stays: lru, lfu, gdsf or pgdsf
     io_threads: int = min(4, os.cpu_count() or 1)  # readers per tier
-    lookahead_layers: int = 16  # layers asked for ahead of the one being waited for
+    lookahead_layers: int = 64  # layers asked for ahead of the one being waited for
     write_behind_bytes: int = 512 * MIB  # per tier: accepted but not yet written
     local_deadline_s: float = 30.0  # a disk that gives nothing for this long counts as a miss
     remote_deadline_s: float = 3.0  # the same for remote tiers
+    local_budget_s: float = 60.0  # what one request waits for disks in all, however they drip
+    remote_budget_s: float = 10.0  # the same for remote tiers
+    write_deadline_s: float = 60.0  # a write that takes longer hangs: later ones are dropped
     locate_deadline_s: float = 0.25  # how long peek and acquire wait for a remote's answer
     breaker_failures: int = 3  # failures in a row until a tier is left alone
     breaker_rest_s: float = 5.0  # for how long, doubled with each failed probe up to a minute

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from kvweave.errors import TierError
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import PRELUDE_BYTES, check_section
+from kvweave.kv.layout import check_section
 from kvweave.kv.memory import new_memory
 from kvweave.kv.objects import read_header
 from kvweave.kv.tiers.base import Tier
@@ -34,7 +34,7 @@ def _chunk_of(tier: Tier, key: ChunkKey) -> bytes | None:
     if reader is None:
         return None
     try:
-        header = read_header(reader, key, new_memory(PRELUDE_BYTES, pinned=False).view)
+        header = read_header(reader, key)
         section = header.extras.get(CHUNK)
         if section is None:
             return None

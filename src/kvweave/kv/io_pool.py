@@ -24,6 +24,7 @@ class IoPool:
         self._outstanding = 0
         self._progress_s = 0.0  # when a job last finished, or the first of a busy spell came
         self._closed = False
+        self.on_bug: Callable[[], None] | None = None  # hears of jobs that raised: set before use
 
     def submit(self, job: Job) -> bool:
         """Queue a job; False if the pool was closed. A job reports its own failures: an exception
@@ -71,6 +72,8 @@ class IoPool:
                 job()
             except Exception:
                 log.exception("a job of the %s pool failed in a way nobody foresaw", self._name)
+                if self.on_bug is not None:
+                    self.on_bug()
             finally:
                 with self._lock:
                     self._outstanding -= 1

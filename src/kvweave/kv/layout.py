@@ -28,7 +28,8 @@ from kvweave.kv.checksum import Buffer, checksum_of
 
 LAYOUT_VERSION = 1
 ALIGN = 4096
-PRELUDE_BYTES = ALIGN  # a reader fetches this much first; it usually holds the whole header
+PRELUDE_BYTES = ALIGN  # no object is shorter; it usually holds the whole header
+HEAD_BYTES = 4 * ALIGN  # a load fetches this much first: the header, and small extras with it
 
 _MAGIC = b"kvweave\x00"
 _START = struct.Struct("<8sII")  # magic, version, header bytes: fixed for all versions
@@ -204,10 +205,11 @@ def named_sections(header: Header) -> Sequence[tuple[str, Section]]:
 def _check_tiling(header: Header) -> None:
     """Raise TierCorrupt unless the sections fill the object behind its header exactly."""
     at = header.header_bytes
-    for name, section in named_sections(header):
-        if section.offset != at or section.offset % header.align:
-            raise TierCorrupt(f"{name} starts at {section.offset}, not at {at}")
-        at = header.padded_end(section)
+    for i, (offset, size_bytes, _) in enumerate((*header.extras.values(), *header.layers)):
+        if offset != at or offset % header.align:
+            name, _ = named_sections(header)[i]
+            raise TierCorrupt(f"{name} starts at {offset}, not at {at}")
+        at = round_up(offset + size_bytes, header.align)
     if at != header.total_bytes:
         raise TierCorrupt(f"sections end at {at}, the object at {header.total_bytes}")
 

@@ -7,7 +7,7 @@ deadline, and a tier that is merely busy would count as broken.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.errors import TierError
@@ -35,11 +35,17 @@ class Locator:
         self._memo: dict[tuple[str, ChunkKey], tuple[float, int | None]] = {}
         self._pools: dict[str, IoPool] = {}
 
-    def locate(self, places: Sequence[Place], keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
-        """The first of `places`, in order, that has each key. Keys nobody has are left out."""
+    def locate(
+        self,
+        places: Sequence[Place],
+        keys: Sequence[ChunkKey],
+        skip: Collection[tuple[str, ChunkKey]] = (),
+    ) -> dict[ChunkKey, Located]:
+        """The first of `places`, in order, that has each key. Keys nobody has are left out, and
+        `skip` names (tier, key) that are of no use."""
         found: dict[ChunkKey, Located] = {}
         for place in places:
-            unknown = [key for key in keys if key not in found]
+            unknown = [key for key in keys if key not in found and (place.name, key) not in skip]
             for key, size in self._sizes(place, unknown).items():
                 found[key] = Located(place, size)
         return found

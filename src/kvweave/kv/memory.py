@@ -1,8 +1,10 @@
 """Page-aligned host memory that can be sliced as bytes and as a tensor, and used again.
 
-Fresh memory is slow memory: the kernel zeroes each page at first touch, which halves the speed of
-reading into it (measured: 3.2 against 5.5 GB/s from the page cache). So the host tier takes one
-arena and reuses it, and transfers take staging buffers from a pool.
+Fresh memory is slow memory: the kernel zeroes each page at first touch. Reading 12 MiB from the
+page cache into it gives 2.0 GB/s in shared pages, 2.4 in private ones, 4.4 in private huge ones and
+6 to 7 where the pages were touched before (best of 40, 2-core Xeon). So memory is private and huge
+where the system has that, the host tier takes one arena and reuses it, and transfers take staging
+buffers from a pool.
 """
 
 import mmap
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from kvweave.kv.layout import round_up
 
+_HUGE_BYTES = 2 << 20  # ask for huge pages from here on: fewer faults, fewer TLB misses
 _CLASS_BYTES = 1 << 20  # buffers of nearby sizes share a size class
 
 
@@ -33,7 +36,10 @@ def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
         return Memory(tensor, tensor.numpy().data)
     if size_bytes == 0:
         return Memory(torch.empty(0, dtype=torch.uint8), memoryview(bytearray()))
-    view = memoryview(mmap.mmap(-1, size_bytes))
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(pages)
     return Memory(torch.frombuffer(view, dtype=torch.uint8), view)
 
 

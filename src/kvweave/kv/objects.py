@@ -12,6 +12,7 @@ from kvweave.kv.checksum import best_algorithm
 from kvweave.kv.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import (
+    ALIGN,
     PRELUDE_BYTES,
     Header,
     Shape,
@@ -96,6 +97,14 @@ def pack_chunk(
     return PackedChunk(key, header, memory)
 
 
+def extra_of(header: Header, memory: Memory, name: str) -> memoryview | None:
+    """A read-only view of a named extra of an object in `memory`; None if it has none."""
+    section = header.extras.get(name)
+    if section is None:
+        return None
+    return memory.view[section.offset : section.offset + section.size_bytes].toreadonly()
+
+
 def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
     """A view of one layer of an object that lies whole in `memory`."""
     section = header.layers[layer]
@@ -103,23 +112,36 @@ def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
     return EncodedLayer(data, header.shape, open_codec(header.codec))
 
 
-def read_header(reader: Reader, key: ChunkKey, scratch: memoryview) -> Header:
-    """Read and check an object's header. `scratch` is page-aligned, at least PRELUDE_BYTES long.
+class Head(NamedTuple):
+    """The front of an object, as it was read and checked."""
+
+    header: Header
+    raw: memoryview  # what was read, the header's own bytes at least
+
+
+def read_head(reader: Reader, key: ChunkKey, scratch: memoryview) -> Head:
+    """Read and check an object's header. `scratch` is page-aligned, at least PRELUDE_BYTES long,
+    and filled as far as the object goes: small extras come along. `raw` may be a part of it.
 
     Raises TierCorrupt, TierForeign or TierError.
     """
     if reader.size_bytes < PRELUDE_BYTES:
         raise TierCorrupt(f"object is cut short: {reader.size_bytes} bytes")
-    prelude = scratch[:PRELUDE_BYTES]
-    reader.read(0, prelude)
-    needed = needed_header_bytes(prelude)
+    raw = scratch[: min(len(scratch), reader.size_bytes // ALIGN * ALIGN)]
+    reader.read(0, raw)
+    needed = needed_header_bytes(raw)
     if needed > reader.size_bytes:
         raise TierCorrupt(f"header claims {needed} of {reader.size_bytes} bytes")
-    if needed > PRELUDE_BYTES:
-        first, prelude = prelude, new_memory(needed, pinned=False).view
-        prelude[:PRELUDE_BYTES] = first  # not read again: what was looked at is what is checked
-        reader.read(PRELUDE_BYTES, prelude[PRELUDE_BYTES:])
-    return _checked(parse_header(prelude, key, reader.size_bytes))
+    if needed > len(raw):
+        first, raw = raw, new_memory(needed, pinned=False).view
+        raw[: len(first)] = first  # not read again: what was looked at is what is checked
+        reader.read(len(first), raw[len(first) :])
+    return Head(_checked(parse_header(raw, key, reader.size_bytes)), raw)
+
+
+def read_header(reader: Reader, key: ChunkKey) -> Header:
+    """The header alone. Raises as `read_head` does."""
+    return read_head(reader, key, new_memory(PRELUDE_BYTES, pinned=False).view).header
 
 
 def _checked(header: Header) -> Header:
@@ -138,10 +160,11 @@ def _checked(header: Header) -> Header:
 def verify_object(reader: Reader, key: ChunkKey) -> Header:
     """Read a whole object and check every byte. Raises TierCorrupt, TierForeign or TierError."""
     memory = new_memory(max(PRELUDE_BYTES, reader.size_bytes), pinned=False)
-    header = read_header(reader, key, memory.view)
-    body = memory.view[header.header_bytes : header.total_bytes]
+    header, raw = read_head(reader, key, memory.view[:PRELUDE_BYTES])
+    body = memory.view[len(raw) : header.total_bytes]
+    memory.view[: len(raw)] = raw
     if len(body):
-        reader.read(header.header_bytes, body)
+        reader.read(len(raw), body)
     for name, section in named_sections(header):
         check_section(
             header, name, section, memory.view[section.offset : header.padded_end(section)]

@@ -24,7 +24,8 @@ class Place:
     reads: Breaker
     writes: Breaker
     shelf: Shelf | None  # None: a remote tier, which budgets and evicts by itself
-    deadline_s: float
+    deadline_s: float  # a read that gives nothing for this long is a miss
+    budget_s: float  # what one request waits for this tier in all
 
     @property
     def name(self) -> str:
@@ -58,6 +59,7 @@ def make_place(tier: Tier, capacity_bytes: int | None, cfg: StoreConfig) -> Plac
         writes=breaker("writes"),
         shelf=None if capacity_bytes is None else Shelf(capacity_bytes, open_policy(cfg.policy)),
         deadline_s=cfg.remote_deadline_s if tier.remote else cfg.local_deadline_s,
+        budget_s=cfg.remote_budget_s if tier.remote else cfg.local_budget_s,
     )
 
 

@@ -1,19 +1,11 @@
-"""What lies where, and how it is moved: room, eviction, demotion, writing, deleting.
+"""Putting objects into tiers: room, eviction, demotion, writing.
 
-The half of the store that changes tiers. Budgets hold because bytes are reserved before they are
-written and counted until they are really gone. One lock covers all books; no IO happens under it.
-
-A key that leaves the host tier leaves its shelf in the same moment, under the lock. In lower tiers,
-where both take IO, writing and removing one key take turns: a late delete never takes what a save
-has just been told is kept.
+With `Books` and `Removal` the half of the store that changes tiers; the other half, `Loads`, reads.
 """
 
 import logging
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvweave.errors import TierError
 from kvweave.kv.config import StoreConfig
@@ -22,41 +14,28 @@ from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place
-from kvweave.kv.shelf import Entry, Shelf
-from kvweave.kv.tiers.host import HostTier
-from kvweave.kv.usage import UsageBook
+from kvweave.kv.removal import Removal
+from kvweave.kv.shelf import Entry
 from kvweave.kv.writer import Ticket, Writer
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-_TURN_S = 5.0  # how long to wait for a change of the same key in the same tier
 
-
-class Host(NamedTuple):
-    """The host tier with its parts at hand."""
-
-    place: Place
-    tier: HostTier
-    shelf: Shelf
-
-
-class Stock:
-    """Thread-safe. Methods that say so expect `lock` to be held; all others take it themselves."""
+class Stock(Removal):
+    """Thread-safe, see `Books`. One writer thread per tier below the host."""
 
     def __init__(self, cfg: StoreConfig, places: Sequence[Place], metrics: Metrics) -> None:
-        self.lock = threading.Lock()
-        self.usage = UsageBook()
-        self.places = list(places)
-        self.host = _host_of(self.places)
-        self.below = self.places[1:] if self.host else self.places  # slower tiers, fastest first
-        self._metrics = metrics
-        self._changing: set[tuple[str, ChunkKey]] = set()  # being written or removed below the host
-        self._turn = threading.Condition(self.lock)
-        self._demoting: set[ChunkKey] = set()  # off the host tier, not yet with a writer
+        super().__init__(places, metrics)
         self._demote_to = next((p for p in self.below if p.shelf is not None), None)
         self.writers = {
-            place.name: Writer(place.name, cfg.write_behind_bytes, partial(self._write, place))
+            place.name: Writer(
+                place.name,
+                cfg.write_behind_bytes,
+                partial(self._write, place),
+                cfg.write_deadline_s,
+                partial(self._write_hangs, place, cfg.write_deadline_s),
+            )
             for place in self.below
         }
         for place in self.below:
@@ -122,9 +101,6 @@ class Stock:
 
     # ---- lower tiers
 
-    def count_dropped(self, place: Place, reason: str) -> None:
-        self._metrics.count("kv_saves_dropped_total", tier=place.name, reason=reason)
-
     def _write(self, place: Place, packed: PackedChunk) -> bool:
         """Write one object to a tier below the host. Runs on that tier's writer thread."""
         with self._turn_of(place, packed.key) as is_mine:
@@ -137,8 +113,11 @@ class Stock:
         shelf, key, size = place.shelf, packed.key, packed.header.total_bytes
         if shelf is not None:
             with self.lock:
-                if shelf.revive(key) is not None:
+                is_foreign = (place.name, key) in self.foreign
+                if not is_foreign and shelf.revive(key) is not None:
                     return True
+            if is_foreign and self._remove_in_turn(place, key) is None:
+                return False
         if not place.writes.allows():
             self.count_dropped(place, "tier rests after failures")
             return False
@@ -162,8 +141,14 @@ class Stock:
                 else:
                     shelf.unreserve(size)
         if kept:
+            with self.lock:
+                self.foreign.discard((place.name, key))
             self._metrics.count("kv_saves_total", tier=place.name)
         return kept
+
+    def _write_hangs(self, place: Place, deadline_s: float) -> None:
+        self._metrics.count("kv_tier_errors_total", tier=place.name, verb="write")
+        place.writes.failed(f"a write takes longer than {deadline_s:g} s", at_once=True)
 
     def _say_full(self, place: Place) -> None:
         self.count_dropped(place, "no room")
@@ -191,8 +176,15 @@ class Stock:
         if self._is_host(place):
             self._send_off(leaving)
         else:  # on the writer thread, the only one that writes there: nobody can save a victim now
-            for victim, _ in victims:
-                self.delete_quietly(place, victim)
+            stuck = [v for v in victims if self.delete_quietly(place, v[0]) is None]
+            if stuck:  # no room after all: what is still there stays on the books
+                with self.lock:
+                    shelf.settle(size_bytes, victims)
+                    shelf.unreserve(size_bytes)
+                    for victim, victim_bytes in stuck:
+                        self._put_back(shelf, victim, victim_bytes)
+                self.count_dropped(place, "cannot evict")
+                return False
         self._metrics.count("kv_evictions_total", len(victims), tier=place.name)
         with self.lock:
             shelf.settle(size_bytes, victims)
@@ -234,149 +226,6 @@ class Stock:
         else:
             self.count_dropped(target, "write-behind is full")
 
-    # ---- removing
-
-    def unpin(self, place: Place, key: ChunkKey, entry: Entry) -> bool:
-        """Take a lease's pin off. True: call `finish_delete`. Lock is held."""
-        entry.pins -= 1
-        assert entry.pins >= 0, "unpinned more often than pinned"
-        assert place.shelf is not None
-        return entry.pins == 0 and entry.doomed and place.shelf.has(key, entry)
-
-    def delete_from(self, place: Place, key: ChunkKey) -> bool:
-        """Remove a key from a tier, at once or with its last lease. True: it was there."""
-        if self._is_host(place):
-            with self.lock:
-                return self.delete_from_host(key)
-        with self._turn_of(place, key) as is_mine:
-            if not is_mine:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
-                return False
-            with self.lock:
-                entry = place.shelf.find(key) if place.shelf is not None else None
-                if entry is not None and entry.pins:
-                    entry.doomed = True  # perhaps not for the first time
-                    return True
-                size = self._take_off(place, key)
-            was_here = self.delete_quietly(place, key)
-            self._gone(place, size)
-        return was_here
-
-    def delete_from_host(self, key: ChunkKey) -> bool:
-        """Like `delete_from`, and whatever is on its way down stops. Lock is held."""
-        self._demoting.discard(key)
-        if self.host is None:
-            return False
-        entry = self.host.shelf.find(key)
-        if entry is None:
-            return False
-        if entry.pins:
-            entry.doomed = True
-        else:
-            self.host.tier.delete(key)
-            self.host.shelf.unreserve(self.host.shelf.take_off(key))
-        return True
-
-    def finish_delete(self, place: Place, key: ChunkKey, entry: Entry) -> None:
-        """A doomed entry lost its last pin."""
-        assert place.shelf is not None
-        with self._turn_of(place, key) as is_mine:
-            if not is_mine:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
-                return
-            with self.lock:
-                if not place.shelf.has(key, entry) or entry.pins or not entry.doomed:
-                    return  # revived by a save, or leased again before that
-                if self._is_host(place):
-                    self.delete_from_host(key)
-                    return
-                size = self._take_off(place, key)
-            self.delete_quietly(place, key)
-            self._gone(place, size)
-
-    def delete_quietly(self, place: Place, key: ChunkKey) -> bool:
-        """Delete an object that is off the shelf. Trouble is counted: the bytes may stay behind
-        until the next start takes stock."""
-        try:
-            return place.tier.delete(key)
-        except TierError as error:
-            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
-            place.writes.failed(str(error))
-            return False
-
-    def quarantine(self, place: Place, key: ChunkKey) -> None:
-        """Take a damaged object off the books and out of sight."""
-        assert not self._is_host(place), "nothing arrives from the host tier"
-        with self._turn_of(place, key) as is_mine:
-            if not is_mine:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
-                return
-            with self.lock:
-                size = self._take_off(place, key)
-            try:
-                if place.tier.quarantine(key):
-                    self._metrics.count("kv_quarantined_total", tier=place.name)
-            except TierError as error:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
-                place.writes.failed(str(error))
-            self._gone(place, size)
-
-    def _take_off(self, place: Place, key: ChunkKey) -> int:
-        """Off the shelf; give `_gone` the size when the bytes are. Lock is held."""
-        is_here = place.shelf is not None and key in place.shelf
-        return place.shelf.take_off(key) if is_here and place.shelf is not None else 0
-
-    def _gone(self, place: Place, size_bytes: int) -> None:
-        if place.shelf is not None and size_bytes:
-            with self.lock:
-                place.shelf.unreserve(size_bytes)
-
-    def forget(self, place: Place, key: ChunkKey, entry: Entry | None) -> None:
-        """Take an object that went away by itself off the books, leased or not. `entry` is what
-        stood there when it was looked for: a copy saved since stays, or its bytes would lie on
-        disk uncounted."""
-        with self.lock:
-            if place.shelf is not None and entry is not None and place.shelf.has(key, entry):
-                place.shelf.unreserve(place.shelf.take_off(key))
-
-    # ---- turns
-
-    @contextmanager
-    def _turn_of(self, place: Place, key: ChunkKey) -> Iterator[bool]:
-        """The only change of this key in this tier while it lasts. False: another one hangs."""
-        name = (place.name, key)
-        with self.lock:
-            is_mine = self._turn.wait_for(lambda: name not in self._changing, _TURN_S)
-            if is_mine:
-                self._changing.add(name)
-        try:
-            yield is_mine
-        finally:
-            if is_mine:
-                with self.lock:
-                    self._changing.discard(name)
-                    self._turn.notify_all()
-
-    def _is_host(self, place: Place) -> bool:
-        return self.host is not None and place is self.host.place
-
-    # ---- books
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if books and tiers disagree."""
-        with self.lock:
-            for place in self.places:
-                if place.shelf is None:
-                    continue
-                place.shelf.check_integrity()
-                listed = {found.key for found in place.tier.scan()}
-                lost = [key for key in place.shelf if key not in listed]
-                assert not lost, f"{place.name} lost {len(lost)} objects that are on its shelf"
-            if self.host is not None:
-                self.host.tier.check_integrity()
-                kept = sum(1 for _ in self.host.tier.scan())
-                assert kept == len(self.host.shelf), "the host tier has objects off the shelf"
-
     def _take_stock(self, place: Place) -> None:
         """Put what a tier holds from earlier on its shelf; evict what exceeds the budget."""
         if place.shelf is None:
@@ -399,11 +248,3 @@ class Stock:
             self.delete_quietly(place, key)
         if surplus:
             self._metrics.count("kv_evictions_total", len(surplus), tier=place.name)
-
-
-def _host_of(places: Sequence[Place]) -> Host | None:
-    if not places or not isinstance(places[0].tier, HostTier):
-        assert not any(isinstance(p.tier, HostTier) for p in places), "the host tier comes first"
-        return None
-    assert places[0].shelf is not None, "the host tier has a budget"
-    return Host(places[0], places[0].tier, places[0].shelf)

@@ -19,25 +19,22 @@ import logging
 import queue
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from kvweave.kv.arrivals import Arrival, Hooks, Landing
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Header
+from kvweave.kv.loads import Loads
 from kvweave.kv.locate import Located, Locator
-from kvweave.kv.memory import BufferPool
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place, open_places
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.shelf import Entry
 from kvweave.kv.stock import Stock
-from kvweave.kv.transfers import Holds, Lease, Pin, Resident, Source, Transfer
+from kvweave.kv.transfers import Holds, Lease, Pin, Transfer
 from kvweave.kv.writer import Ticket
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-_STAGING_KEEP_BYTES = 256 << 20  # idle staging buffers kept for the next load
 
 
 class KVStore:
@@ -55,17 +52,13 @@ class KVStore:
         opened = open_places(cfg, self.metrics) if places is None else places
         self._stock = Stock(cfg, opened, self.metrics)
         self._lock = self._stock.lock
-        self._by_name = {place.name: place for place in self._stock.places}
-        assert len(self._by_name) == len(self._stock.places), "two tiers of one name"
-        host = self._stock.host
-        self._staging = BufferPool(
-            _STAGING_KEEP_BYTES, pinned=host is not None and host.tier.pinned
-        )
+        for place in self._stock.places:
+            place.pool.on_bug = partial(
+                self.metrics.count, "kv_tier_errors_total", tier=place.name, verb="bug"
+            )
         self._locator = Locator(cfg.locate_deadline_s, self.metrics)
-        self._arrivals: dict[ChunkKey, Arrival] = {}  # under way and joinable
-        self._keepable: set[Arrival] = set()  # under way, and nobody deleted the chunk since
+        self._loads = Loads(cfg, self._stock, self._locator, self.metrics)
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
-        self._hooks = Hooks(self._land, self._complete, self._idle, self._arrival_failed)
 
     # ---- reading
 
@@ -94,8 +87,8 @@ class KVStore:
                 usage = self._stock.usage.touch(key, now_s, entry.size_bytes if entry else 0)
                 if place is not None:
                     tiers[key] = place.name
-                elif key in self._arrivals:
-                    tiers[key] = self._arrivals[key].tier_name
+                elif (arriving_from := self._loads.tier_of(key)) is not None:
+                    tiers[key] = arriving_from
                 else:
                     missing[key] = self._why_absent(key)
                 if place is not None and place.shelf is not None and entry is not None:
@@ -106,36 +99,13 @@ class KVStore:
             self.metrics.count("kv_misses_total", reason=miss.value)
         return Lease(tiers, missing, holds, self._release, self._orphans.put)
 
-    def load(self, lease: Lease) -> Transfer:
-        """Start bringing a lease's chunks. Returns at once; see `Transfer.wait_layer`."""
-        assert not lease.released, "load of a released lease"
-        sources: dict[ChunkKey, Source] = {}
-        started: list[Arrival] = []
-        with self._lock:
-            for key in lease.keys:
-                resident = self._resident(lease.holds, key)
-                if resident is not None:
-                    sources[key] = resident
-                    continue
-                arrival = self._arrivals.get(key)
-                if arrival is None:
-                    place = self._by_name[lease.tiers[key]]
-                    arrival = Arrival(key, place.tier, place.pool, place.deadline_s, self._hooks)
-                    started.append(arrival)
-                    pin = lease.holds.pins.get(key)
-                    arrival.source = None if pin is None else pin.entry
-                    if pin is None or not pin.entry.doomed:  # deleted: for this lease alone
-                        self._arrivals[key] = arrival
-                        self._keepable.add(arrival)
-                else:
-                    self.metrics.count("kv_loads_joined_total", tier=arrival.tier_name)
-                arrival.users += 1
-                lease.holds.arrivals.append(arrival)
-                sources[key] = arrival
-        for arrival in started:
-            self.metrics.count("kv_loads_total", tier=arrival.tier_name)
-            arrival.start()
-        return Transfer(lease, sources, self._cfg.lookahead_layers)
+    def load(self, lease: Lease, first_layers: Sequence[int] = ()) -> Transfer:
+        """Start bringing a lease's chunks. Returns at once; see `Transfer.wait_layer`.
+
+        `first_layers` come before all others, in the order given: a selector scores there before
+        the pass begins. The rest comes in order.
+        """
+        return self._loads.start(lease, first_layers)
 
     # ---- writing
 
@@ -182,8 +152,7 @@ class KVStore:
         """Remove a chunk from the host tier, and see to it that no load under way brings it back.
         True: the host tier had it."""
         with self._lock:
-            self._arrivals.pop(key, None)
-            self._keepable = {a for a in self._keepable if a.key != key}
+            self._loads.disown(key)
             return self._stock.delete_from_host(key)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
@@ -242,7 +211,7 @@ class KVStore:
         self._release_orphans()
         self._stock.check_integrity()
         with self._lock:
-            assert all(a.users > 0 for a in self._arrivals.values()), "an arrival nobody uses"
+            self._loads.check_integrity()
 
     # ---- finding
 
@@ -252,9 +221,9 @@ class KVStore:
             place, entry = self._find(key, {})
             if place is not None and entry is not None:
                 return Peek(Residency.HERE, place.name, entry.size_bytes)
-            arrival = self._arrivals.get(key)
-            if arrival is not None:
-                return Peek(Residency.ARRIVING, arrival.tier_name, None)
+            arriving_from = self._loads.tier_of(key)
+            if arriving_from is not None:
+                return Peek(Residency.ARRIVING, arriving_from, None)
         return None
 
     def _locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
@@ -263,8 +232,10 @@ class KVStore:
         shelves = [place.shelf for place in self._stock.places if place.shelf is not None]
         with self._lock:
             entries = {key: [shelf.find(key) for shelf in shelves] for key in keys}
+            foreign = frozenset(self._stock.foreign)
         doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
-        return self._locator.locate(self._stock.below, [k for k in keys if k not in doomed])
+        wanted = [key for key in keys if key not in doomed]
+        return self._locator.locate(self._stock.below, wanted, foreign)
 
     def _find(
         self, key: ChunkKey, located: dict[ChunkKey, Located]
@@ -273,7 +244,8 @@ class KVStore:
         Lock is held."""
         for place in self._stock.places:
             entry = place.shelf.get(key) if place.shelf is not None else None
-            if entry is not None and not place.reads.is_open:
+            is_foreign = (place.name, key) in self._stock.foreign
+            if entry is not None and not is_foreign and not place.reads.is_open:
                 return place, entry
         return (located[key].place, None) if key in located else (None, None)
 
@@ -284,30 +256,11 @@ class KVStore:
                 return Miss.TIER_FAILED
         return Miss.ABSENT
 
-    def _resident(self, holds: Holds, key: ChunkKey) -> Resident | None:
-        """The chunk as it lies in the host tier; pinned if it came there after `acquire`. Lock is
-        held."""
-        host = self._stock.host
-        if host is None:
-            return None
-        pin = holds.pins.get(key)
-        if pin is None or pin.place is not host.place:
-            entry = host.shelf.get(key)
-            if entry is None:
-                return None
-            entry.pins += 1
-            holds.late_pins.append((key, Pin(host.place, entry)))
-        else:
-            entry = pin.entry
-        assert entry.header is not None
-        assert entry.memory is not None
-        return Resident(entry.header, entry.memory)
-
     # ---- releasing
 
     def _release(self, holds: Holds) -> None:
         self._release_orphans()
-        self._let_go(holds)
+        self._loads.let_go(holds)
 
     def _release_orphans(self) -> None:
         while not self._orphans.empty():
@@ -316,93 +269,4 @@ class KVStore:
             except queue.Empty:
                 return
             log.warning("a lease on %d chunks was dropped unreleased; use `with`", len(holds.pins))
-            self._let_go(holds)
-
-    def _let_go(self, holds: Holds) -> None:
-        doomed: list[tuple[ChunkKey, Pin]] = []
-        unused: list[Arrival] = []
-        with self._lock:
-            for key, pin in [*holds.pins.items(), *holds.late_pins]:
-                if self._stock.unpin(pin.place, key, pin.entry):
-                    doomed.append((key, pin))
-            for arrival in holds.arrivals:
-                arrival.users -= 1
-                if arrival.users == 0:
-                    if self._arrivals.get(arrival.key) is arrival:
-                        del self._arrivals[arrival.key]
-                    unused.append(arrival)
-        for arrival in unused:
-            arrival.cancel()  # ends in _idle, now or when its last read returns
-        for key, pin in doomed:
-            self._stock.finish_delete(pin.place, key, pin.entry)
-
-    # ---- arrivals: called on IO threads
-
-    def _land(self, arrival: Arrival, header: Header) -> Landing:
-        memory = self._stock.room_in_host(arrival.key, header.total_bytes)
-        if memory is not None:
-            return Landing(memory, stays=True)
-        return Landing(self._staging.take(header.total_bytes), stays=False)
-
-    def _complete(self, arrival: Arrival) -> None:
-        header, landing = arrival.header, arrival.landing
-        assert header is not None
-        assert landing is not None
-        self.metrics.count("kv_bytes_loaded_total", header.total_bytes, tier=arrival.tier_name)
-        self._by_name[arrival.tier_name].reads.succeeded()
-        if not landing.stays:
-            return
-        with self._lock:
-            if arrival not in self._keepable:
-                return  # deleted meanwhile: the bytes go with the arrival
-            entry = self._stock.shelve_in_host(arrival.key, header, landing.memory)
-            if entry is None:
-                return  # saved by somebody else meanwhile: our copy goes with the arrival
-            entry.pins += 1  # one for all users of the arrival; _idle takes it off
-            arrival.kept = entry
-            if self._arrivals.get(arrival.key) is arrival:
-                del self._arrivals[arrival.key]
-        self.metrics.count("kv_promotions_total", tier=arrival.tier_name)
-
-    def _idle(self, arrival: Arrival) -> None:
-        """No read is under way. If no lease uses the arrival either, its memory goes."""
-        host = self._stock.host
-        with self._lock:
-            if arrival.users > 0 or arrival.disposed:
-                return
-            arrival.disposed = True
-            self._keepable.discard(arrival)
-            landing, entry = arrival.landing, arrival.kept
-            doomed = False
-            if entry is not None:
-                assert host is not None
-                doomed = self._stock.unpin(host.place, arrival.key, entry)
-        arrival.close_reader()
-        if entry is not None:
-            if doomed and host is not None:
-                self._stock.finish_delete(host.place, arrival.key, entry)
-        elif landing is not None and landing.stays:
-            self._stock.give_back_host(landing.memory)
-        elif landing is not None:
-            self._staging.give_back(landing.memory)
-
-    def _arrival_failed(self, arrival: Arrival, miss: Miss, detail: str) -> None:
-        self.metrics.count("kv_misses_total", reason=miss.value)
-        place = self._by_name[arrival.tier_name]
-        with self._lock:
-            if self._arrivals.get(arrival.key) is arrival:
-                del self._arrivals[arrival.key]  # the next request tries afresh
-        self._locator.forget(arrival.key)
-        name = f"{arrival.key.hex()[:16]}… in {place.name}"
-        match miss:
-            case Miss.CORRUPT:
-                log.warning("%s is damaged and goes to quarantine: %s", name, detail)
-                self._stock.quarantine(place, arrival.key)
-            case Miss.FOREIGN:
-                log.warning("%s cannot be read here: %s", name, detail)
-                self._stock.forget(place, arrival.key, arrival.source)
-            case Miss.ABSENT:
-                self._stock.forget(place, arrival.key, arrival.source)
-            case Miss.TIER_FAILED | Miss.TOO_SLOW:
-                self.metrics.count("kv_tier_errors_total", tier=place.name, verb="read")
-                place.reads.failed(detail, at_once=miss is Miss.TOO_SLOW)
+            self._loads.let_go(holds)

@@ -1,14 +1,14 @@
 """What a request holds: a lease on chunk KV, and the transfer that brings its bytes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from kvweave.kv.arrivals import Arrival
+from kvweave.kv.arrivals import Arrival, Patience
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, layer_of
+from kvweave.kv.objects import EncodedLayer, extra_of, layer_of
 from kvweave.kv.places import Place
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
@@ -82,30 +82,45 @@ class Source(Protocol):
     @property
     def failure(self) -> Miss | None: ...
 
-    def want(self, end: int) -> None: ...
+    def want(self, layers: Iterable[int]) -> None: ...
 
-    def wait_layer(self, layer: int) -> EncodedLayer | None: ...
+    def want_first(self, layers: Iterable[int]) -> None: ...
 
-    def wait_header(self) -> Header | None: ...
+    tier_name: str
+
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
+
+    def wait_header(self, patience: Patience) -> Header | None: ...
+
+    def named_extra(self, name: str) -> memoryview | None: ...
 
 
 class Resident:
     """A chunk that is in the host tier: every layer is there at once."""
 
     failure: Miss | None = None
+    tier_name = "host"
 
     def __init__(self, header: Header, memory: Memory) -> None:
         self._header = header
         self._memory = memory
 
-    def want(self, end: int) -> None:
+    def want(self, layers: Iterable[int]) -> None:
         """Nothing to fetch."""
 
-    def wait_layer(self, layer: int) -> EncodedLayer | None:
+    def want_first(self, layers: Iterable[int]) -> None:
+        """Nothing to fetch."""
+
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
+        if layer >= len(self._header.layers):
+            return None
         return layer_of(self._header, self._memory, layer)
 
-    def wait_header(self) -> Header | None:
+    def wait_header(self, patience: Patience) -> Header | None:
         return self._header
+
+    def named_extra(self, name: str) -> memoryview | None:
+        return extra_of(self._header, self._memory, name)
 
 
 class Transfer:
@@ -116,31 +131,48 @@ class Transfer:
     """
 
     def __init__(
-        self, lease: Lease, sources: Mapping[ChunkKey, Source], lookahead_layers: int
+        self,
+        lease: Lease,
+        sources: Mapping[ChunkKey, Source],
+        budgets_s: Mapping[str, float],
+        lookahead_layers: int,
+        first_layers: Sequence[int] = (),
     ) -> None:
+        """`budgets_s` is how long this request waits for each tier, all chunks together."""
         self.lost: dict[ChunkKey, Miss] = {}  # chunks that failed on the way, and why
         self._lease = lease
         self._sources = dict(sources)
+        self._patience = {tier: Patience(budget_s) for tier, budget_s in budgets_s.items()}
         self._lookahead = lookahead_layers
+        self._first = frozenset(first_layers)
         self._asked = 0  # layers [0, asked) were asked for
-        self._want(0)
+        for source in self._sources.values():
+            source.want_first(first_layers)
+        self._look_ahead(0)
 
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
-        """Layer `layer` of every chunk of the lease, in its order. Blocks until all are there.
+        """Layer `layer` of every chunk of the lease, in its order. Blocks until all are there,
+        whichever others are.
 
         A chunk that failed is left out, here and from now on, and named in `lost`: the request
-        computes it instead. Layers of it that were given out before stay readable.
+        computes it instead. So is one that has no such layer, which is then not of the model it
+        was asked for. Layers of it that were given out before stay readable.
         """
         assert not self._lease.released, "the lease behind this transfer was released"
-        self._want(layer)
+        assert layer >= 0, "layers count from 0"
+        if layer < self._asked:
+            self._look_ahead(layer)
+        elif layer not in self._first:  # out of order, and nobody said so before
+            for source in self._sources.values():
+                source.want_first([layer])
+            self._look_ahead(layer)
         found: dict[ChunkKey, EncodedLayer] = {}
         for key, source in self._sources.items():
             if key in self.lost:
                 continue
-            encoded = source.wait_layer(layer)
+            encoded = source.wait_layer(layer, self._patience[source.tier_name])
             if encoded is None:
-                assert source.failure is not None, "a source that gives nothing says why"
-                self.lost[key] = source.failure
+                self.lost[key] = source.failure or Miss.CORRUPT
             else:
                 found[key] = encoded
         return found
@@ -149,17 +181,31 @@ class Transfer:
         """Shape, codec and number of layers of every chunk. Blocks until all are known."""
         found: dict[ChunkKey, Header] = {}
         for key, source in self._sources.items():
-            header = source.wait_header()
+            if key in self.lost:
+                continue
+            header = source.wait_header(self._patience[source.tier_name])
             if header is not None:
                 found[key] = header
             elif source.failure is not None:
                 self.lost[key] = source.failure
         return found
 
-    def _want(self, layer: int) -> None:
-        """Ask layer by layer over all chunks, so that early layers of all come first."""
+    def extras(self, name: str) -> dict[ChunkKey, memoryview]:
+        """What each chunk carries beside its layers under this name (see `pack_chunk`), checked.
+        Blocks until the headers are there, not for any layer. Chunks without it are left out.
+        """
+        assert not self._lease.released, "the lease behind this transfer was released"
+        found: dict[ChunkKey, memoryview] = {}
+        for key in self.headers():
+            data = self._sources[key].named_extra(name)
+            if data is not None:
+                found[key] = data
+        return found
+
+    def _look_ahead(self, layer: int) -> None:
+        """Ask for this layer and some behind it."""
         end = layer + 1 + self._lookahead
-        for each in range(self._asked, end):
+        if end > self._asked:
             for source in self._sources.values():
-                source.want(each + 1)
-        self._asked = max(self._asked, end)
+                source.want(range(self._asked, end))
+            self._asked = end

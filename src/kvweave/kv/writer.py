@@ -1,6 +1,7 @@
 """Write-behind: saving returns at once, a thread per tier writes, a byte bound keeps it honest."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,12 +46,22 @@ class _Pending(NamedTuple):
 
 class Writer:
     """One thread that saves objects to one tier, in order. `write` does the work and says whether
-    the tier has the object; it must not raise."""
+    the tier has the object; it must not raise. If it takes longer than `deadline_s` it hangs: until
+    it returns nothing more is taken, `on_hang` hears of it once."""
 
     def __init__(
-        self, name: str, max_pending_bytes: int, write: Callable[[PackedChunk], bool]
+        self,
+        name: str,
+        max_pending_bytes: int,
+        write: Callable[[PackedChunk], bool],
+        deadline_s: float = 60.0,
+        on_hang: Callable[[], None] | None = None,
     ) -> None:
         self._name = name
+        self._deadline_s = deadline_s
+        self._on_hang = on_hang
+        self._began_s = 0.0  # when the write under way began
+        self._said_so = False  # that it hangs
         self._max_pending_bytes = max_pending_bytes
         self._write = write
         self._changed = threading.Condition()
@@ -70,18 +81,25 @@ class Writer:
             return self._writing == key or any(p.packed.key == key for p in self._queue)
 
     def offer(self, packed: PackedChunk, ticket: Ticket, *, wait_s: float) -> bool:
-        """Queue a write. False: the bound is reached and stayed so for `wait_s`, or closed.
+        """Queue a write. False: the bound is reached and stayed so for `wait_s`, or a write hangs,
+        or closed.
 
         An object larger than the bound is taken when nothing else is pending.
         """
         size = packed.header.total_bytes
-
-        def has_room() -> bool:
-            fits = self._pending_bytes + size <= self._max_pending_bytes
-            return self._closed or fits or self._pending_bytes == 0
-
+        give_up_s = time.monotonic() + wait_s
         with self._changed:
-            if not self._changed.wait_for(has_room, wait_s) or self._closed:
+            while not self._has_room(size):
+                left_s = give_up_s - time.monotonic()
+                if self._closed or self.hangs() or left_s <= 0:
+                    break
+                self._changed.wait(min(left_s, 1.0))
+            is_news = self.hangs() and not self._said_so
+            self._said_so |= is_news
+        if is_news and self._on_hang is not None:
+            self._on_hang()
+        with self._changed:
+            if self._closed or self.hangs() or not self._has_room(size):
                 return False
             ticket.expect()
             self._queue.append(_Pending(packed, ticket))
@@ -93,6 +111,14 @@ class Writer:
                 self._thread.start()
             self._changed.notify_all()
         return True
+
+    def hangs(self) -> bool:
+        """Whether the write under way has taken longer than it may."""
+        return self._writing is not None and time.monotonic() - self._began_s > self._deadline_s
+
+    def _has_room(self, size_bytes: int) -> bool:
+        fits = self._pending_bytes + size_bytes <= self._max_pending_bytes
+        return fits or self._pending_bytes == 0
 
     def forget(self, key: ChunkKey, wait_s: float = 5.0) -> None:
         """Drop queued writes of a key that is about to be deleted, and wait for one under way."""
@@ -131,6 +157,7 @@ class Writer:
                     return
                 pending = self._queue.popleft()
                 self._writing = pending.packed.key
+                self._began_s, self._said_so = time.monotonic(), False
             kept = False
             try:
                 kept = self._write(pending.packed)

@@ -13,7 +13,7 @@ class AnchorView:
     """Anchors at their true positions in this prompt. Reads nothing but the extras."""
 
     def __init__(self, scene: Scene, rule: str) -> None:
-        blobs = scene.stitched.extra(extra_name(rule))
+        blobs = scene.stitched.beside(extra_name(rule))
         self._scene = scene
         self._chunks: list[tuple[int, Anchors]] = []
         for span in scene.request.placed:

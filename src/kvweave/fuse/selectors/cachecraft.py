@@ -25,7 +25,7 @@ class CacheCraftInter:
         return Needs(extras=(INTER,))
 
     def select(self, scene: Scene, count: int) -> Tensor:
-        stored = scene.stitched.extra(INTER)
+        stored = scene.stitched.beside(INTER)
         parts = []
         for span in scene.fused:
             if span.key not in stored:

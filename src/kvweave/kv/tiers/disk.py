@@ -37,7 +37,7 @@ _MAX_PARTS = 1024  # IOV_MAX on Linux
 class DiskReader:
     """One open file. The open descriptor keeps a deleted file readable."""
 
-    def __init__(self, path: Path, descriptor: int, size_bytes: int) -> None:
+    def __init__(self, path: str, descriptor: int, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._path = path
         self._descriptor: int | None = descriptor
@@ -46,7 +46,7 @@ class DiskReader:
     def read(self, offset: int, out: memoryview) -> None:
         descriptor = self._descriptor
         if descriptor is None:
-            raise TierError(f"{self._path.name} was closed")
+            raise TierError(f"{self._path} was closed")
         done = 0
         while done < len(out):
             try:
@@ -75,7 +75,9 @@ class DiskTier:
 
     durable: ClassVar[bool] = True
     remote: ClassVar[bool] = False
-    best_read_bytes: ClassVar[int] = 4 << 20
+    # what a core reads and then checks out of its own cache; larger reads leave one of two threads
+    # idle at the end of a chunk (bench/tiers.py)
+    best_read_bytes: ClassVar[int] = 1 << 20
 
     def __init__(self, cfg: DiskTierConfig, *, sweep: bool = True) -> None:
         """`sweep=False` leaves what dead writers left: for those who only look."""
@@ -112,7 +114,7 @@ class DiskTier:
             raise self._trouble("look at", key, error) from error
 
     def open(self, key: ChunkKey) -> DiskReader | None:
-        path = self._path(key)
+        path = self._name(key)
         try:
             descriptor = os.open(path, self._flags)
         except FileNotFoundError:
@@ -193,10 +195,14 @@ class DiskTier:
         return sorted(Path(e.path) for e in self._files(self._tmp))
 
     def _path(self, key: ChunkKey) -> Path:
+        return Path(self._name(key))
+
+    def _name(self, key: ChunkKey) -> str:
+        """Where an object lies, as a string: a Path takes longer to make than a file to open."""
         name = key.hex()
         context = context_of(key).hex()
         shard = name[len(context) : len(context) + 2]
-        return self._objects / context / shard / (name + _SUFFIX)
+        return f"{self._objects}/{context}/{shard}/{name}{_SUFFIX}"
 
     def _write_file(self, path: Path, final: Path, parts: Sequence[Buffer]) -> None:
         """Write under one name, then give it the other. Locked until it has it."""

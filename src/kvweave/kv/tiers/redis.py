@@ -11,7 +11,7 @@ from kvweave.errors import ConfigError, TierCorrupt, TierError
 from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import RedisTierConfig
 from kvweave.kv.keys import ChunkKey, parse_key
-from kvweave.kv.layout import PRELUDE_BYTES
+from kvweave.kv.layout import HEAD_BYTES
 from kvweave.kv.tiers.base import StoredObject
 
 
@@ -82,7 +82,7 @@ class RedisTier:
         name = self._name(key)
         pipe = self._client.pipeline(transaction=True)
         pipe.strlen(name)
-        pipe.getrange(name, 0, PRELUDE_BYTES - 1)
+        pipe.getrange(name, 0, HEAD_BYTES - 1)
         size, prelude = self._guard(pipe.execute)
         return RedisReader(self, key, int(size), prelude) if size else None
 

@@ -1,0 +1,100 @@
+"""The file behind a catalogue: SQLite in WAL mode, a connection per thread, transactions.
+
+One writer (the facade holds the lock), any number of readers, in this process and in others. Power
+loss may cost the last transactions but never tears one.
+"""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvweave.corpus.migrations import migrate
+from kvweave.errors import CorpusError
+
+BUSY_TIMEOUT_S = 30.0
+
+
+class Database:
+    """One catalogue file. Methods may be called from any thread; each thread has a connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._local = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+        self._writing = threading.RLock()
+        try:
+            with self._writing:
+                self._use_wal()
+                migrate(self._db)
+        except sqlite3.DatabaseError as error:
+            raise CorpusError(
+                f"{path} is not a usable catalogue ({error}); move it away and ingest again"
+            ) from error
+
+    def close(self) -> None:
+        for connection in self._opened:
+            connection.close()
+        self._opened.clear()
+        self._local = threading.local()
+
+    def checkpoint(self) -> None:
+        """Everything committed so far is on the disk itself when this returns."""
+        with self._writing:
+            self._db.execute("PRAGMA wal_checkpoint(FULL)")
+
+    def _use_wal(self) -> None:
+        """SQLite answers "locked" at once when two processes switch a new file: wait ourselves."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.02)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing, whatever interrupts it."""
+        with self._writing:
+            db = self._db
+            try:
+                db.execute("BEGIN IMMEDIATE")
+                yield db
+                db.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                raise CorpusError(f"{self._path}: {error}") from error
+            finally:
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[sqlite3.Connection]:
+        """Several reads of one state."""
+        db = self._db
+        db.execute("BEGIN")
+        try:
+            yield db
+        finally:
+            db.execute("COMMIT")
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            # check_same_thread off: close() may come from another thread than the one that opened
+            connection = sqlite3.connect(
+                self._path,
+                timeout=BUSY_TIMEOUT_S,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA cache_size = -32000")  # KiB
+            self._local.connection = connection
+            self._opened.append(connection)
+        return connection

@@ -1,0 +1,51 @@
+"""Inter-attention: how much each token of a chunk looks outside it, at the last layer.
+
+Measured when a chunk is encoded and stored beside its KV as float16; what Cache-Craft's core
+selects by. Behind the bare preamble the outside is the preamble.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.encode import Prefix
+from kvweave.fuse.protocol import Decoder
+from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.rope import rotate
+from kvweave.kv.codec import LayerKV
+
+
+@torch.inference_mode()
+def inter_attention(
+    decoder: Decoder, prefix: Prefix, token_ids: Sequence[int], layers: Sequence[LayerKV]
+) -> Tensor:
+    """[T] float32: probability on keys outside the chunk, summed over heads, at the last layer.
+
+    `layers` is the chunk's KV behind `prefix`; its hidden states are computed again to get queries.
+    """
+    start, count = len(prefix.token_ids), len(token_ids)
+    positions = torch.arange(start, start + count)
+    angles = decoder.angles(positions.to(decoder.device))
+    h = decoder.embed(torch.tensor(list(token_ids), device=decoder.device))
+    last = decoder.spec.num_layers - 1
+    for layer in range(last):
+        q = rotate(decoder.qkv(layer, h).q, angles)
+        keys, values = _with_prefix(prefix, layer, rotate(layers[layer].k, angles), layers[layer].v)
+        h = decoder.finish(layer, h, attend(q, positions, [Segment(0, count, keys, values)]))
+    q = rotate(decoder.qkv(last, h).q, angles).float()
+    keys, _ = _with_prefix(prefix, last, rotate(layers[last].k, angles), layers[last].v)
+    group = q.shape[1] // keys.shape[1]
+    spread = keys.float().repeat_interleave(group, dim=1)  # [start + T, Hq, D]
+    logits = torch.einsum("thd,khd->htk", q, spread) * q.shape[-1] ** -0.5
+    hidden = torch.arange(start + count) > positions[:, None]
+    probs = logits.masked_fill(hidden.to(logits.device), float("-inf")).softmax(-1)
+    outside: Tensor = probs[..., :start].sum((0, 2))
+    return outside
+
+
+def _with_prefix(prefix: Prefix, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    if not prefix.layers:
+        return k, v
+    front = prefix.layers[layer]
+    return torch.cat([front.k, k]), torch.cat([front.v, v])

@@ -1,0 +1,53 @@
+"""What a knowledge base's chunk KV is prepared with: the encoding context and what lies beside.
+
+Written once into the folder of the chunk KV, so that asking finds what ingest has made.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvweave.errors import ConfigError
+from kvweave.fuse.anchors import RULES, extra_name
+from kvweave.fuse.contexts import Variant, parse_variant
+from kvweave.fuse.selectors.cachecraft import INTER
+
+FILE = "preparation.json"
+DEFAULT_ENCODING = "filler"
+EXTRAS = (INTER, *(extra_name(rule) for rule in RULES))
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """How chunks are encoded."""
+
+    variant: Variant
+    extras: tuple[str, ...] = ()  # of EXTRAS
+
+    @classmethod
+    def parse(cls, encoding: str = DEFAULT_ENCODING, extras: Sequence[str] = ()) -> "Preparation":
+        """From what the user typed. Raises ConfigError."""
+        for name in extras:
+            if name not in EXTRAS:
+                raise ConfigError(f"extra {name!r} is unknown; known: {', '.join(EXTRAS)}")
+        return cls(parse_variant(encoding), tuple(sorted(set(extras))))
+
+
+def read_preparation(folder: Path) -> Preparation | None:
+    """What the chunk KV in `folder` was prepared with; None if nothing was yet."""
+    try:
+        stored = json.loads((folder / FILE).read_text())
+        return Preparation.parse(stored["encoding"], stored["extras"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / FILE} cannot be read ({error}); delete it") from error
+
+
+def write_preparation(folder: Path, preparation: Preparation) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {"encoding": str(preparation.variant), "extras": list(preparation.extras)}
+    temporary = folder / f"{FILE}.tmp"
+    temporary.write_text(json.dumps(stored) + "\n")
+    temporary.replace(folder / FILE)

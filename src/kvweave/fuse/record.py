@@ -1,0 +1,106 @@
+"""What was done for one prompt: the fusion part of an explain record."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from kvweave.fuse.request import FuseRequest, Span, State
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.residency import Miss
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """One chunk of the prompt."""
+
+    start: int  # position of its first token
+    num_tokens: int
+    state: State  # EXACT, REUSED (some of it may be recomputed) or COMPUTED
+    recomputed: int  # tokens of it that were
+    tier: str | None  # where its KV came from
+    why: str | None  # why it was computed
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Where the time to the first token went, in milliseconds. They do not overlap."""
+
+    retrieve: float = 0.0
+    load: float = 0.0  # waiting for bytes and decoding them
+    select: float = 0.0  # probe and scores, without the loading they waited for
+    compute: float = 0.0  # the pass, without the loading it waited for
+
+
+@dataclass(frozen=True, slots=True)
+class FuseRecord:
+    """How a prompt was prefilled."""
+
+    strategy: str
+    ratio: float
+    encoding: str
+    token_ids: tuple[int, ...]  # of the prompt
+    states: tuple[State, ...]  # one per token
+    chunks: tuple[ChunkRecord, ...]
+    work: float  # rows computed ÷ rows of a full prefill, over all layers
+    loaded_bytes: dict[str, int]  # by tier
+    stages: Stages
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tokens by state."""
+        found = Counter(self.states)
+        return {str(state): found.get(state, 0) for state in State}
+
+    def runs(self) -> list[tuple[State, int, int]]:
+        """Neighbouring tokens of one state: (state, start, end)."""
+        runs, at = [], 0
+        for state, group in groupby(self.states):
+            count = len(list(group))
+            runs.append((state, at, at + count))
+            at += count
+        return runs
+
+    def summary(self) -> str:
+        """One line for people."""
+        counts, total = self.counts, len(self.states)
+        parts = [f"{counts[s]:,} {s}" for s in map(str, State) if counts[s]]
+        return f"{self.strategy} {self.ratio:g}: {total:,} tokens = {' + '.join(parts)}"
+
+
+def token_states(request: FuseRequest, recomputed: Sequence[int]) -> tuple[State, ...]:
+    """The state of every token of a prompt."""
+    states = [State.EXACT] * request.preamble_len
+    for span in request.spans:
+        states += [span.state] * span.num_tokens
+    states += [State.COMPUTED] * (len(request.prompt_ids) - request.question_start)
+    for position in recomputed:
+        states[position] = State.RECOMPUTED
+    return tuple(states)
+
+
+def chunk_records(
+    request: FuseRequest,
+    recomputed: Sequence[int],
+    tiers: Mapping[ChunkKey, str],
+    missing: Mapping[ChunkKey, Miss],
+) -> tuple[ChunkRecord, ...]:
+    """One record per chunk, in prompt order."""
+    again = set(recomputed)
+    return tuple(
+        ChunkRecord(
+            span.start,
+            span.num_tokens,
+            span.state,
+            sum(p in again for p in range(span.start, span.end)),
+            tiers.get(span.key) if span.state is not State.COMPUTED else None,
+            _why(span, missing),
+        )
+        for span in request.spans
+    )
+
+
+def _why(span: Span, missing: Mapping[ChunkKey, Miss]) -> str | None:
+    if span.state is not State.COMPUTED:
+        return None
+    return str(missing[span.key]) if span.key in missing else "not asked for"
