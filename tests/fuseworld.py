@@ -3,6 +3,7 @@
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.objects import EncodedLayer, PackedChunk, layer_of
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.sequence_kv import SequenceKV
 
@@ -136,7 +138,9 @@ class World:
         )
         return fused, prefilled(self.decoder, fused.logits, kv)
 
+    @cached_property
     def full(self) -> Prefilled:
+        """The whole prompt computed. Only for reading."""
         return full_prefill(self.decoder, self.request.prompt_ids)
 
     def laid_by_hand(self) -> SequenceKV:
@@ -146,14 +150,14 @@ class World:
         angles = self.decoder.angles(torch.arange(len(self.request.prompt_ids)))
         for layer in range(self.decoder.spec.num_layers):
             keys, values = kv.keys(layer), kv.values(layer)
-            for i, front in enumerate(self.prefix.layers):
-                if i == layer:
-                    keys[: len(front.k)], values[: len(front.k)] = front.k, front.v
+            unturned = torch.zeros_like(keys)
             for span, made in zip(self.request.placed, self.made, strict=True):
-                whole = torch.zeros_like(keys)
-                whole[span.start : span.end] = made[layer].k
-                place = slice(span.start, span.end)
-                keys[place], values[place] = rotate(whole, angles)[place], made[layer].v
+                unturned[span.start : span.end] = made[layer].k
+                values[span.start : span.end] = made[layer].v
+            rotate(unturned, angles, out=keys)
+            if self.prefix.layers:
+                front = self.prefix.layers[layer]
+                keys[: len(front.k)], values[: len(front.k)] = front.k, front.v
         return kv
 
     @torch.inference_mode()
@@ -183,6 +187,19 @@ class World:
         return prefilled(decoder, decoder.logits(h)[-1], kv)
 
 
+@dataclass
+class Packed:
+    """Packed chunks that have all arrived: what a transfer is to a source."""
+
+    chunks: dict[ChunkKey, PackedChunk]
+
+    def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
+        return {key: layer_of(p.header, p.memory, layer) for key, p in self.chunks.items()}
+
+    def extras(self, name: str) -> dict[ChunkKey, memoryview]:
+        return {}
+
+
 def key_of(chunk: Sequence[int]) -> ChunkKey:
     return ChunkKey(random.Random(str(list(chunk))).randbytes(32))
 
@@ -201,8 +218,11 @@ def assert_same_kv(
     tolerance: float = 1e-4,
 ) -> None:
     index = rows if isinstance(rows, slice) else list(rows)
-    for i in range(len(ours.keys)) if layers is None else layers:
-        for mine, theirs in ((ours.keys, want.keys), (ours.values, want.values)):
-            torch.testing.assert_close(
-                mine[i][index], theirs[i][index], atol=tolerance, rtol=tolerance
-            )
+    chosen = range(len(ours.keys)) if layers is None else layers
+    for mine, theirs in ((ours.keys, want.keys), (ours.values, want.values)):
+        torch.testing.assert_close(
+            torch.stack([mine[i][index] for i in chosen]),
+            torch.stack([theirs[i][index] for i in chosen]),
+            atol=tolerance,
+            rtol=tolerance,
+        )

@@ -66,7 +66,7 @@ def load(root: Path, variant: str, dtype: str = "float32", **changes: int) -> De
 def test_ratio_one_is_full_prefill(any_world: World, name: str) -> None:
     fused, ours = any_world.fuse(name, 1.0)
     assert list(fused.recomputed) == any_world.request.hits
-    assert_same(ours, any_world.full())
+    assert_same(ours, any_world.full)
 
 
 @pytest.mark.parametrize("name", [*SELECTING, "reuse"])
@@ -83,8 +83,8 @@ def test_keys_and_values_of_layer_1_are_exact_in_every_computed_row(
 ) -> None:
     fused, ours = any_world.fuse(name, 0.3)
     rows = sorted({*fused.recomputed, *any_world.request.must_compute})
-    assert_same_kv(ours, any_world.full(), rows, layers=[0, 1])
-    assert_same_kv(ours, any_world.full(), layers=[0])  # and layer 0 everywhere
+    assert_same_kv(ours, any_world.full, rows, layers=[0, 1])
+    assert_same_kv(ours, any_world.full, layers=[0])  # and layer 0 everywhere
 
 
 @pytest.mark.parametrize("name", [n for n in SELECTING if n != "weave"])
@@ -102,14 +102,14 @@ def test_what_is_exact_stays_exact(any_world: World) -> None:
     _, ours = any_world.fuse("weave", 0.3)
     end = any_world.request.spans[0].end
     assert any_world.request.spans[0].state is State.EXACT
-    assert_same_kv(ours, any_world.full(), slice(0, end))
+    assert_same_kv(ours, any_world.full, slice(0, end))
     single = World(any_world.decoder, chunks=[CHUNKS[0]])
     assert single.request.hits == []
-    assert_same(single.fuse("weave", 0.3)[1], single.full())
+    assert_same(single.fuse("weave", 0.3)[1], single.full)
 
 
 def test_stitched_keys_of_layer_0_equal_exact_ones(any_world: World) -> None:
-    stitched, full = any_world.stitched(), any_world.full()
+    stitched, full = any_world.stitched(), any_world.full
     at = torch.cat([torch.arange(len(PREAMBLE)), stitched.placed])
     torch.testing.assert_close(stitched.keys(0)[at], full.keys[0][at], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(stitched.values(0)[at], full.values[0][at], atol=1e-4, rtol=1e-4)
@@ -199,7 +199,7 @@ def odd_world(request: pytest.FixtureRequest, decoder: Decoder) -> World:
 
 @pytest.mark.parametrize("name", SELECTING)
 def test_prompts_of_any_shape_recompute_to_full_prefill(odd_world: World, name: str) -> None:
-    assert_same(odd_world.fuse(name, 1.0)[1], odd_world.full())
+    assert_same(odd_world.fuse(name, 1.0)[1], odd_world.full)
 
 
 @pytest.mark.parametrize("name", SELECTING)
@@ -210,7 +210,7 @@ def test_prompts_of_any_shape_recompute_what_was_asked_for(odd_world: World, nam
     if name != "cacheblend-gradual":  # its last check lies beyond three layers
         assert len(fused.recomputed) == budget(len(hits), 0.4)
     rows = sorted({*fused.recomputed, *odd_world.request.must_compute})
-    assert_same_kv(ours, odd_world.full(), rows, layers=[0, 1])
+    assert_same_kv(ours, odd_world.full, rows, layers=[0, 1])
     assert bool(ours.logits.isfinite().all())
 
 
@@ -224,9 +224,9 @@ def test_without_a_hit_it_is_full_prefill(decoder: Decoder, name: str, preamble:
     nothing = World(decoder, preamble=preamble, missing={0, 1, 2, 3})
     fused, ours = nothing.fuse(name, 0.5)
     assert fused.recomputed == ()
-    assert_same(ours, nothing.full())
+    assert_same(ours, nothing.full)
     bare = World(decoder, preamble=preamble, chunks=[])
-    assert_same(bare.fuse(name, 0.5)[1], bare.full())
+    assert_same(bare.fuse(name, 0.5)[1], bare.full)
 
 
 def test_a_miss_is_computed_over_what_stands_before_it(world: World) -> None:
@@ -234,7 +234,7 @@ def test_a_miss_is_computed_over_what_stands_before_it(world: World) -> None:
     gap = World(world.decoder, missing={1, 2})
     exact_until = gap.request.spans[2].end
     _, ours = gap.fuse("reuse", 0.0)
-    assert_same_kv(ours, gap.full(), slice(0, exact_until))
+    assert_same_kv(ours, gap.full, slice(0, exact_until))
     late = World(world.decoder, missing={3})
     assert_same(late.fuse("reuse", 0.0)[1], late.dense_pass(late.request.must_compute))
 
@@ -246,7 +246,7 @@ def test_a_chunk_placed_twice_is_turned_to_both_places(decoder: Decoder) -> None
     assert not torch.allclose(
         ours.keys[0][first.start : first.end], ours.keys[0][again.start : again.end], atol=1e-2
     )
-    assert_same_kv(ours, twice.full(), layers=[0])
+    assert_same_kv(ours, twice.full, layers=[0])
 
 
 def test_chunks_behind_another_context_are_never_exact(world: World) -> None:
@@ -258,7 +258,7 @@ def test_chunks_behind_another_context_are_never_exact(world: World) -> None:
     moved.made = encode_chunks(decoder, prefix, CHUNKS)
     moved.source = type(moved.source)(moved.made, moved.extras)
     assert {span.state for span in moved.request.spans} == {State.REUSED}
-    assert_same(moved.fuse("epic", 1.0)[1], moved.full())
+    assert_same(moved.fuse("epic", 1.0)[1], moved.full)
     assert_same(moved.fuse("reuse", 0.0)[1], plain_reuse(moved))
 
 
@@ -273,7 +273,7 @@ def test_bfloat16_at_ratio_one_is_as_far_from_full_prefill_as_rounding(
     exact = full_prefill(
         load_decoder(tmp_path / variant, device="cpu", dtype="float32"), half.request.prompt_ids
     )
-    full = half.full()
+    full = half.full
     noise = float((full.logits.float() - exact.logits).abs().max())
     for name in SELECTING:
         _, ours = half.fuse(name, 1.0)
@@ -351,8 +351,8 @@ def test_a_selector_that_narrows_in_flight_writes_all_rows_of_its_check_layer(
     ours = prefilled(world.decoder, passed.logits, kv)
     assert passed.recomputed == (hits[0], *world.request.must_compute)
     assert passed.rows_per_layer == (len(rows), len(rows), 1 + len(world.question))
-    assert_same_kv(ours, world.full(), layers=[0, 1])
+    assert_same_kv(ours, world.full, layers=[0, 1])
     assert_same_kv(ours, plain_reuse(world), hits[1:], layers=[2])
     for look in seen[:2]:
-        turned = world.full().keys[look.layer][look.positions]
+        turned = world.full.keys[look.layer][look.positions]
         torch.testing.assert_close(look.turned_k, turned, atol=1e-4, rtol=1e-4)

@@ -99,7 +99,7 @@ def test_real_prompts_fuse_exactly_with_and_without_bos(
     prompt = build_prompt(tokenizer, "how do I drain a node?", DOCUMENTS, system)
     world = world_of(decoder, prompt)
     assert list(world.request.prompt_ids) == prompt.token_ids
-    full = world.full()
+    full = world.full
     for name in SELECTING:
         fused, ours = world.fuse(name, 0.2)
         assert fused.recomputed

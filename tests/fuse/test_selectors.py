@@ -321,7 +321,7 @@ def test_cacheblend_ignores_what_it_does_not_look_at(world: World, name: str) ->
 
 def deviation_by_hand(world: World, layer: int, signal: str) -> Tensor:
     """[H] squared change of full prefill against what is stitched. Only right at layer 1."""
-    full, laid = world.full(), world.laid_by_hand()
+    full, laid = world.full, world.laid_by_hand()
     hits = world.request.hits
     pairs = {
         "v": (full.values[layer], laid.values(layer)),
@@ -364,7 +364,7 @@ def test_check_layers_that_make_no_sense_are_our_own_bug() -> None:
 
 def test_kvshare_weighs_deviation_with_attention_at_layer_0(world: World) -> None:
     """Dense attention of all running rows over all keys, in float64."""
-    full, request, decoder = world.full(), world.request, world.decoder
+    full, request, decoder = world.full, world.request, world.decoder
     rows = torch.tensor([*request.hits, *request.must_compute])
     q = decoder.qkv(0, decoder.embed(torch.tensor(request.prompt_ids)[rows])).q
     q = rotate(q, decoder.angles(rows)).double()

@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuseworld import Packed
 from kvweave.fuse.encode import encode_chunks, encode_prefix
-from kvweave.fuse.fused_pass import Placement, fused_pass
+from kvweave.fuse.fused_pass import fused_pass
+from kvweave.fuse.request import classify
+from kvweave.fuse.sources import StoredChunks
+from kvweave.fuse.stitched import Stitched
 from kvweave.kv.keys import KeyContext, make_chunk_key
-from kvweave.kv.objects import layer_of, pack_chunk
+from kvweave.kv.objects import pack_chunk
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
 from tiny_models import VARIANTS, make_model_folder
@@ -102,16 +106,15 @@ def weave(decoder: Decoder, codec: str) -> Tensor:
     context = KeyContext("test", "float32", codec, "any", tuple(PROMPT[:8]), "any")
     keys = [make_chunk_key(context, ids) for ids in chunks]
     packed = {k: pack_chunk(k, layers, codec) for k, layers in zip(keys, made, strict=True)}
-    placements, start = [], 8
-    for key, ids in zip(keys, chunks, strict=True):
-        placements.append(Placement(key, start, len(ids)))
-        start += len(ids)
-    return fused_pass(
-        decoder,
-        PROMPT,
-        [20, 21, 60, *range(100, 120)],
-        preamble,
-        placements,
-        lambda layer: {k: layer_of(p.header, p.memory, layer) for k, p in packed.items()},
-        decoder.new_kv(1),
-    ).cpu()
+    request = classify(
+        PROMPT[:8],
+        list(zip(keys, chunks, strict=True)),
+        PROMPT[100:],
+        present=keys,
+        first_is_exact=False,
+    )
+    kv = decoder.new_kv(1)
+    source = StoredChunks(decoder, request.placed, Packed(packed))
+    stitched = Stitched(decoder, request, preamble, source, kv)
+    rows = [20, 21, 60, *range(100, 120)]
+    return fused_pass(decoder, request, stitched, rows, kv).logits.cpu()
