@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvweave.kernels import column_scores as module
 from kvweave.kernels.column_scores import causal_column_mass, column_scores, reduce
@@ -146,6 +147,44 @@ def test_long_inputs(normaliser: str) -> None:
     ours = column_scores(q, keys, others=others, chunks=chunks, normaliser=normaliser)  # type: ignore[arg-type]
     want = dense(q, keys, others, chunks, normaliser, "sum", "sum")
     torch.testing.assert_close(ours.double(), want, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", REDUCES)
+@pytest.mark.parametrize("normaliser", ["full", "context", "chunk"])
+def test_scores_do_not_depend_on_the_block(
+    normaliser: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, keys, others = make_case(11, 30, (6, 2))
+    chunks = [(0, 9), (9, 30)]
+    monkeypatch.setattr(module, "BLOCK_ROWS", 4)
+    ours = column_scores(
+        q,
+        keys,
+        others=others,
+        chunks=chunks,
+        normaliser=normaliser,  # type: ignore[arg-type]
+        rows=rows,  # type: ignore[arg-type]
+    )
+    want = dense(q, keys, others, chunks, normaliser, rows, "sum")
+    torch.testing.assert_close(ours.double(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_question_is_never_scored_in_one_piece() -> None:
+    """A thousand rows over as many keys: no tensor is larger than one block's attention."""
+    q, keys, others = make_case(1000, 900, (4, 2))
+    largest = 0
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        column_scores(q, keys, others=others)
+    assert largest <= 2 * module.BLOCK_ROWS * 1000  # two heads of a group; own keys are 1,000
 
 
 # ── causal mass ─────────────────────────────────────────────────────────────────────────────────

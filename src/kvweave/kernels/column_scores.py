@@ -36,27 +36,34 @@ def column_scores(
     being columns: (keys [U, Hk, D], mask [Q, U] or None for all seen). `chunks` are the columns'
     bounds [start, end), for "chunk". NaN anywhere is an error of the caller's.
     """
-    num_heads, head_dim = q.shape[1:]
+    num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
-    scale = head_dim**-0.5
     per_head: list[Tensor] = []
     for kv_head in range(num_kv_heads):
-        mine = q[:, kv_head * group : (kv_head + 1) * group].transpose(0, 1).float()  # [G, Q, D]
-        logits = torch.matmul(mine, keys[:, kv_head].float().T) * scale  # [G, Q, N]
-        if normaliser == "chunk":
-            for start, end in chunks:
-                logits[..., start:end] = logits[..., start:end].softmax(-1)
-        else:
-            total = logits.logsumexp(-1, keepdim=True)
-            if normaliser == "full":
-                for more, seen in others:
-                    extra = torch.matmul(mine, more[:, kv_head].float().T) * scale
+        mine = q[:, kv_head * group : (kv_head + 1) * group].transpose(0, 1)  # [G, Q, D]
+        columns = keys[:, kv_head].float()
+        most = torch.zeros(group, len(keys), dtype=torch.float32, device=q.device)
+        for start in range(0, num_rows, BLOCK_ROWS):
+            block = slice(start, start + BLOCK_ROWS)
+            asking = mine[:, block].float() * head_dim**-0.5
+            logits = torch.matmul(asking, columns.T)  # [G, rows, N]
+            if normaliser == "chunk":
+                for first, last in chunks:
+                    logits[..., first:last] = logits[..., first:last].softmax(-1)
+            else:
+                total = logits.logsumexp(-1, keepdim=True)
+                for more, seen in others if normaliser == "full" else ():
+                    extra = torch.matmul(asking, more[:, kv_head].float().T)
                     if seen is not None:
-                        extra = extra.masked_fill(~seen, float("-inf"))
+                        extra = extra.masked_fill(~seen[block], float("-inf"))
                     total = torch.logaddexp(total, extra.logsumexp(-1, keepdim=True))
-            logits = logits.sub_(total).exp_()
-        per_head.append(reduce(logits, rows, dim=1))  # [G, N]
+                logits = logits.sub_(total).exp_()
+            if rows == "max":
+                most = torch.maximum(most, logits.amax(1))
+            else:
+                most += logits.sum(1)
+        per_head.append(most / num_rows if rows == "mean" else most)  # [G, N]
     return reduce(torch.cat(per_head), heads, dim=0)
 
 
