@@ -20,7 +20,10 @@ Signal = Literal["v", "k", "kv"]
 
 @dataclass(frozen=True, slots=True)
 class CacheBlend:
-    """`checks` are (layer, multiple of the budget) with falling multiples; the last one is 1."""
+    """`checks` are (layer, multiple of the budget) with falling multiples; the last one is 1.
+
+    A model too shallow for all of them takes its budget at the last check below its last layer.
+    """
 
     signal: Signal = "v"
     checks: tuple[tuple[int, float], ...] = ((1, 1.0),)
@@ -40,7 +43,11 @@ class CacheBlend:
         )
 
     def begin(self, scene: Scene, count: int) -> Narrowing:
-        return _Deviating(scene, count, self.signal, dict(self.checks))
+        last_layer = scene.decoder.spec.num_layers - 1  # nothing runs on behind it
+        checks = {layer: times for layer, times in self.checks if layer < last_layer}
+        if checks:
+            checks[max(checks)] = 1.0
+        return _Deviating(scene, count, self.signal, checks)
 
 
 class _Deviating:
