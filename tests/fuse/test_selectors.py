@@ -201,6 +201,11 @@ def test_qcfuse_without_a_profile_names_the_command_that_makes_one() -> None:
         open_strategy("qcfuse", ModelFacts(6))
 
 
+def test_qcfuse_refuses_the_profile_of_a_deeper_model() -> None:
+    with pytest.raises(ConfigError, match="layer 20 is beyond the 6 layers .* calibrate layers"):
+        open_strategy("qcfuse", ModelFacts(6, (3, 20)))
+
+
 def test_strategies_keep_their_names_and_default_ratios() -> None:
     facts = ModelFacts(NUM_LAYERS, (2, 4, 1, 3))
     opened = {name: open_strategy(name, facts) for name in NAMES}
@@ -354,6 +359,17 @@ def test_gradual_filtering_shrinks_and_says_what_it_cost(world: World) -> None:
     assert set(fused.recomputed) <= set(coarse)
     plain, _ = world.fuse("cacheblend", 0.25)
     assert plain.rows_per_layer == tuple(n + asked for n in (hits, hits, 16, 16, 16, 16))
+
+
+@pytest.mark.parametrize("num_layers", [3, 4, 5])
+def test_gradual_filtering_keeps_the_budget_of_a_shallow_model(
+    tmp_path: Path, num_layers: int
+) -> None:
+    """Its last check may lie beyond the model; then an earlier one leaves the budget."""
+    folder = make_model_folder(tmp_path, "llama", num_hidden_layers=num_layers)
+    shallow = World(load_decoder(folder, device="cpu", dtype="float32"), chunks=LONG)
+    fused, _ = shallow.fuse("cacheblend-gradual", 0.25)
+    assert len(fused.recomputed) == budget(len(shallow.request.hits), 0.25) == 16
 
 
 def test_check_layers_that_make_no_sense_are_our_own_bug() -> None:

@@ -58,6 +58,11 @@ def _qcfuse(facts: ModelFacts) -> AnySelector:
             "strategy 'qcfuse' needs the critical layers of this model; "
             "find them with `kvweave calibrate layers`"
         )
+    if max(facts.critical_layers) >= facts.num_layers:
+        raise ConfigError(
+            f"critical layer {max(facts.critical_layers)} is beyond the {facts.num_layers} layers "
+            "of this model; find its own with `kvweave calibrate layers`"
+        )
     return qcfuse(facts.critical_layers)
 
 
