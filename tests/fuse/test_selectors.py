@@ -202,7 +202,7 @@ def test_qcfuse_without_a_profile_names_the_command_that_makes_one() -> None:
 
 
 def test_qcfuse_refuses_the_profile_of_a_deeper_model() -> None:
-    with pytest.raises(ConfigError, match="layer 20 is beyond the 6 layers .* calibrate layers"):
+    with pytest.raises(ConfigError, match=r"layer 20 is beyond the 6 layers .* calibrate layers"):
         open_strategy("qcfuse", ModelFacts(6, (3, 20)))
 
 
@@ -435,6 +435,13 @@ def test_what_is_missing_beside_the_chunk_kv_is_named_with_its_command(
         extras = {n: dict(list(each.items())[:keep]) for n, each in whole.extras.items()}
         with pytest.raises(RequestError, match=f"strategy '{name}' needs .*`{command}`"):
             World(decoder, chunks=LONG, extras=extras).fuse(name, 0.3)
+
+
+def test_inter_attention_of_another_length_is_not_used(world: World) -> None:
+    blobs = dict(world.extras[INTER])
+    blobs[world.request.spans[2].key] += bytes(2)
+    with pytest.raises(RequestError, match="--extras inter"):
+        replace(world, extras={INTER: blobs}).fuse("cachecraft", 0.3)
 
 
 # ── the question's attention ────────────────────────────────────────────────────────────────────

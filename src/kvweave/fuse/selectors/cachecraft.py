@@ -28,7 +28,8 @@ class CacheCraftInter:
         stored = scene.stitched.beside(INTER)
         parts = []
         for span in scene.fused:
-            if span.key not in stored:
+            # of another size it would shift the scores of all chunks behind it
+            if len(stored.get(span.key, b"")) != 2 * span.num_tokens:
                 raise RequestError(
                     "strategy 'cachecraft' needs inter-attention beside the chunk KV; "
                     "store it with `kvweave ingest --kv --extras inter`"
