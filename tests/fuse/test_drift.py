@@ -117,6 +117,14 @@ def test_only_chunks_with_recomputed_rows_move(world: World) -> None:
     assert not torch.allclose(moved.after.v[place], moved.before.v[place], atol=1e-2)
 
 
+def test_an_exact_chunk_never_moves(world: World) -> None:
+    """Not even if somebody recomputes a row of it."""
+    moved = move(world, [span_range(world, 0)[2], span_range(world, 1)[2]])
+    exact = span_range(world, 0)
+    assert torch.equal(moved.after.k[exact], moved.before.k[exact])
+    assert torch.equal(moved.after.v[exact], moved.before.v[exact])
+
+
 def test_every_chunk_moves_by_its_own_rows(world: World) -> None:
     one, two = span_range(world, 1), span_range(world, 2)
     moved = move(world, [one[3], two[0], two[4], two[5]])
