@@ -25,7 +25,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def commit() -> str:
-    """Short id of the commit that ran, with a + if the tree had changes."""
+    """Short id of the commit that ran, with a + if the tree had changes.
+
+    A machine that got a bare copy of the tree is told by BENCH_COMMIT.
+    """
+    if told := os.environ.get("BENCH_COMMIT"):
+        return told
     run = ["git", "-C", str(REPO)]
     head = subprocess.run(
         [*run, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -46,22 +51,21 @@ def device_words(device: str = "cpu") -> str:
     return f"{platform.machine()} CPU ({flags}), {torch.get_num_threads()} threads"
 
 
-def report(bench: str, device: str, config: Mapping[str, Any], results: Mapping[str, Any]) -> None:
-    """Print the last line: one JSON object."""
+def result_header(bench: str, device: str) -> dict[str, Any]:
+    """What every result says of where it came from."""
     import torch
 
-    print(
-        json.dumps(
-            {
-                "bench": bench,
-                "commit": commit(),
-                "device": device_words(device),
-                "torch": torch.__version__,
-                "config": dict(config),
-                **results,
-            }
-        )
-    )
+    return {
+        "bench": bench,
+        "commit": commit(),
+        "device": device_words(device),
+        "torch": torch.__version__,
+    }
+
+
+def report(bench: str, device: str, config: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Print the last line: one JSON object."""
+    print(json.dumps({**result_header(bench, device), "config": dict(config), **results}))
 
 
 def alternate(

@@ -5,7 +5,7 @@ A GPU box with bare PyTorch has no embedder, so the lists are made here and carr
     python bench/quality_neighbours.py --data ../shared/data --out carry/data/neighbours.json.gz
     python bench/quality.py --data carry/data --neighbours carry/data/neighbours.json.gz …
 
-Neighbours come from the whole knowledge base (wiki_kb, 35,745 passages), without the passage itself.
+Neighbours come from the whole knowledge base (wiki_kb, 35,745 passages), never the passage itself.
 """
 
 import argparse

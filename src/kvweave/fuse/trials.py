@@ -61,12 +61,13 @@ class Trials:
         like = decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.device))
         self._decoder = decoder
         self._num_tokens = num_tokens
-        self._keys = torch.empty(shape, dtype=like.dtype, device=like.device)
-        self._values = torch.empty_like(self._keys)
+        # [L, B, T + A, Hk, D], keys turned
+        self.keys = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self.values = torch.empty_like(self.keys)
 
     def kv(self, trial: int) -> TrialKV:
         """The buffer that trial number `trial` prefills into."""
-        return TrialKV(self._keys[:, trial], self._values[:, trial])
+        return TrialKV(self.keys[:, trial], self.values[:, trial])
 
     @torch.inference_mode()
     def follow(self, first_logits: Tensor, answer: Sequence[int]) -> Tensor:
@@ -105,8 +106,8 @@ class Trials:
         h = decoder.embed(ids.flatten())
         for layer in range(decoder.spec.num_layers):
             projected = decoder.qkv(layer, h)
-            keys = self._keys[layer, :num_trials, : start + count]  # [B, N, Hk, D]
-            values = self._values[layer, :num_trials, : start + count]
+            keys = self.keys[layer, :num_trials, : start + count]  # [B, N, Hk, D]
+            values = self.values[layer, :num_trials, : start + count]
             shape = (num_trials, count, *keys.shape[2:])
             keys[:, start:] = rotate(projected.k, angles).view(shape)
             values[:, start:] = projected.v.reshape(shape)

@@ -1,0 +1,54 @@
+"""Means, recovered gaps and paired bootstrap intervals of the quality bench."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Key = tuple[str, str, float]  # encoding, strategy, ratio
+FULL: Key = ("-", "full", 0.0)
+REUSE: Key = ("isolated", "reuse", 0.0)
+FIGURES = ("kl", "flips", "top1", "nll", "f1", "em")
+DRAWS = 2000
+
+
+def summarise(values: Sequence[dict[Any, Any]]) -> list[dict[str, Any]]:
+    """One row per set and cell. Means over questions first, then ratios of means."""
+    rows = []
+    for name in dict.fromkeys(v["set"] for v in values):
+        asked = [v for v in values if v["set"] == name]
+        keys = [key for key in asked[0] if key != "set"]
+        table = np.array([[[v[k][f] for f in FIGURES] for k in keys] for v in asked])  # [n, K, F]
+        draws = np.random.default_rng(0).integers(0, len(asked), (DRAWS, len(asked)))
+        means = table.mean(0)
+        drawn = np.stack([table[d].mean(0) for d in draws])  # [DRAWS, K, F]
+        full, reuse = keys.index(FULL), keys.index(REUSE)
+        for k, key in enumerate(keys):
+            mean = dict(zip(FIGURES, means[k].tolist(), strict=True))
+            recovered = 100 * (1 - drawn[:, k, 0] / drawn[:, reuse, 0])
+            gap = means[reuse, 3] - means[full, 3]
+            nll = (
+                100
+                * (drawn[:, reuse, 3] - drawn[:, k, 3])
+                / (drawn[:, reuse, 3] - drawn[:, full, 3])
+            )
+            rows.append(
+                {
+                    "set": name,
+                    "n": len(asked),
+                    "encoding": key[0],
+                    "strategy": key[1],
+                    "ratio": key[2],
+                    "recovered": round(100 * (1 - mean["kl"] / means[reuse, 0]), 2),
+                    "recovered_ci": _interval(recovered),
+                    "nll_recovered": round(100 * (means[reuse, 3] - mean["nll"]) / gap, 2),
+                    "nll_recovered_ci": _interval(nll),
+                    "f1_ci": _interval(drawn[:, k, 4], 4),
+                    **{f: round(v, 6) for f, v in mean.items()},
+                }
+            )
+    return rows
+
+
+def _interval(drawn: np.ndarray, digits: int = 1) -> list[float]:
+    return [round(float(q), digits) for q in np.quantile(drawn, [0.025, 0.975])]
