@@ -66,7 +66,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 @json_option
 @model_options
 @click.pass_context
-def command(ctx: click.Context, **options: Any) -> None:
+def command(ctx: click.Context, /, **options: Any) -> None:
     """Measure strategies and ratios against full prefill, on your own questions.
 
     Every strategy is compared with full prefill on full prefill's own answers, so no labels are

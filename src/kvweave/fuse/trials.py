@@ -134,7 +134,7 @@ def judge(full: Tensor, trial: Tensor, answer: Sequence[int]) -> Judged:
     nll = -trial.gather(1, at[:, None]).mean()
     same = full.argmax(-1) == trial.argmax(-1)
     figures = torch.stack([kl.mean(), kl[0], kl.max(), nll, same.float().mean()]).tolist()
-    return Judged(*figures, first_flips=not bool(same[0]))
+    return Judged(*figures[:5], not bool(same[0]))
 
 
 def _until(tokens: list[int], ends: Collection[int]) -> list[int]:
