@@ -89,5 +89,3 @@ def test_recall_counts_the_gold_in_the_best_tenth() -> None:
 )
 def test_one_more_layer_must_be_worth_it(curve: tuple[float, ...], count: int) -> None:
     assert worth_taking(curve) == count
-
-

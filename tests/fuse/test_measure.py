@@ -42,7 +42,11 @@ def tokenizer(chat_model_folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def cases(tokenizer: Tokenizer) -> list[Case]:
-    texts = ["Drain the node, then restart it.", "The quick brown fox jumps.", "Größe, naïve, 東京."]
+    texts = [
+        "Drain the node, then restart it.",
+        "The quick brown fox jumps.",
+        "Größe, naïve, 東京.",
+    ]
     passages = tuple(Passage(text, "A note") for text in texts)
     asked = Record("how do I drain a node?", ("drain it", "restart"), passages)
     return [make_case(tokenizer, asked), make_case(tokenizer, Record("why?", (), passages[:2]))]
