@@ -24,8 +24,11 @@ def test_the_server_page_has_every_request_field() -> None:
     assert described == fields
 
 
-@pytest.mark.parametrize("name", ["ask", "serve"])
+@pytest.mark.parametrize("name", ["ask", "calibrate", "calibrate layers", "serve"])
 def test_the_command_page_has_every_option(name: str) -> None:
+    name, *below = name.split()
     command = importlib.import_module(COMMANDS[name]).command
+    for each in below:
+        command = command.commands[each]
     options = {o for p in command.params for o in [*p.opts, *p.secondary_opts] if o[0] == "-"}
     assert options <= first_column("cli.md")

@@ -84,6 +84,14 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:  # lone surrogates: bytes that were never text
             raise RequestError("the text is not valid Unicode; send UTF-8") from error
 
+    def encode_text_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode_text`, and for each id the half-open character range it came from.
+
+        A character that takes several tokens is the range of each of them.
+        """
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        return list(encoding.ids), [(start, end) for start, end in encoding.offsets]
+
     def encode(self, text: str) -> list[int]:
         """Ids of exactly this text: no BOS, no EOS, no template. Control tokens are recognised."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)

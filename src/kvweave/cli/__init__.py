@@ -13,6 +13,7 @@ from kvweave.errors import KVWeaveError
 COMMANDS: dict[str, str] = {
     "ask": "kvweave.cli.ask",
     "cache": "kvweave.cli.cache",
+    "calibrate": "kvweave.cli.calibrate",
     "docs": "kvweave.cli.docs",
     "ingest": "kvweave.cli.ingest",
     "models": "kvweave.cli.models",

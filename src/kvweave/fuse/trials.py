@@ -91,9 +91,14 @@ class Trials:
         """The likeliest continuation of every trial, up to and including an end token."""
         token = first_logits.argmax(-1)  # [B]
         drawn = [token]
+        ends = torch.tensor(sorted(eos_ids), dtype=torch.int64, device=token.device)
+        ended = torch.isin(token, ends)
         for i in range(max_tokens - 1):
+            if bool(ended.all()):  # short answers are common, and a step waits for nothing else
+                break
             token = self._step(token[:, None], self._num_tokens + i)[:, 0].argmax(-1)
             drawn.append(token)
+            ended |= torch.isin(token, ends)
         return [_until(row, eos_ids) for row in torch.stack(drawn, dim=1).tolist()]
 
     def _step(self, ids: Tensor, start: int) -> Tensor:

@@ -52,6 +52,10 @@ class QueryAttention:
 
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
+        return reduce(self.layer_scores(scene), self.over_layers, dim=0)
+
+    def layer_scores(self, scene: Scene) -> Tensor:
+        """Score of every hit at each of `layers`, ascending: [layers, H] float32. One probe."""
         layers = resolve_layers(self.layers, scene.decoder.spec.num_layers)
         request, at_zero = scene.request, self.keys_at == "encoding"
         probed = probe(
@@ -63,7 +67,7 @@ class QueryAttention:
             first_position=0 if at_zero else None,
         )
         per_layer = [of_hits(scene, self._columns(scene, layer, probed[layer])) for layer in layers]
-        return reduce(torch.stack(per_layer), self.over_layers, dim=0)
+        return torch.stack(per_layer)
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":

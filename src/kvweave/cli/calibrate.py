@@ -1,0 +1,277 @@
+"""`kvweave calibrate`: what each strategy costs on this model, and the choice that follows."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvweave.cli.calibrating import Subject, load_subject, progress_bar
+from kvweave.cli.calibration_view import show_layers, show_tables
+from kvweave.cli.loading import model_options
+from kvweave.errors import ConfigError, CorpusError, RequestError
+
+if TYPE_CHECKING:
+    from kvweave.fuse.case import Case
+    from kvweave.fuse.measure import Setting
+    from kvweave.qa import Record
+
+STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave"
+RATIOS = "0.05,0.15,0.3,0.5"
+MIN_CONTEXT_TOKENS = 2000  # of a sample for critical layers
+
+file_type = click.Path(path_type=Path, dir_okay=False, exists=True)
+qa_option = click.option(
+    "--qa", "qa_file", type=file_type, help="Multi-passage records, JSON lines (.gz is fine)."
+)
+limit_option = click.option(
+    "--limit", type=click.IntRange(min=1), help="Take this many questions at most (all)."
+)
+profile_option = click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the profile here instead of the user's folder.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+
+
+@click.group("calibrate", invoke_without_command=True)
+@click.option("--questions", "questions_file", type=file_type, help="Questions to ask of --kb.")
+@click.option(
+    "--kb",
+    "kb_folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Answer --questions from this knowledge base.",
+)
+@click.option(
+    "--chunks", "k", type=click.IntRange(2, 100), default=5, help="How many to take from --kb (5)."
+)
+@qa_option
+@click.option("--strategies", default=STRATEGIES, show_default=True, help="What to measure.")
+@click.option("--ratios", default=RATIOS, show_default=True, help="Shares to recompute.")
+@click.option(
+    "--encodings", default="isolated", show_default=True, help="isolated, filler:SIZE, or both."
+)
+@limit_option
+@click.option(
+    "--context-tokens",
+    type=click.IntRange(min=1),
+    help="Add passages of other --qa records up to this (take them as they are).",
+)
+@click.option("--bound", type=float, default=None, help="Mean KL to stay below, nats (0.02).")
+@profile_option
+@json_option
+@model_options
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Measure strategies and ratios against full prefill, on your own questions.
+
+    Every strategy is compared with full prefill on full prefill's own answers, so no labels are
+    needed; with known answers F1 and exact match come too. The tables go into the model's profile,
+    from which the gate takes the cheapest strategy within the bound.
+    """
+    if ctx.invoked_subcommand is None:
+        _calibrate(**options)
+
+
+def _calibrate(
+    questions_file: Path | None,
+    kb_folder: Path | None,
+    k: int,
+    qa_file: Path | None,
+    strategies: str,
+    ratios: str,
+    encodings: str,
+    limit: int | None,
+    context_tokens: int | None,
+    bound: float | None,
+    profile_file: Path | None,
+    as_json: bool,
+    **model: str,
+) -> None:
+    from kvweave.fuse.calibration import BOUND, choose
+    from kvweave.fuse.contexts import parse_variant
+    from kvweave.qa import add_distractors
+
+    if (qa_file is None) == (questions_file is None):
+        raise RequestError("give --qa FILE, or --questions FILE with --kb DIR")
+    if (questions_file is None) != (kb_folder is None):
+        raise RequestError("--questions are asked of a knowledge base; give --kb DIR with them")
+    shares = _ratios(ratios)
+    names = _names(strategies)
+    variants = [parse_variant(name) for name in _split(encodings)]
+    bound = BOUND if bound is None else bound
+    if not bound >= 0.0:
+        raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
+    records = _read(qa_file, questions_file)
+    subject = load_subject(profile_file, **model)
+    if qa_file is not None:
+        if context_tokens is not None:
+            records = add_distractors(records, subject.tokenizer, context_tokens)
+        # a context of one chunk is exact: there is nothing to reuse in it
+        records = [record for record in records if len(record.passages) > 1]
+        if not records:
+            raise CorpusError(f"{qa_file.name} has one passage per question; add --context-tokens")
+    records = records[:limit]
+    settings = _settings(subject, names, shares)
+    contexts = [subject.encoding(variant) for variant in variants]
+    if kb_folder is not None:
+        cases = subject.fitting(_retrieved(subject, kb_folder, records, k))
+    else:
+        cases = subject.fitting(subject.case(record) for record in records)
+    source = qa_file or questions_file
+    assert source is not None, "checked above"
+
+    from kvweave.fuse.case import hash_cases
+    from kvweave.fuse.measure import measure
+    from kvweave.fuse.tabulate import Origin, tabulate
+
+    with progress_bar("questions", len(cases)) as advance:
+        answered = measure(
+            subject.decoder, subject.tokenizer, cases, contexts, settings, on_case=advance
+        )
+    origin = Origin(subject.revision, subject.dtype, source.name, hash_cases(cases))
+    tables = [tabulate(answered, settings, each.name, origin) for each in contexts]
+    path = subject.save(subject.profile.with_tables(*tables), profile_file)
+    choices = {table.encoding: choose(table.cells, bound) for table in tables}
+    if as_json:
+        chosen = {name: None if c is None else asdict(c) for name, c in choices.items()}
+        document = {"bound": bound, "chosen": chosen, "tables": [asdict(t) for t in tables]}
+        click.echo(json.dumps({"model": subject.name, "profile": str(path), **document}))
+        return
+    show_tables(tables, choices, bound)
+    click.secho(f"written to {path}", dim=True, err=True)
+
+
+@command.command("layers")
+@qa_option
+@limit_option
+@click.option(
+    "--context-tokens",
+    type=click.IntRange(min=1),
+    default=MIN_CONTEXT_TOKENS,
+    show_default=True,
+    help="Add passages of other records up to this.",
+)
+@profile_option
+@json_option
+@model_options
+def layers_command(
+    qa_file: Path | None,
+    limit: int | None,
+    context_tokens: int,
+    profile_file: Path | None,
+    as_json: bool,
+    **model: str,
+) -> None:
+    """Find the layers that show best what a question asks for (Recall@10 %).
+
+    Needs records whose answers are marked in the passages (answer_spans); qcfuse takes the result.
+    """
+    from kvweave.qa import read_records
+
+    if qa_file is None:
+        raise RequestError("critical layers come from marked answers; give --qa FILE")
+    marked = [r for r in read_records(qa_file) if any(p.answer_spans for p in r.passages)]
+    if not marked:
+        raise CorpusError(f"{qa_file.name} marks no answers; its passages need answer_spans")
+    subject = load_subject(profile_file, **model)
+
+    from dataclasses import replace
+
+    from kvweave.fuse.layer_profile import profile_layers
+    from kvweave.qa import add_distractors, repeat_ids
+
+    padded = add_distractors(marked, subject.tokenizer, context_tokens)[:limit]
+    cases = subject.fitting(subject.case(record) for record in padded)
+    with progress_bar("samples", len(cases)) as advance:
+        found = profile_layers(
+            subject.decoder, cases, repeat_ids(subject.tokenizer), on_sample=advance
+        )
+    path = subject.save(replace(subject.profile, layers=found), profile_file)
+    if as_json:
+        document = {"model": subject.name, "profile": str(path), "layers": asdict(found)}
+        click.echo(json.dumps(document))
+        return
+    show_layers(found)
+    click.secho(f"written to {path}", dim=True, err=True)
+
+
+def _read(qa_file: Path | None, questions_file: Path | None) -> "list[Record]":
+    from kvweave.qa import read_questions, read_records
+
+    path = qa_file or questions_file
+    assert path is not None, "one of them was given"
+    found = list(read_records(path) if qa_file else read_questions(path))
+    if not found:
+        raise CorpusError(f"{path.name} holds no question")
+    return found
+
+
+def _retrieved(
+    subject: Subject, kb_folder: Path, records: "Sequence[Record]", k: int
+) -> "Iterator[Case]":
+    from kvweave.cli.knowledge_bases import find_embedder
+    from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.qa import case_of_chunks
+
+    with KnowledgeBase.open(kb_folder) as listing:
+        embedder = find_embedder(listing.settings.embedder)
+    with KnowledgeBase.open(kb_folder, tokenizer=subject.tokenizer, embedder=embedder) as kb:
+        for record in records:
+            chunks = [hit.chunk.token_ids for hit in kb.search(record.question, k)]
+            if len(chunks) > 1:
+                yield case_of_chunks(subject.tokenizer, record, chunks)
+
+
+def _settings(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -> "list[Setting]":
+    """Every strategy at every ratio; plain reuse once, as it recomputes nothing."""
+    from kvweave.fuse.encodings import KVZIP
+    from kvweave.fuse.measure import Setting
+    from kvweave.fuse.strategy import open_strategy
+
+    num_layers = subject.decoder.spec.num_layers
+    facts = subject.profile.facts(num_layers)
+    settings = []
+    for strategy in [open_strategy(name, facts) for name in names]:
+        beyond = set(strategy.needs(num_layers).extras) - {KVZIP}
+        if beyond:
+            raise RequestError(
+                f"calibrate cannot measure {strategy.name!r}: it needs {sorted(beyond)[0]!r} "
+                "beside stored chunk KV; leave it out"
+            )
+        each = [0.0] if strategy.selector is None else ratios
+        settings += [Setting(strategy, ratio) for ratio in each]
+    return settings
+
+
+def _names(text: str) -> list[str]:
+    from kvweave.fuse.strategy import NAMES
+
+    names = _split(text)
+    for name in names:
+        if name not in NAMES:
+            raise RequestError(f"strategy {name!r} is unknown; known: {', '.join(NAMES)}")
+        if name in ("full", "prefix"):
+            raise RequestError(f"strategy {name!r} is exact; there is nothing to measure")
+    return names
+
+
+def _ratios(text: str) -> list[float]:
+    try:
+        ratios = [float(part) for part in _split(text)]
+    except ValueError:
+        ratios = [-1.0]
+    if not all(0.0 < ratio < 1.0 for ratio in ratios):
+        raise RequestError(f"--ratios {text!r}: give shares between 0 and 1, such as 0.05,0.15")
+    return ratios
+
+
+def _split(text: str) -> list[str]:
+    parts = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not parts:
+        raise RequestError("a list is empty; give names or numbers with commas between them")
+    return parts

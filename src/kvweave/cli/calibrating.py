@@ -1,0 +1,118 @@
+"""What the calibrate commands share: the model that is measured, its profile, a progress bar."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvweave.errors import ConfigError, CorpusError
+
+if TYPE_CHECKING:
+    from kvweave.fuse.case import Case
+    from kvweave.fuse.contexts import Variant
+    from kvweave.fuse.encodings import FixedContext
+    from kvweave.fuse.profiles import Profile
+    from kvweave.model.decoder import Decoder
+    from kvweave.qa import Record
+    from kvweave.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A loaded model and what is known of it so far."""
+
+    name: str
+    decoder: "Decoder"
+    tokenizer: "Tokenizer"
+    profile: "Profile"
+
+    @property
+    def revision(self) -> str:
+        return self.decoder.revision
+
+    @property
+    def dtype(self) -> str:
+        return str(self.decoder.dtype).removeprefix("torch.")
+
+    def case(self, record: "Record") -> "Case":
+        from kvweave.qa import make_case
+
+        return make_case(self.tokenizer, record)
+
+    def fitting(self, cases: "Iterable[Case]") -> "list[Case]":
+        """Those that the model's context holds, with a line on stderr about the rest."""
+        from kvweave.fuse.measure import MAX_ANSWER_TOKENS
+
+        every = list(cases)
+        most = self.decoder.spec.max_context - MAX_ANSWER_TOKENS
+        fit = [case for case in every if case.num_tokens <= most]
+        if not fit:
+            raise CorpusError(f"no prompt fits into the model's context; at most {most:,} tokens")
+        if len(fit) < len(every):
+            left = len(every) - len(fit)
+            click.echo(f"{left} prompts of more than {most:,} tokens are left out", err=True)
+        return fit
+
+    def encoding(self, variant: "Variant") -> "FixedContext":
+        """Chunk KV behind this encoding context, computed on the spot."""
+        from kvweave.fuse.contexts import filler_ids
+        from kvweave.fuse.encodings import FixedContext, Prefixes
+        from kvweave.qa import repeat_ids
+
+        if variant.kind == "neighbours":
+            raise ConfigError(
+                f"calibrate cannot measure {variant}: it computes chunk KV without the chunks' "
+                "neighbours; give isolated or filler"
+            )
+        ids = filler_ids(self.tokenizer, variant.size) if variant.kind == "filler" else ()
+        repeat = repeat_ids(self.tokenizer)
+        return FixedContext(self.decoder, Prefixes(self.decoder), str(variant), ids, repeat)
+
+    def save(self, profile: "Profile", path: Path | None) -> Path:
+        from kvweave.fuse.profiles import save_profile, user_path
+
+        path = path or user_path(self.decoder.weights.fingerprint)
+        save_profile(path, profile)
+        return path
+
+
+def load_subject(
+    profile_file: Path | None, *, model: str, device: str, dtype: str, quant: str
+) -> Subject:
+    """Load a model, and its profile if it has one: from `profile_file` where that is there."""
+    from kvweave.fuse.profiles import Profile, find_profile, load_profile
+    from kvweave.model.load import load_decoder
+    from kvweave.model.locate import locate
+    from kvweave.tokenizer import Tokenizer
+
+    folder = locate(model)
+    tokenizer = Tokenizer(folder)
+    decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
+    weights = decoder.weights.fingerprint
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.exists() else model
+    if profile_file is not None and profile_file.exists():
+        known: Profile | None = load_profile(profile_file, weights, tokenizer.fingerprint)
+    else:
+        known = find_profile(weights, tokenizer.fingerprint)
+    return Subject(name, decoder, tokenizer, known or Profile(name, weights, tokenizer.fingerprint))
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """Count and time left on a terminal; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeLeft())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

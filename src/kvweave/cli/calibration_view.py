@@ -1,0 +1,117 @@
+"""Calibration for people: tables, a bar per layer, and the choice in one line."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    from kvweave.fuse.calibration import Cell, Table
+    from kvweave.fuse.layer_profile import LayerProfile
+
+BAR_WIDTH = 40
+PIPE_WIDTH = 120
+
+
+def show_tables(
+    tables: "Sequence[Table]", choices: "Mapping[str, Cell | None]", bound: float
+) -> None:
+    """One table per encoding, each ending in its choice."""
+    from kvweave.fuse.calibration import ENOUGH_QUESTIONS, is_within
+
+    console = _console()
+    for table in tables:
+        console.print(
+            f"[bold]{table.encoding}[/] · {table.num_questions} questions of {table.data} · "
+            f"{table.mean_prompt_tokens:,.0f} tokens · {table.dtype}"
+        )
+        headings = ["strategy", "ratio", "work", "KL", "KL ≤", "p95", "flips", "top-1", "gone"]
+        gold = table.num_with_answers > 0
+        headings += ["NLL gap", "F1", "EM"] if gold else ["NLL gap"]
+        grid = _grid(headings)
+        for cell in table.cells:
+            gap = cell.gold_nll_gap if gold else cell.nll_gap
+            row = [
+                f"[green]{cell.strategy}[/]" if is_within(cell, bound) else cell.strategy,
+                f"{cell.ratio:g}",
+                f"{cell.work:.0%}",
+                f"{cell.kl:.4f}",
+                f"{cell.kl_high:.4f}",
+                f"{cell.kl_p95:.3f}",
+                f"{cell.flips:.0%}",
+                f"{cell.top1:.0%}",
+                "" if cell.recovered is None else f"{cell.recovered:.0%}",
+                "" if gap is None else f"{gap:+.3f}",
+            ]
+            scores = (cell.f1, cell.em) if gold else ()
+            row += ["" if score is None else f"{100 * score:.1f}" for score in scores]
+            grid.add_row(*row)
+        console.print(grid)
+        if table.full_f1 is not None and table.full_em is not None:
+            console.print(
+                f"[dim]full prefill: F1 {100 * table.full_f1:.1f}, EM {100 * table.full_em:.1f}; "
+                f"everything recomputed: KL {table.noise:.1e} at most[/]"
+            )
+        console.print(_words(choices[table.encoding], bound))
+        if table.num_questions < ENOUGH_QUESTIONS:
+            console.print(
+                f"[yellow]{table.num_questions} questions are few; take {ENOUGH_QUESTIONS} or more "
+                "before you trust this[/]"
+            )
+        console.print()
+
+
+def show_layers(profile: "LayerProfile") -> None:
+    """Recall per layer as bars, then the curve over the best together."""
+    console = _console()
+    console.print(
+        f"Recall@10 % of {profile.num_samples} samples, {profile.mean_context_tokens:,.0f} "
+        "context tokens"
+    )
+    grid = _grid(["layer", "recall", "95 %", ""])
+    most = max(*profile.recall, 1e-9)
+    for layer, recall in enumerate(profile.recall):
+        bar = "█" * round(BAR_WIDTH * recall / most)
+        style = "green" if layer in profile.critical else "dim"
+        interval = f"{profile.recall_low[layer]:.2f}–{profile.recall_high[layer]:.2f}"
+        grid.add_row(str(layer), f"{recall:.3f}", interval, f"[{style}]{bar}[/]")
+    console.print(grid)
+    curve = _grid(["best layers", "together"])
+    for k, recall in enumerate(profile.curve, start=1):
+        curve.add_row(" ".join(map(str, profile.order[:k])), f"{recall:.3f}")
+    curve.add_row("all", f"{profile.all_layers:.3f}")
+    curve.add_row("all, full context", f"{profile.full_context:.3f}")
+    console.print(curve)
+    console.print(f"critical layers: [bold]{', '.join(map(str, profile.critical))}[/]")
+
+
+def _words(chosen: "Cell | None", bound: float) -> str:
+    if chosen is None:
+        return (
+            f"[bold]exact[/]: nothing stays below {bound:g} nats with its whole interval and keeps "
+            "98 % of the first tokens"
+        )
+    return (
+        f"[bold]{chosen.strategy} at {chosen.ratio:g}[/] is the cheapest within {bound:g} nats: "
+        f"{chosen.work:.0%} of full prefill's work, KL {chosen.kl:.4f}"
+    )
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH  # a file has no edge to cut numbers at
+    return console
+
+
+def _grid(headings: Sequence[str]) -> "RichTable":
+    from rich.table import Table
+
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        left = heading in ("strategy", "", "best layers")
+        grid.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    return grid

@@ -1,0 +1,80 @@
+"""What each strategy costs in quality and in work, and the choice that follows from it.
+
+A table holds one cell per strategy and ratio, measured against full prefill (see measure.py). The
+gate is `choose`: the cheapest cell whose mean KL is surely below a bound and that hardly ever
+changes a first token. Pure data: no tensors, no model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+BOUND = 0.02  # nats per token
+MAX_FLIPS = 0.02  # share of questions whose first token may change
+ENOUGH_QUESTIONS = 100  # with fewer, intervals are too narrow for what they claim
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One strategy at one ratio. KL is KL(full prefill ‖ strategy) in nats per answer token."""
+
+    strategy: str
+    ratio: float  # share of the hits that was recomputed
+    work: float  # rows through layers, probe included, as a share of full prefill's
+    kl: float  # mean over questions
+    kl_low: float  # its 95 % interval
+    kl_high: float
+    kl_p95: float  # of the questions' means
+    kl_max: float  # the worst token of all
+    flips: float  # share of questions whose first token changes
+    top1: float  # share of tokens where both choose the same
+    nll_gap: float  # on full prefill's own greedy answer, nats per token
+    recovered: float | None = None  # share of plain reuse's KL that is gone
+    gold_nll_gap: float | None = None  # on the known answer; None where none is known
+    f1: float | None = None
+    em: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells measured together: one model, one encoding context, one set of questions."""
+
+    encoding: str
+    revision: str  # of the decoder: weights, settings and precision
+    dtype: str  # the same for people
+    data: str  # name of the questions' file
+    data_hash: str
+    date: str  # ISO
+    num_questions: int
+    num_with_answers: int  # questions that f1, em and gold_nll_gap come from
+    mean_prompt_tokens: float
+    noise: float  # highest mean KL of a question when everything is recomputed
+    full_f1: float | None  # of full prefill
+    full_em: float | None
+    cells: tuple[Cell, ...]
+
+
+def by_work(cell: Cell) -> float:
+    """The price of a cell where nobody has measured seconds."""
+    return cell.work
+
+
+def choose(
+    cells: Sequence[Cell],
+    bound: float = BOUND,
+    *,
+    cost: Callable[[Cell], float] = by_work,
+    exact_cost: float = 1.0,
+) -> Cell | None:
+    """The cheapest cell within `bound`; None: compute exactly.
+
+    Within means: the upper end of the 95 % interval of mean KL is at most `bound`, and at most
+    MAX_FLIPS of the first tokens change. `cost` prices a cell in the unit of `exact_cost`, which
+    is the price of full prefill; a cell that costs as much is no shortcut. Among equals the one
+    with the lower KL wins.
+    """
+    allowed = [cell for cell in cells if is_within(cell, bound) and cost(cell) < exact_cost]
+    return min(allowed, key=lambda cell: (cost(cell), cell.kl), default=None)
+
+
+def is_within(cell: Cell, bound: float) -> bool:
+    return cell.kl_high <= bound and cell.flips <= MAX_FLIPS

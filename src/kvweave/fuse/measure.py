@@ -1,0 +1,230 @@
+"""Measure strategies against full prefill, question by question.
+
+Every strategy and ratio prefills the same prompt; all are then fed full prefill's own greedy answer
+(and the known one, where there is one) and compared with it token by token. A row that recomputes
+everything goes along in every question: it must come out at rounding noise, or the run is void.
+
+Values are kept per question until the end, because intervals come from resampling questions.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvweave.errors import ModelError
+from kvweave.fuse.answer_scores import exact_match, token_f1
+from kvweave.fuse.case import Case
+from kvweave.fuse.encodings import Encoding, Prefixes
+from kvweave.fuse.fuse import Fused, fuse
+from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.selectors.controls import Stride
+from kvweave.fuse.sources import ComputedChunks
+from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.strategy import Strategy
+from kvweave.fuse.trials import Judged, Trials, judge
+from kvweave.tokenizer import Tokenizer
+
+MAX_ANSWER_TOKENS = 32
+BATCH_BYTES = 1 << 30  # KV of trials that are judged together
+# Mean KL of one answer when everything is recomputed. Float32 gives 1e-9 to 1e-7 here; the half
+# types round the same numbers in another order where a chunk is taken from the store.
+NOISE_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+class Setting(NamedTuple):
+    """A strategy at a ratio."""
+
+    strategy: Strategy
+    ratio: float
+
+
+class Gold(NamedTuple):
+    """Against a known answer."""
+
+    nll: float  # nats per token
+    f1: float
+    em: float
+
+
+class Outcome(NamedTuple):
+    """One setting on one question."""
+
+    judged: Judged
+    nll_gap: float  # to full prefill, on its own greedy answer
+    work: float  # rows through layers as a share of full prefill's
+    gold: Gold | None
+
+
+class Answered(NamedTuple):
+    """One question: full prefill's own scores, and every encoding's outcomes and noise."""
+
+    num_tokens: int
+    gold: Gold | None
+    outcomes: dict[str, list[Outcome]]  # encoding → one per setting, in their order
+    noise: dict[str, float]  # encoding → mean KL with everything recomputed
+
+
+RECOMPUTE_ALL = Setting(Strategy("recompute all", Stride(), 1.0), 1.0)
+
+
+def measure(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    cases: Iterable[Case],
+    encodings: Sequence[Encoding],
+    settings: Sequence[Setting],
+    *,
+    on_case: Callable[[int], None] | None = None,
+) -> list[Answered]:
+    """Try every setting behind every encoding on every case. `on_case` hears how many are done.
+
+    Raises ModelError as soon as recomputing everything is not full prefill: nothing measured on
+    such a machine means anything.
+    """
+    prefixes = Prefixes(decoder)
+    answered = []
+    for case in cases:
+        answered.append(_Asking(decoder, tokenizer, prefixes, case).run(encodings, settings))
+        if on_case is not None:
+            on_case(len(answered))
+    return answered
+
+
+def extras_needed(settings: Iterable[Setting], num_layers: int) -> list[str]:
+    """What must lie beside the chunk KV for these settings."""
+    return sorted({name for each in settings for name in each.strategy.needs(num_layers).extras})
+
+
+class _Asking:
+    """One question on its way through all settings."""
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, prefixes: Prefixes, case: Case
+    ) -> None:
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._prefixes = prefixes
+        self._case = case
+        trials = self._trials(1)
+        first = self._prefill(trials, 0, case.request((), first_is_exact=False), None, None).logits
+        (self._greedy,) = trials.greedy(first[None], tokenizer.eos_ids, MAX_ANSWER_TOKENS)
+        self._full = trials.follow(first[None], self._greedy)[0]  # [A, V]
+        self._full_nll = judge(self._full, self._full, self._greedy).nll
+        known = tokenizer.encode_text(case.answers[0]) if case.answers else []
+        self._known = known[:MAX_ANSWER_TOKENS]
+        self._gold = self._against_gold(trials, first[None], [self._greedy])[0]
+
+    def run(self, encodings: Sequence[Encoding], settings: Sequence[Setting]) -> Answered:
+        outcomes, noise = {}, {}
+        for encoding in encodings:
+            extras = extras_needed(settings, self._decoder.spec.num_layers)
+            source = encoding.prepare(self._case, extras)
+            check, *rest = self._try(source, [RECOMPUTE_ALL, *settings])
+            noise[encoding.name] = self._check_noise(check)
+            outcomes[encoding.name] = rest
+        return Answered(self._case.num_tokens, self._gold, outcomes, noise)
+
+    def _try(self, source: ComputedChunks, settings: Sequence[Setting]) -> list[Outcome]:
+        request = self._case.request(self._case.keys, first_is_exact=True)
+        found: list[Outcome] = []
+        for batch in _batches(settings, self._batch_size()):
+            trials = self._trials(len(batch))
+            fused = [
+                self._prefill(trials, i, request, source, setting)
+                for i, setting in enumerate(batch)
+            ]
+            first = torch.stack([each.logits for each in fused])
+            followed = trials.follow(first, self._greedy)  # [B, A, V]
+            judged = [judge(self._full, one, self._greedy) for one in followed]
+            gold = self._against_gold(trials, first, None)
+            for setting, how, each, known in zip(batch, fused, judged, gold, strict=True):
+                work = self._work(setting, how)
+                found.append(Outcome(each, each.nll - self._full_nll, work, known))
+        return found
+
+    def _prefill(
+        self,
+        trials: Trials,
+        number: int,
+        request: FuseRequest,
+        source: ComputedChunks | None,
+        setting: Setting | None,
+    ) -> Fused:
+        """Fill one trial; without a setting that is full prefill."""
+        kv, preamble = trials.kv(number), self._prefixes.of(self._case.preamble)
+        stitched = Stitched(self._decoder, request, preamble, source or ComputedChunks([]), kv)
+        if setting is None:
+            return fuse(self._decoder, request, stitched, kv)
+        how = setting.strategy
+        return fuse(
+            self._decoder,
+            request,
+            stitched,
+            kv,
+            how.selector,
+            setting.ratio,
+            drift=how.drift,
+            mask=how.mask,
+        )
+
+    def _against_gold(
+        self, trials: Trials, first: Tensor, answers: list[list[int]] | None
+    ) -> list[Gold | None]:
+        """Scores of each trial against the known answer; `answers` if they are decoded already."""
+        if not self._known:
+            return [None] * len(first)
+        followed = trials.follow(first, self._known)
+        nlls = [judge(one, one, self._known).nll for one in followed]
+        if answers is None:
+            answers = trials.greedy(first, self._tokenizer.eos_ids, MAX_ANSWER_TOKENS)
+        scores: list[Gold | None] = []
+        for nll, ids in zip(nlls, answers, strict=True):
+            text = self._tokenizer.decode(ids, skip_special=True)
+            golds = self._case.answers
+            scores.append(Gold(nll, token_f1(text, golds), exact_match(text, golds)))
+        return scores
+
+    def _work(self, setting: Setting, fused: Fused) -> float:
+        """Rows through layers, probe included, as a share of full prefill's."""
+        num_layers = self._decoder.spec.num_layers
+        rows = sum(fused.rows_per_layer)
+        needs = setting.strategy.needs(num_layers)
+        if needs.probe != "none" and 0.0 < setting.ratio < 1.0:
+            rows += needs.probe_depth * len(self._case.question)
+        return rows / (num_layers * self._case.num_tokens)
+
+    def _check_noise(self, check: Outcome) -> float:
+        limit = NOISE_LIMITS[self._full_dtype()]
+        kl = check.judged.kl_mean
+        if not kl <= limit:  # a NaN is no noise either
+            raise ModelError(
+                f"calibration is void: with everything recomputed the answer is {kl:.2g} nats per "
+                f"token from full prefill, above rounding noise ({limit:g}); report this as a bug"
+            )
+        return kl
+
+    def _full_dtype(self) -> torch.dtype:
+        zero = torch.zeros(1, dtype=torch.int64, device=self._decoder.device)
+        return self._decoder.embed(zero).dtype
+
+    def _trials(self, count: int) -> Trials:
+        return Trials(self._decoder, count, self._case.num_tokens, MAX_ANSWER_TOKENS)
+
+    def _batch_size(self) -> int:
+        spec = self._decoder.spec
+        tokens = self._case.num_tokens + MAX_ANSWER_TOKENS
+        values = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * tokens
+        return max(1, BATCH_BYTES // (values * self._full_dtype().itemsize))
+
+
+def _batches(settings: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:
+    for start in range(0, len(settings), size):
+        yield settings[start : start + size]
+
+
+def noise_of(answered: Collection[Answered], encoding: str) -> float:
+    """The highest noise of any question."""
+    return max(each.noise[encoding] for each in answered)

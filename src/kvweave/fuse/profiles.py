@@ -1,0 +1,172 @@
+"""The profile of a model: its critical layers and its calibration tables, as one JSON file.
+
+A user's own profile lies under the cache folder and is written by `kvweave calibrate`; the embedded
+models come with one in the package. The user's wins. A profile names the weights it was measured
+on and is refused for any others.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvweave import paths
+from kvweave.errors import ConfigError
+from kvweave.fuse.calibration import Cell, Table
+from kvweave.fuse.layer_profile import LayerProfile
+from kvweave.fuse.strategy import ModelFacts
+
+FORMAT = 1
+SHORT = 12  # characters of the fingerprint in the name of a packaged profile
+Data = TypeVar("Data")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What is known of one model."""
+
+    model: str  # name, for people
+    weights: str  # fingerprint
+    tokenizer: str  # fingerprint
+    layers: LayerProfile | None = None
+    calibration: tuple[Table, ...] = ()
+
+    def facts(self, num_layers: int) -> ModelFacts:
+        """What strategies want to know."""
+        return ModelFacts(num_layers, self.layers.critical if self.layers else ())
+
+    def table(self, revision: str, encoding: str) -> Table | None:
+        """What was measured with this very decoder and encoding context; None if nothing was."""
+        for table in self.calibration:
+            if (table.revision, table.encoding) == (revision, encoding):
+                return table
+        return None
+
+    def with_tables(self, *tables: Table) -> "Profile":
+        """The same with these tables; one of the same decoder and encoding is replaced."""
+        fresh = {(table.revision, table.encoding) for table in tables}
+        kept = [t for t in self.calibration if (t.revision, t.encoding) not in fresh]
+        return replace(self, calibration=(*kept, *tables))
+
+
+def user_path(weights: str) -> Path:
+    """Where the user's profile of these weights lies."""
+    return paths.home() / "profiles" / f"{weights}.json"
+
+
+def find_profile(weights: str, tokenizer: str) -> Profile | None:
+    """The user's profile of a model, or the packaged one; None if there is neither.
+
+    Raises ConfigError if the file is damaged, of another version or of another model.
+    """
+    path = user_path(weights)
+    if path.is_file():
+        return load_profile(path, weights, tokenizer)
+    for packaged in files("kvweave.fuse").joinpath("profiles").iterdir():
+        if packaged.name.endswith(f"-{weights[:SHORT]}.json"):
+            return _parse(packaged.name, packaged.read_text("utf-8"), weights, tokenizer)
+    return None
+
+
+def load_profile(path: Path, weights: str, tokenizer: str) -> Profile:
+    """Read a profile of exactly this model. Raises ConfigError."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the profile {path}: {error}") from error
+    return _parse(str(path), text, weights, tokenizer)
+
+
+def save_profile(path: Path, profile: Profile) -> None:
+    """Write whole or not at all: a reader sees the old file or the new one."""
+    text = json.dumps({"format": FORMAT, **asdict(_rounded(profile))}, indent=1, allow_nan=False)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text + "\n", "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the profile {path}: {error.strerror}") from error
+
+
+def _parse(name: str, text: str, weights: str, tokenizer: str) -> Profile:
+    again = "make it again with `kvweave calibrate`"
+    try:
+        found = json.loads(text)
+        version = found.pop("format")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{name} is no profile of kvweave; delete it, then {again}") from error
+    if version != FORMAT:
+        raise ConfigError(f"{name} has format {version}, this kvweave reads {FORMAT}; {again}")
+    try:
+        layers = found["layers"]
+        tables = [
+            _read(Table, {**table, "cells": tuple(_read(Cell, c) for c in table["cells"])})
+            for table in found["calibration"]
+        ]
+        profile = _read(
+            Profile,
+            {
+                **found,
+                "layers": None if layers is None else _read(LayerProfile, layers),
+                "calibration": tuple(tables),
+            },
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{name} is damaged ({error}); delete it, then {again}") from error
+    if profile.weights != weights:
+        raise ConfigError(
+            f"{name} was measured on other weights ({profile.model}, {profile.weights[:SHORT]}), "
+            f"this model is {weights[:SHORT]}; {again}"
+        )
+    if profile.tokenizer != tokenizer:
+        raise ConfigError(f"{name} was measured with another tokenizer; {again}")
+    return profile
+
+
+def _read(kind: type[Data], found: Mapping[str, Any]) -> Data:
+    """A dataclass from a JSON object: every field, no other, lists as tuples."""
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    missing = [name for name, f in known.items() if f.default is MISSING and name not in found]
+    unknown = sorted(set(found) - set(known))
+    if missing or unknown:
+        wrong = f"no {missing[0]!r}" if missing else f"{unknown[0]!r} is unknown"
+        raise ValueError(f"{kind.__name__}: {wrong}")
+    for name, value in found.items():
+        # annotations are plain types here, so a number in place of a word is found out
+        expected = str(known[name].type)
+        if "str" in expected and not isinstance(value, str):
+            raise ValueError(f"{kind.__name__}.{name} is {value!r}")
+        if "float" in expected and "tuple" not in expected and not _is_number(value, expected):
+            raise ValueError(f"{kind.__name__}.{name} is {value!r}")
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
+
+
+def _is_number(value: Any, expected: str) -> bool:
+    if value is None:
+        return "None" in expected
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _rounded(profile: Profile) -> Profile:
+    """Six significant digits: more is noise, and the file is read by people too."""
+    layers = None if profile.layers is None else _round(profile.layers)
+    tables = tuple(
+        _round(replace(table, cells=tuple(_round(cell) for cell in table.cells)))
+        for table in profile.calibration
+    )
+    return replace(profile, layers=layers, calibration=tables)
+
+
+def _round(data: Data) -> Data:
+    def short(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.6g}")
+        return tuple(map(short, value)) if isinstance(value, tuple) else value
+
+    changes = {f.name: short(getattr(data, f.name)) for f in fields(data)}  # type: ignore[arg-type]
+    return replace(data, **changes)  # type: ignore[type-var]

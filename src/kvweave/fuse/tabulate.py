@@ -1,0 +1,98 @@
+"""From outcomes per question to a table: means, intervals, shares.
+
+All cells of a table share the same resamples of its questions, so they compare pairwise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+
+from kvweave.fuse.bootstrap import Bootstrap, Interval, Values
+from kvweave.fuse.calibration import Cell, Table
+from kvweave.fuse.measure import Answered, Gold, Outcome, Setting, noise_of
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What was measured, and on what."""
+
+    revision: str  # of the decoder
+    dtype: str
+    data: str  # name of the questions' file
+    data_hash: str
+
+
+def tabulate(
+    answered: Sequence[Answered], settings: Sequence[Setting], encoding: str, origin: Origin
+) -> Table:
+    """The table of one encoding. "reuse" among the settings is what recovery counts from."""
+    boot = Bootstrap(len(answered))
+    columns = [[each.outcomes[encoding][i] for each in answered] for i in range(len(settings))]
+    golds = [each.gold for each in answered]
+    reused = next(
+        (_kl(c) for s, c in zip(settings, columns, strict=True) if s.strategy.name == "reuse"), None
+    )
+    return Table(
+        encoding=encoding,
+        revision=origin.revision,
+        dtype=origin.dtype,
+        data=origin.data,
+        data_hash=origin.data_hash,
+        date=date.today().isoformat(),
+        num_questions=len(answered),
+        num_with_answers=sum(gold is not None for gold in golds),
+        mean_prompt_tokens=float(np.mean([each.num_tokens for each in answered])),
+        noise=noise_of(answered, encoding),
+        full_f1=_mean([gold.f1 for gold in golds if gold is not None]),
+        full_em=_mean([gold.em for gold in golds if gold is not None]),
+        cells=tuple(
+            _cell(boot, setting, column, golds, reused)
+            for setting, column in zip(settings, columns, strict=True)
+        ),
+    )
+
+
+def compare(answered: Sequence[Answered], encoding: str, setting: int, other: int) -> Interval:
+    """How much higher the KL of one setting is than that of another, question by question."""
+    columns = [_kl([each.outcomes[encoding][i] for each in answered]) for i in (setting, other)]
+    return Bootstrap(len(answered)).difference(*columns)
+
+
+def _cell(
+    boot: Bootstrap,
+    setting: Setting,
+    column: Sequence[Outcome],
+    full: Sequence[Gold | None],
+    reused: Values | None,
+) -> Cell:
+    kl = _kl(column)
+    interval = boot.mean(kl)
+    recovered = None if reused is None else boot.recovered(kl, reused)
+    known = [(o.gold, f) for o, f in zip(column, full, strict=True) if o.gold and f]
+    return Cell(
+        strategy=setting.strategy.name,
+        ratio=setting.ratio,
+        work=float(np.mean([o.work for o in column])),
+        kl=interval.mean,
+        kl_low=interval.low,
+        kl_high=interval.high,
+        kl_p95=float(np.quantile(kl, 0.95)),
+        kl_max=max(o.judged.kl_max for o in column),
+        flips=float(np.mean([o.judged.first_flips for o in column])),
+        top1=float(np.mean([o.judged.top1 for o in column])),
+        nll_gap=float(np.mean([o.nll_gap for o in column])),
+        recovered=None if recovered is None else recovered.mean,
+        gold_nll_gap=_mean([gold.nll - whole.nll for gold, whole in known]),
+        f1=_mean([gold.f1 for gold, _ in known]),
+        em=_mean([gold.em for gold, _ in known]),
+    )
+
+
+def _kl(column: Sequence[Outcome]) -> Values:
+    return np.array([o.judged.kl_mean for o in column])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None

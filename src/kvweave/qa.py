@@ -1,0 +1,196 @@
+"""Questions to measure on: read from files, laid out as prompts.
+
+Two kinds of files, both UTF-8, gzip if the name ends so:
+
+    multi-passage records   JSON lines {"question", "answers", "passages": [{"title", "text",
+                            "answer_spans": [[start, end)]}]}, spans in characters of the text
+    questions               JSON lines {"question", "answers"?}, or plain lines
+
+A passage is a chunk and is tokenised by itself, so spans are found per passage.
+"""
+
+import gzip
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvweave.errors import CorpusError
+from kvweave.fuse.answer_scores import normalise
+from kvweave.fuse.case import Case
+from kvweave.prompt import SYSTEM, Document, chunk_text, lay_out, split_template
+from kvweave.tokenizer import Tokenizer
+
+REPEAT = "\n\nRepeat the previous context exactly."
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A text to answer from, with the places [start, end) in it that spell an answer."""
+
+    text: str
+    title: str = ""
+    answer_spans: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A question, its known answers if any, and its passages if it brings them."""
+
+    question: str
+    answers: tuple[str, ...] = ()
+    passages: tuple[Passage, ...] = ()
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Multi-passage records. Raises CorpusError that names the line."""
+    for number, line in _lines(path):
+        record = _parse(path, number, line)
+        try:
+            passages = tuple(_passage(each) for each in record["passages"])
+            answers = tuple(a for a in record.get("answers", ()) if a.strip())
+            yield Record(str(record["question"]), answers, passages)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorpusError(
+                f"{path.name} line {number} is no multi-passage record ({_reason(error)}); it "
+                "needs question, answers and passages with title and text"
+            ) from error
+
+
+def read_questions(path: Path) -> Iterator[Record]:
+    """Questions alone: plain lines, or JSON lines if the name says so."""
+    as_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+    for number, line in _lines(path):
+        if not as_json:
+            yield Record(line.strip())
+            continue
+        record = _parse(path, number, line)
+        question, answers = record.get("question"), record.get("answers", [])
+        if not isinstance(question, str) or not question.strip() or not isinstance(answers, list):
+            raise CorpusError(
+                f"{path.name} line {number} has no 'question'; see docs/calibration.md"
+            )
+        yield Record(question, tuple(str(a) for a in answers if str(a).strip()))
+
+
+def add_distractors(
+    records: Sequence[Record], tokenizer: Tokenizer, min_tokens: int, seed: int = 0
+) -> list[Record]:
+    """Bring every context to `min_tokens` with passages of other records, in a drawn order.
+
+    A passage that spells one of the answers is no distractor. The same seed gives the same
+    prompts. Records stay short where there is nothing left to add.
+    """
+    pool = list({p.text: replace(p, answer_spans=()) for r in records for p in r.passages}.values())
+    lengths = {p.text: len(tokenizer.encode_text(_chunk_text(p))) for p in pool}
+    made = []
+    for number, record in enumerate(records):
+        rng = random.Random(f"{seed}:{number}:{record.question}")  # noqa: S311 a sample, no secret
+        passages = list(record.passages)
+        missing = min_tokens - sum(lengths[p.text] for p in passages)
+        own = {p.text for p in passages}
+        golds = [normalise(answer) for answer in record.answers]
+        for extra in rng.sample(pool, len(pool)) if missing > 0 else ():
+            if missing <= 0:
+                break
+            words = normalise(extra.text)
+            if extra.text in own or any(gold and gold in words for gold in golds):
+                continue
+            passages.append(extra)
+            missing -= lengths[extra.text]
+        rng.shuffle(passages)
+        made.append(replace(record, passages=tuple(passages)))
+    return made
+
+
+def make_case(tokenizer: Tokenizer, record: Record, system: str = SYSTEM) -> Case:
+    """The prompt of a record over its own passages, with the positions that spell an answer."""
+    encoded = [encode_passage(tokenizer, passage) for passage in record.passages]
+    case = case_of_chunks(tokenizer, record, [ids for ids, _ in encoded], system)
+    gold, start = [], len(case.preamble)
+    for ids, marked in encoded:
+        gold += [start + i for i in marked]
+        start += len(ids)
+    return replace(case, gold=tuple(gold))
+
+
+def case_of_chunks(
+    tokenizer: Tokenizer, record: Record, chunks: Sequence[tuple[int, ...]], system: str = SYSTEM
+) -> Case:
+    """The prompt of a question over chunks that have their token ids already."""
+    prompt = lay_out(tokenizer, record.question, chunks, system)
+    return Case(
+        prompt.preamble, prompt.chunks, prompt.question, prompt.asked, answers=record.answers
+    )
+
+
+def encode_passage(tokenizer: Tokenizer, passage: Passage) -> tuple[tuple[int, ...], list[int]]:
+    """Token ids of a passage as it stands in a prompt, and which of them touch an answer span."""
+    text = _chunk_text(passage)
+    ids, offsets = tokenizer.encode_text_with_offsets(text)
+    stripped = len(passage.text) - len(passage.text.lstrip())
+    shift = text.index(passage.text.strip(), len(_title_line(passage))) - stripped
+    spans = [(start + shift, end + shift) for start, end in passage.answer_spans]
+    marked = [
+        i
+        for i, (first, last) in enumerate(offsets)
+        if any(first < end and start < last for start, end in spans)
+    ]
+    return tuple(ids), marked
+
+
+def repeat_ids(tokenizer: Tokenizer, system: str = SYSTEM) -> tuple[int, ...]:
+    """What asks a model to repeat a chunk, up to where the repetition starts."""
+    _, closing = split_template(tokenizer, system)
+    return (*tokenizer.encode_text(REPEAT), *closing)
+
+
+def _chunk_text(passage: Passage) -> str:
+    return chunk_text(Document(passage.text, passage.title))
+
+
+def _title_line(passage: Passage) -> str:
+    title = passage.title.strip()
+    return f"{title}\n" if title else ""
+
+
+def _passage(found: dict[str, Any]) -> Passage:
+    text = str(found["text"])
+    # a span whose place in the text was guessed is worse than none
+    known = found.get("answer_spans") or [] if found.get("unambiguous", True) else []
+    spans = tuple((int(start), int(end)) for start, end in known)
+    if not text.strip():
+        raise ValueError("a passage is empty")
+    if any(not 0 <= start < end <= len(text) for start, end in spans):
+        raise ValueError("an answer span lies outside its passage")
+    return Passage(text, str(found.get("title") or ""), spans)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or _reason(error)
+        raise CorpusError(f"cannot read {path}: {reason}") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise CorpusError(f"{path.name} line {number} is no JSON: {_reason(error)}") from error
+    if not isinstance(record, dict):
+        raise CorpusError(f"{path.name} line {number} is no JSON object")
+    return record
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyError):
+        return f"no {error}"
+    return " ".join(str(error).split()) or type(error).__name__

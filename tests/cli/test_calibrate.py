@@ -1,0 +1,182 @@
+"""`kvweave calibrate` from files to a profile, and every bad input one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvweave.fuse.profiles import Profile, find_profile
+from kvweave.ingest.pipeline import ingest
+from kvweave.model.load import load_decoder
+from kvweave.tokenizer import Tokenizer
+from running import Ran, Run
+from tiny_corpus import WordEmbedder, make_folder, open_kb
+
+SENTENCES = (
+    "Drain the node, then restart it.",
+    "The quick brown fox jumps over the lazy dog.",
+    "Größe, naïve, 東京, and a red house by the sea.",
+    "You answer questions from the passages you are given.",
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def qa_file(tmp_path: Path) -> Path:
+    return write_records(tmp_path / "qa.jsonl")
+
+
+def write_records(path: Path, *, spans: bool = True) -> Path:
+    with path.open("w") as file:
+        for i, text in enumerate(SENTENCES):
+            word = text.split()[1]
+            gold: dict[str, Any] = {"title": f"Note {i}", "text": text}
+            if spans:
+                gold["answer_spans"] = [[text.index(word), text.index(word) + len(word)]]
+            others = [{"title": "", "text": other} for other in SENTENCES if other != text]
+            record = {"question": f"what {i}?", "answers": [word], "passages": [*others, gold]}
+            file.write(json.dumps(record) + "\n")
+    return path
+
+
+def profile_of(model: Path) -> Profile | None:
+    weights = load_decoder(model, device="cpu").weights.fingerprint
+    return find_profile(weights, Tokenizer(model).fingerprint)
+
+
+def refused(ran: Ran) -> str:
+    assert ran.code == 2, ran
+    assert ran.out == ""
+    assert ran.err.count("\n") == 1, ran.err
+    assert ran.err.startswith("kvweave: ")
+    return ran.err
+
+
+def test_layers_then_tables_make_one_profile(
+    run: Run, chat_model_folder: Path, qa_file: Path
+) -> None:
+    model = ["--model", chat_model_folder, "--qa", qa_file]
+    ran = run("calibrate", "layers", *model, "--context-tokens", 100)
+    assert ran.code == 0
+    assert "critical layers:" in ran.out
+    assert "all, full context" in ran.out
+    ran = run("calibrate", *model, "--ratios", "0.2, 0.5", "--encodings", "isolated,filler:2")
+    assert ran.code == 0, ran.err
+    assert "isolated · 4 questions of qa.jsonl" in ran.out
+    assert "filler:2 · 4 questions" in ran.out
+    assert "4 questions are few" in ran.out
+    profile = profile_of(chat_model_folder)
+    assert profile is not None
+    assert profile.layers is not None
+    assert profile.layers.num_samples == 4
+    assert [table.encoding for table in profile.calibration] == ["isolated", "filler:2"]
+    cells = profile.calibration[0].cells
+    assert len(cells) == 1 + 6 * 2
+    assert {cell.strategy for cell in cells} >= {"reuse", "qcfuse", "weave"}
+    assert all(cell.f1 is not None for cell in cells)
+
+
+def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
+    run: Run, chat_model_folder: Path, qa_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "here.json"
+    options = ["--strategies", "reuse,epic", "--ratios", "0.3", "--limit", 2, "--profile", path]
+    ran = run(
+        "calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, "--bound", 0, "--json"
+    )
+    assert (ran.code, ran.err) == (0, "")
+    said = json.loads(ran.out)
+    assert said["chosen"] == {"isolated": None}
+    assert said["profile"] == str(path)
+    assert [cell["strategy"] for cell in said["tables"][0]["cells"]] == ["reuse", "epic"]
+    assert said["tables"][0]["num_questions"] == 2
+    assert path.is_file()
+    assert profile_of(chat_model_folder) is None  # written there and not to the user's folder
+
+
+def test_questions_are_asked_of_a_knowledge_base(
+    run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda name: WordEmbedder())
+    with open_kb(tmp_path / "kb", Tokenizer(chat_model_folder)) as kb:
+        ingest(kb, [make_folder(tmp_path / "docs", 3)], None)
+    (tmp_path / "q.txt").write_text("how do I drain a node?\nwhat is a taint?\n")
+    options = ["--kb", tmp_path / "kb", "--chunks", 3, "--strategies", "reuse,weave"]
+    ran = run(
+        "calibrate", "--questions", tmp_path / "q.txt", *options, "--model", chat_model_folder
+    )
+    assert ran.code == 0, ran.err
+    assert "2 questions of q.txt" in ran.out
+    assert "F1" not in ran.out  # nobody knows the answers
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "give --qa FILE, or --questions FILE with --kb DIR"),
+        (["--questions", "QA"], "give --kb DIR with them"),
+        (["--qa", "QA", "--ratios", "0.1,2"], "give shares between 0 and 1"),
+        (["--qa", "QA", "--ratios", "many"], "give shares between 0 and 1"),
+        (["--qa", "QA", "--ratios", ","], "a list is empty"),
+        (["--qa", "QA", "--strategies", "best"], "strategy 'best' is unknown; known: full"),
+        (["--qa", "QA", "--strategies", "full"], "strategy 'full' is exact"),
+        (["--qa", "QA", "--encodings", "alone"], "encoding 'alone' is unknown"),
+        (["--qa", "QA", "--bound", "-1"], "--bound -1 is no KL"),
+        (["--qa", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_bad_options_are_refused_before_the_model_loads(
+    run: Run, qa_file: Path, options: list[str], says: str
+) -> None:
+    given = [str(qa_file) if option == "QA" else option for option in options]
+    assert says in refused(run("calibrate", *given, "--model", "no-such-model"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--strategies", "qcfuse"], "find them with `kvweave calibrate layers`"),
+        (["--strategies", "cachecraft"], "cannot measure 'cachecraft'"),
+        (["--strategies", "reuse", "--encodings", "neighbours:3"], "cannot measure neighbours:3"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    run: Run, chat_model_folder: Path, qa_file: Path, options: list[str], says: str
+) -> None:
+    ran = run("calibrate", "--qa", qa_file, "--model", chat_model_folder, *options)
+    assert says in refused(ran)
+
+
+def test_layers_want_marked_answers(run: Run, chat_model_folder: Path, tmp_path: Path) -> None:
+    unmarked = write_records(tmp_path / "plain.jsonl", spans=False)
+    ran = run("calibrate", "layers", "--qa", unmarked, "--model", chat_model_folder)
+    assert "plain.jsonl marks no answers" in refused(ran)
+    assert "give --qa FILE" in refused(run("calibrate", "layers"))
+
+
+def test_prompts_beyond_the_context_are_refused(
+    run: Run, chat_model_folder: Path, qa_file: Path
+) -> None:
+    with qa_file.open("a") as file:
+        passages = [{"title": "", "text": "node " * 500}, {"title": "", "text": "x"}]
+        file.write(json.dumps({"question": "q?", "answers": ["a"], "passages": passages}) + "\n")
+    options = ["--strategies", "reuse", "--model", chat_model_folder]
+    ran = run("calibrate", "--qa", qa_file, *options)
+    assert ran.code == 0
+    assert "1 prompts of more than 480 tokens are left out" in ran.err
+    lines = qa_file.read_text().splitlines()
+    qa_file.write_text(lines[-1] + "\n")
+    assert "no prompt fits" in refused(run("calibrate", "--qa", qa_file, *options))
+
+
+def test_a_damaged_profile_is_one_line(
+    run: Run, chat_model_folder: Path, qa_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "p.json").write_text("{")
+    options = ["--model", chat_model_folder, "--profile", tmp_path / "p.json"]
+    assert "no profile of kvweave" in refused(run("calibrate", "--qa", qa_file, *options))

@@ -1,0 +1,139 @@
+"""Measuring against full prefill: noise where nothing differs, void where something must not."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import ModelError
+from kvweave.fuse import measure as measuring
+from kvweave.fuse.case import Case, hash_cases
+from kvweave.fuse.encode import encode_chunks, encode_prefix
+from kvweave.fuse.encodings import KVZIP, FixedContext, Prefixes
+from kvweave.fuse.measure import Answered, Setting, measure
+from kvweave.fuse.sources import ComputedChunks
+from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.tabulate import Origin, compare, tabulate
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.qa import Passage, Record, make_case, repeat_ids
+from kvweave.tokenizer import Tokenizer
+
+FACTS = ModelFacts(3, (1, 2))
+SETTINGS = [
+    Setting(open_strategy("reuse", FACTS), 0.0),
+    Setting(open_strategy("epic", FACTS), 0.3),
+    Setting(open_strategy("cacheblend", FACTS), 0.3),
+    Setting(open_strategy("qcfuse", FACTS), 0.3),
+    Setting(open_strategy("weave", FACTS), 0.97),
+]
+ORIGIN = Origin("revision", "float32", "questions.txt", "hash")
+
+
+@pytest.fixture(scope="module")
+def decoder(chat_model_folder: Path) -> Decoder:
+    return load_decoder(chat_model_folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_model_folder: Path) -> Tokenizer:
+    return Tokenizer(chat_model_folder)
+
+
+@pytest.fixture(scope="module")
+def cases(tokenizer: Tokenizer) -> list[Case]:
+    texts = [
+        "Drain the node, then restart it.",
+        "The quick brown fox jumps.",
+        "Größe, naïve, 東京.",
+    ]
+    passages = tuple(Passage(text, "A note") for text in texts)
+    asked = Record("how do I drain a node?", ("drain it", "restart"), passages)
+    return [make_case(tokenizer, asked), make_case(tokenizer, Record("why?", (), passages[:2]))]
+
+
+@pytest.fixture(scope="module")
+def isolated(decoder: Decoder, tokenizer: Tokenizer) -> FixedContext:
+    return FixedContext(decoder, Prefixes(decoder), "isolated", (), repeat_ids(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def answered(
+    decoder: Decoder, tokenizer: Tokenizer, cases: list[Case], isolated: FixedContext
+) -> list[Answered]:
+    filler = tokenizer.encode_text("The lazy dog. ")
+    behind = FixedContext(decoder, Prefixes(decoder), "filler:1", filler, repeat_ids(tokenizer))
+    return measure(decoder, tokenizer, cases, [isolated, behind], SETTINGS)
+
+
+def test_the_table_has_every_setting_and_plain_reuse_recovers_nothing(
+    answered: list[Answered],
+) -> None:
+    table = tabulate(answered, SETTINGS, "isolated", ORIGIN)
+    named = [(cell.strategy, cell.ratio) for cell in table.cells]
+    assert named == [(s.strategy.name, s.ratio) for s in SETTINGS]
+    reuse, *_, nearly_all = table.cells
+    assert reuse.recovered == 0.0
+    assert reuse.kl > 1e-4
+    assert reuse.kl_low <= reuse.kl <= reuse.kl_high
+    assert nearly_all.kl < reuse.kl
+    assert (table.num_questions, table.num_with_answers) == (2, 1)
+    assert 0.0 <= table.noise < 1e-5
+    assert table.full_f1 is not None
+
+
+def test_work_counts_rows_probes_and_full_width_layers(
+    answered: list[Answered], cases: list[Case]
+) -> None:
+    reuse, epic, blend, qcfuse, _ = answered[0].outcomes["isolated"]
+    case = cases[0]
+    assert reuse.work == pytest.approx(len(case.question) / case.num_tokens)
+    assert reuse.work < epic.work < blend.work  # cacheblend runs every hit through layer 0
+    assert epic.work < qcfuse.work  # the question goes through the layers once more
+
+
+def test_encodings_are_measured_apart(answered: list[Answered]) -> None:
+    one, other = (
+        tabulate(answered, SETTINGS, name, ORIGIN).cells[0] for name in ("isolated", "filler:1")
+    )
+    assert one.kl != other.kl
+    assert compare(answered, "isolated", 0, 0) == (0.0, 0.0, 0.0)
+
+
+def test_trials_in_small_batches_say_the_same(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    cases: list[Case],
+    isolated: FixedContext,
+    answered: list[Answered],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measuring, "BATCH_BYTES", 1)
+    alone = measure(decoder, tokenizer, cases[:1], [isolated], SETTINGS)
+    for one, many in zip(
+        alone[0].outcomes["isolated"], answered[0].outcomes["isolated"], strict=True
+    ):
+        assert one.judged == pytest.approx(many.judged, abs=1e-5)
+        assert one.gold == pytest.approx(many.gold, abs=1e-5)
+
+
+def test_a_run_in_which_recomputing_everything_differs_is_void(
+    decoder: Decoder, tokenizer: Tokenizer, cases: list[Case], isolated: FixedContext
+) -> None:
+    class SaysExact:
+        """Passes off a first chunk that was encoded behind other text as exact."""
+
+        name = "wrong"
+
+        def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
+            wrong = encode_prefix(decoder, [*case.preamble, *range(5, 25)])
+            beside = {KVZIP: isolated.prepare(case, [KVZIP]).extra(KVZIP)}
+            return ComputedChunks(encode_chunks(decoder, wrong, case.chunks), beside)
+
+    with pytest.raises(ModelError, match="calibration is void: .* from full prefill"):
+        measure(decoder, tokenizer, cases, [SaysExact()], SETTINGS)
+
+
+def test_another_question_is_another_hash(cases: list[Case]) -> None:
+    assert hash_cases(cases) == hash_cases(list(cases))
+    assert hash_cases(cases) != hash_cases(cases[:1])
