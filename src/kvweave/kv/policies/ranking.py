@@ -33,6 +33,13 @@ class Ranking(Generic[K]):
     def remove(self, thing: K) -> None:
         del self._ranks[thing]
 
+    def discard(self, thing: K) -> None:
+        """Remove a thing that may not be there."""
+        self._ranks.pop(thing, None)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._ranks)
+
     def rank(self, thing: K) -> float:
         return self._ranks[thing][0]
 
