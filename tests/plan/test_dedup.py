@@ -20,7 +20,8 @@ def test_a_chunk_whose_message_was_cut_is_sent_again() -> None:
     chunks.sent("talk", "m1", [c.id for c in refs("a")])
     chunks.sent("talk", "m2", [c.id for c in refs("b")])
     assert chunks.part("talk", ["m2"], refs("ab")).new == tuple(refs("a"))
-    assert chunks.part("talk", ["m1", "m2"], refs("a")).new == tuple(refs("a"))  # stays forgotten
+    chunks.sent("talk", "m3", [c.id for c in refs("a")])
+    assert chunks.part("talk", ["m2", "m3"], refs("ab")).new == ()
 
 
 def test_conversations_do_not_share() -> None:

@@ -3,7 +3,7 @@
 A chunk that an earlier turn brought is still in the prompt, as part of the history, so a later turn
 sends only what is new. That holds only while its copy is really there: clients cut long histories.
 The map therefore remembers *in which message* a copy stands, is told with every request which
-messages the prompt has, and forgets what was cut. So every chunk that retrieval returned is in the
+messages the prompt has, and counts no others. So every chunk that retrieval returned is in the
 final prompt, in the history or among the new ones.
 """
 
@@ -38,16 +38,14 @@ class ChunkMap:
         """Part a turn's chunks. `history`: keys of the messages this prompt has before the turn.
 
         A key names a message and its content (a hash of it will do): an edited message is another.
-        Forgets copies whose message is gone. An empty conversation name stands for none.
+        A copy whose message is gone does not count. An empty conversation name stands for none.
         """
         places = self._places.get(conversation, {}) if conversation else {}
         kept = set(history)
-        for chunk_id in [c for c, message in places.items() if message not in kept]:
-            del places[chunk_id]
         new: dict[ChunkId, ChunkRef] = {}
         old: dict[ChunkId, ChunkRef] = {}
         for chunk in chunks:
-            (old if chunk.id in places else new).setdefault(chunk.id, chunk)
+            (old if places.get(chunk.id) in kept else new).setdefault(chunk.id, chunk)
         return Deduped(tuple(new.values()), tuple(old.values()))
 
     def sent(self, conversation: str, message: str, chunk_ids: Collection[ChunkId]) -> None:

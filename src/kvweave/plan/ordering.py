@@ -99,7 +99,10 @@ def tree_order(
         place = len(path)
         if place == len(chunks):
             return
-        wanted = [chunks[place].id] if place in fixed else sorted(left)
+        if place in fixed:
+            wanted = [chunks[place].id]
+        else:  # whichever is shorter: most nodes have few children
+            wanted = sorted(left.intersection(list(node.children)))
         for chunk_id in wanted:
             child = node.children.get(chunk_id)
             if child is not None and visits < MAX_VISITS:

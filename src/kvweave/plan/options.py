@@ -1,0 +1,222 @@
+"""The ways to answer, each priced: exact prefix, and fused behind it.
+
+Where a tier is slow, single chunks are computed instead of loaded. Which: those nearest behind the
+exact prefix, because computed there they are exact too and push the frontier of exactness on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
+from kvweave.plan.layout import Layout, Stored, computed, computed_chunk
+from kvweave.plan.plan import Option, Reason, Span, SpanKind
+
+MAX_TIERS = 4  # that are looked at for chunks to compute instead
+MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device leaves for fusion."""
+
+    row_bytes: int = 0  # KV of one recomputed row, all layers
+    free_bytes: int | None = None  # device memory for recomputed rows; None: enough
+
+
+class Candidate(NamedTuple):
+    """An option with the spans it means."""
+
+    option: Option
+    spans: tuple[Span, ...]
+    strategy: str | None = None
+
+
+class _Priced(NamedTuple):
+    seconds: float
+    rows: int
+    load_bytes: int
+    waits_for: str | None
+
+
+def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
+    """The exact prefix, as much of it as is faster to load than to compute; [] if there is none."""
+    exact = [layout.preamble] if layout.preamble.kind is SpanKind.EXACT else []
+    if not exact:
+        return []
+    exact.extend(layout.path)
+    first = layout.first_exact()
+    if first is not None:
+        exact.append(first)
+    on_device = next((i for i, span in enumerate(exact) if span.load_bytes), len(exact))
+    on_device = max(1, on_device)  # without the preamble it would be full prefill
+    best: tuple[float, int, int, int] | None = None
+    for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
+        kept = exact[:end]
+        tokens = sum(span.num_tokens for span in kept)
+        loads = _loads(kept)
+        price = costs.prefix(tokens, layout.total, loads)
+        if best is None or price.seconds <= best[0]:
+            best = (price.seconds, end, tokens, sum(loads.values()))
+    assert best is not None, "the part on the device is always a choice"
+    seconds, end, tokens, load_bytes = best
+    option = Option("prefix", seconds, layout.total - tokens, load_bytes, Reason.CHEAPEST)
+    return [Candidate(option, _prefix_spans(layout, exact[:end]))]
+
+
+def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
+    spans = list(kept)
+    spans.extend(computed(span, Reason.TIER_TOO_SLOW) for span in layout.path[len(kept) - 1 :])
+    start = sum(span.num_tokens for span in spans)
+    skip = 1 if kept and kept[-1].reason is Reason.FIRST else 0
+    for chunk, copies in zip(layout.behind[skip:], layout.stored[skip:], strict=True):
+        reason = Reason.NOT_EXACT if copies else Reason.NOT_STORED
+        spans.append(computed_chunk(chunk, start, reason, True))
+        start += chunk.num_tokens
+    return (*spans, layout.question(True))
+
+
+def price_fused(
+    costs: CostModel, layout: Layout, strategy: StrategyInfo, ratio: float, limits: Limits
+) -> Candidate | Reason:
+    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined."""
+    usable = [_usable(copies, strategy) for copies in layout.stored]
+    first = layout.first_exact()
+    loadable = [copy if copy and costs.can_load(copy.tier) else None for copy in usable]
+    hits = [i for i, copy in enumerate(loadable) if copy and not (first and i == 0)]
+    hit_tokens = sum(layout.behind[i].num_tokens for i in hits)
+    if hit_tokens < MIN_HIT_TOKENS:
+        return _why_few(layout, usable, loadable)
+    if limits.free_bytes is not None:
+        rows = row_budget(hit_tokens, ratio) + layout.question_tokens
+        if rows * limits.row_bytes > limits.free_bytes:
+            return Reason.NO_MEMORY
+    exact = [layout.preamble, *layout.path, *([first] if first else [])]
+    fixed_loads = _loads(exact)
+    missing = sum(chunk.num_tokens for chunk in layout.behind) - hit_tokens
+    missing -= first.num_tokens if first else 0
+    missing += layout.question_tokens
+    if layout.preamble.kind is not SpanKind.EXACT:
+        missing += layout.preamble.num_tokens
+
+    def price(computed_hits: frozenset[int]) -> _Priced:
+        """With these hits computed instead of loaded."""
+        loads = dict(fixed_loads)
+        tokens, rows = 0, missing
+        for i in hits:
+            copy = loadable[i]
+            assert copy is not None, "hits are loadable"
+            if i in computed_hits:
+                rows += layout.behind[i].num_tokens
+                continue
+            tokens += layout.behind[i].num_tokens
+            loads[copy.tier] = loads.get(copy.tier, 0) + copy.size_bytes
+        rows += row_budget(tokens, ratio)
+        out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
+        return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for)
+
+    tiers = {i: copy.tier for i, copy in enumerate(loadable) if copy}
+    computed_hits = _computed_instead(price, hits, tiers)
+    seconds, rows, load_bytes, _ = price(computed_hits)
+    loaded = [i for i in hits if i not in computed_hits]
+    if not loaded:
+        return Reason.TIER_TOO_SLOW
+    mixed = len(loaded) < len(layout.path) + len(layout.behind)
+    name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
+    option = Option(name, seconds, rows, load_bytes, Reason.CHEAPEST, ratio)
+    spans = _fused_spans(layout, first, loadable, set(loaded), usable)
+    return Candidate(option, spans, strategy.name)
+
+
+def _computed_instead(
+    price: Callable[[frozenset[int]], _Priced], hits: Sequence[int], tiers: Mapping[int, str]
+) -> frozenset[int]:
+    """Which hits to compute rather than load: those of a tier that compute would wait for.
+
+    The more of them are computed, the less is loaded and the more computed: the best number is
+    where the two cross, found by halving.
+    """
+    chosen: frozenset[int] = frozenset()
+    for _ in range(MAX_TIERS):
+        slow = price(chosen).waits_for
+        here = [i for i in hits if tiers[i] == slow and i not in chosen]
+        if not here:
+            break
+        low, high = 0, len(here)
+        while low < high:
+            middle = (low + high) // 2
+            if price(chosen.union(here[:middle])).waits_for == slow:
+                low = middle + 1
+            else:
+                high = middle
+        choices = [chosen.union(here[:n]) for n in (low - 1, low) if n >= 0]
+        best = min(choices, key=lambda choice: price(choice).seconds)
+        if best == chosen:
+            break
+        chosen = best
+    return chosen
+
+
+def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
+    for variant in strategy.variants:
+        for copy in copies:
+            if copy.variant == variant and strategy.needs <= copy.has:
+                return copy
+    return None
+
+
+def _why_few(
+    layout: Layout, usable: Sequence[Stored | None], loadable: Sequence[Stored | None]
+) -> Reason:
+    if any(copy is None and copies for copy, copies in zip(usable, layout.stored, strict=True)):
+        return Reason.NEEDS_MISSING
+    if any(copy is not None for copy in usable) and not any(loadable):
+        return Reason.TIER_UNKNOWN
+    return Reason.TOO_FEW_HITS
+
+
+def _loads(spans: Sequence[Span]) -> dict[str, int]:
+    loads: dict[str, int] = {}
+    for span in spans:
+        if span.load_bytes:
+            loads[span.tier] = loads.get(span.tier, 0) + span.load_bytes
+    return loads
+
+
+def _fused_spans(
+    layout: Layout,
+    first: Span | None,
+    loadable: Sequence[Stored | None],
+    loaded: set[int],
+    usable: Sequence[Stored | None],
+) -> tuple[Span, ...]:
+    spans = [layout.preamble, *layout.path]
+    start = sum(span.num_tokens for span in spans)
+    frontier = True  # everything so far is exact
+    for i, chunk in enumerate(layout.behind):
+        copy = loadable[i]
+        if i == 0 and first is not None:
+            spans.append(first)
+        elif i in loaded and copy is not None:
+            frontier = False
+            spans.append(
+                Span(
+                    SpanKind.FUSED,
+                    start,
+                    chunk.num_tokens,
+                    chunk.id,
+                    Reason.STORED,
+                    copy.tier,
+                    copy.size_bytes,
+                    copy.variant,
+                )
+            )
+        else:
+            reason = Reason.TIER_TOO_SLOW if copy is not None else Reason.NOT_STORED
+            if copy is None and usable[i] is not None:
+                reason = Reason.TIER_UNKNOWN
+            elif copy is None and layout.stored[i]:
+                reason = Reason.NEEDS_MISSING
+            spans.append(computed_chunk(chunk, start, reason, frontier))
+        start += chunk.num_tokens
+    return (*spans, layout.question(frontier))
