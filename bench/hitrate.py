@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--host-gib", type=float, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--host-gib", type=float, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--device-gib", type=float, default=0.25)
     parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--rate", type=float, default=0.8, help="requests per second")

@@ -29,6 +29,7 @@ class Layout:
     stored: tuple[tuple[Stored, ...], ...]  # for each of those
     question_tokens: int
     total: int
+    first: Span | None  # the first chunk from the store, where that is exact: behind the preamble
 
     @property
     def exact_tokens(self) -> int:
@@ -41,26 +42,6 @@ class Layout:
         start = self.total - self.question_tokens
         kind = SpanKind.COMPUTED
         return Span(kind, start, self.question_tokens, None, Reason.ALWAYS, exact_after=exact_after)
-
-    def first_exact(self) -> Span | None:
-        """The first chunk from the store, where that is exact: right behind the preamble."""
-        if self.path or not self.behind or self.preamble.kind is not SpanKind.EXACT:
-            return None
-        for copy in self.stored[0]:
-            if copy.exact_when_first:
-                chunk = self.behind[0]
-                return Span(
-                    SpanKind.EXACT,
-                    self.preamble.num_tokens,
-                    chunk.num_tokens,
-                    chunk.id,
-                    Reason.FIRST,
-                    copy.tier,
-                    copy.size_bytes,
-                    copy.variant,
-                    exact_after=True,
-                )
-        return None
 
     def all_computed(self, reason: Reason) -> tuple[Span, ...]:
         """Full prefill, and why."""
@@ -97,10 +78,29 @@ def lay_out(
     behind = tuple(chunks[len(path) :])
     total = start + sum(chunk.num_tokens for chunk in behind) + question_tokens
     copies = tuple(tuple(stored.get(chunk.id, ())) for chunk in behind)
-    if copies and not path:
-        first = (c if can_load(c.tier) else c._replace(exact_when_first=False) for c in copies[0])
-        copies = (tuple(first), *copies[1:])
-    return Layout(preamble, tuple(path), behind, copies, question_tokens, total)
+    at_preamble = not path and behind and preamble.kind is SpanKind.EXACT
+    first = _first(behind[0], start, copies[0], can_load) if at_preamble else None
+    return Layout(preamble, tuple(path), behind, copies, question_tokens, total, first)
+
+
+def _first(
+    chunk: ChunkRef, start: int, copies: Sequence[Stored], can_load: Callable[[str], bool]
+) -> Span | None:
+    """The chunk right behind the preamble from the store, if a copy is exact there."""
+    for copy in copies:
+        if copy.exact_when_first and can_load(copy.tier):
+            return Span(
+                SpanKind.EXACT,
+                start,
+                chunk.num_tokens,
+                chunk.id,
+                Reason.FIRST,
+                copy.tier,
+                copy.size_bytes,
+                copy.variant,
+                exact_after=True,
+            )
+    return None
 
 
 def _exact(node: Node, start: int, can_load: Callable[[str], bool]) -> Span | None:

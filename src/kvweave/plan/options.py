@@ -25,10 +25,10 @@ class Limits:
 
 
 class Candidate(NamedTuple):
-    """An option with the spans it means."""
+    """An option, and the spans it means: laid out for the one that is taken, not for all."""
 
     option: Option
-    spans: tuple[Span, ...]
+    spans: Callable[[], tuple[Span, ...]]
     strategy: str | None = None
 
 
@@ -45,7 +45,7 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     if not exact:
         return []
     exact.extend(layout.path)
-    first = layout.first_exact()
+    first = layout.first
     if first is not None:
         exact.append(first)
     on_device = next((i for i, span in enumerate(exact) if span.load_bytes), len(exact))
@@ -61,7 +61,7 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     assert best is not None, "the part on the device is always a choice"
     seconds, end, tokens, load_bytes = best
     option = Option("prefix", seconds, layout.total - tokens, load_bytes, Reason.CHEAPEST)
-    return [Candidate(option, _prefix_spans(layout, exact[:end]))]
+    return [Candidate(option, lambda: _prefix_spans(layout, exact[:end]))]
 
 
 def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
@@ -81,7 +81,7 @@ def price_fused(
 ) -> Candidate | Reason:
     """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined."""
     usable = [_usable(copies, strategy) for copies in layout.stored]
-    first = layout.first_exact()
+    first = layout.first
     loadable = [copy if copy and costs.can_load(copy.tier) else None for copy in usable]
     hits = [i for i, copy in enumerate(loadable) if copy and not (first and i == 0)]
     hit_tokens = sum(layout.behind[i].num_tokens for i in hits)
@@ -99,62 +99,71 @@ def price_fused(
     if layout.preamble.kind is not SpanKind.EXACT:
         missing += layout.preamble.num_tokens
 
+    parts = [
+        (i, layout.behind[i].num_tokens, copy.tier, copy.size_bytes)
+        for i in hits
+        if (copy := loadable[i]) is not None
+    ]
+
     def price(computed_hits: frozenset[int]) -> _Priced:
         """With these hits computed instead of loaded."""
         loads = dict(fixed_loads)
         tokens, rows = 0, missing
-        for i in hits:
-            copy = loadable[i]
-            assert copy is not None, "hits are loadable"
+        for i, num_tokens, tier, size_bytes in parts:
             if i in computed_hits:
-                rows += layout.behind[i].num_tokens
+                rows += num_tokens
                 continue
-            tokens += layout.behind[i].num_tokens
-            loads[copy.tier] = loads.get(copy.tier, 0) + copy.size_bytes
+            tokens += num_tokens
+            loads[tier] = loads.get(tier, 0) + size_bytes
         rows += row_budget(tokens, ratio)
         out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
         return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for)
 
-    tiers = {i: copy.tier for i, copy in enumerate(loadable) if copy}
-    computed_hits = _computed_instead(price, hits, tiers)
-    seconds, rows, load_bytes, _ = price(computed_hits)
+    computed_hits, best = _computed_instead(price, {i: tier for i, _, tier, _ in parts})
     loaded = [i for i in hits if i not in computed_hits]
     if not loaded:
         return Reason.TIER_TOO_SLOW
     mixed = len(loaded) < len(layout.path) + len(layout.behind)
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
-    option = Option(name, seconds, rows, load_bytes, Reason.CHEAPEST, ratio)
-    spans = _fused_spans(layout, first, loadable, set(loaded), usable)
-    return Candidate(option, spans, strategy.name)
+    option = Option(name, best.seconds, best.rows, best.load_bytes, Reason.CHEAPEST, ratio)
+    return Candidate(
+        option,
+        lambda: _fused_spans(layout, loadable, set(loaded), usable),
+        strategy.name,
+    )
 
 
 def _computed_instead(
-    price: Callable[[frozenset[int]], _Priced], hits: Sequence[int], tiers: Mapping[int, str]
-) -> frozenset[int]:
+    price: Callable[[frozenset[int]], _Priced], tiers: Mapping[int, str]
+) -> tuple[frozenset[int], _Priced]:
     """Which hits to compute rather than load: those of a tier that compute would wait for.
 
-    The more of them are computed, the less is loaded and the more computed: the best number is
-    where the two cross, found by halving.
+    `tiers`: where each hit lies, in the order of the prompt. The more are computed, the less is
+    loaded: the best number is where the two cross, found by halving.
     """
     chosen: frozenset[int] = frozenset()
+    best = price(chosen)
     for _ in range(MAX_TIERS):
-        slow = price(chosen).waits_for
-        here = [i for i in hits if tiers[i] == slow and i not in chosen]
-        if not here:
+        slow = best.waits_for
+        here = [i for i, tier in tiers.items() if tier == slow and i not in chosen]
+        if slow is None or not here:
             break
-        low, high = 0, len(here)
+        low, high = 1, len(here)  # with none of them computed it is slow, as just seen
         while low < high:
             middle = (low + high) // 2
             if price(chosen.union(here[:middle])).waits_for == slow:
                 low = middle + 1
             else:
                 high = middle
-        choices = [chosen.union(here[:n]) for n in (low - 1, low) if n >= 0]
-        best = min(choices, key=lambda choice: price(choice).seconds)
-        if best == chosen:
+        before = best
+        for num in (low - 1, low):
+            choice = chosen.union(here[:num])
+            if (priced := price(choice)).seconds < best.seconds:
+                chosen_next, best = choice, priced
+        if best is before:
             break
-        chosen = best
-    return chosen
+        chosen = chosen_next
+    return chosen, best
 
 
 def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
@@ -185,7 +194,6 @@ def _loads(spans: Sequence[Span]) -> dict[str, int]:
 
 def _fused_spans(
     layout: Layout,
-    first: Span | None,
     loadable: Sequence[Stored | None],
     loaded: set[int],
     usable: Sequence[Stored | None],
@@ -195,8 +203,8 @@ def _fused_spans(
     frontier = True  # everything so far is exact
     for i, chunk in enumerate(layout.behind):
         copy = loadable[i]
-        if i == 0 and first is not None:
-            spans.append(first)
+        if i == 0 and layout.first is not None:
+            spans.append(layout.first)
         elif i in loaded and copy is not None:
             frontier = False
             spans.append(

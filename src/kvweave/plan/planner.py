@@ -83,7 +83,7 @@ class Planner:
         off = request.reuse is Reuse.OFF
         full = Candidate(
             Option("full", self.costs.full(layout.total).seconds, layout.total, 0, Reason.CHEAPEST),
-            layout.all_computed(Reason.FORBIDDEN if off else Reason.FULL_IS_FASTER),
+            lambda: layout.all_computed(Reason.FORBIDDEN if off else Reason.FULL_IS_FASTER),
         )
         if off:
             return _decide(request, [full], [], layout, ordering, deduped)
@@ -165,7 +165,7 @@ def _decide(
     chosen = exact if too_close else best
     options = [_judged(c, chosen, exact, needed) for c in candidates]
     return Plan(
-        spans=chosen.spans,
+        spans=chosen.spans(),
         chosen=next(o for o, c in zip(options, candidates, strict=True) if c is chosen),
         options=(*options, *declined),
         strategy=chosen.strategy,

@@ -95,7 +95,9 @@ class MachineProfile:
 
     def link(self, tier: str, codec: str = "") -> Link | None:
         """The way from a tier for one codec; None when it was never measured."""
-        return self.links.get(f"{tier}/{codec}") or self.links.get(tier)
+        if codec and (link := self.links.get(f"{tier}/{codec}")) is not None:
+            return link
+        return self.links.get(tier)
 
     def save(self, path: Path) -> None:
         temporary = path.with_suffix(".tmp")

@@ -2,14 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from kvweave.kv.policies import UsageRecord
 from kvweave.types import ChunkId
 
 
-class TreeTier(Enum):
+class TreeTier(StrEnum):  # a str hashes in C: it is a key on the planning path
     """Where pages of the tree lie. A node may have a copy in both."""
 
     DEVICE = "device"
