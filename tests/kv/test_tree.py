@@ -1,8 +1,5 @@
 """The knowledge tree's promises, one by one, in a world of a few tokens."""
 
-import subprocess
-import sys
-
 import pytest
 
 from kvweave.errors import ConfigError
@@ -257,10 +254,3 @@ def test_wrong_settings_are_refused_by_name() -> None:
         TreeConfig(10, 10, max_depth=-1)
     with pytest.raises(ConfigError, match="no policy 'best'"):
         KnowledgeTree(TreeConfig(10, 10, "best"), TensorOwner(), cost_s)
-
-
-def test_the_books_of_the_tree_need_no_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None; import kvweave.kv.tree"
-    subprocess.run(
-        [sys.executable, "-c", script], check=True, env={"PYTHONPATH": ":".join(sys.path)}
-    )
