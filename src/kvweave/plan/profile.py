@@ -135,23 +135,21 @@ def measure_grid(
     repeats: int = 5,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> Grid:
-    """Median seconds of `run(x, y)` at each point, one run ahead to warm up.
+    """Median seconds of `run(x, y)` at each point.
 
-    Points where y rows cannot be among x tokens are the caller's to avoid; `run` must wait for the
-    device before it returns.
+    One round over all points to warm up, then `repeats` rounds: a slow spell of the machine costs
+    each point one sample instead of one point all of them. `run` must wait for the device before
+    it returns; points that cannot be run are the caller's to avoid.
     """
-    seconds: list[list[float]] = []
-    for x in xs:
-        row: list[float] = []
-        for y in ys:
+    points = [(x, y) for x in xs for y in ys]
+    times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for number in range(-1, repeats):
+        for x, y in points:
+            start = now_s()
             run(x, y)
-            times: list[float] = []
-            for _ in range(repeats):
-                start = now_s()
-                run(x, y)
-                times.append(now_s() - start)
-            row.append(statistics.median(times))
-        seconds.append(row)
+            if number >= 0:
+                times[x, y].append(now_s() - start)
+    seconds = [[statistics.median(times[x, y]) for y in ys] for x in xs]
     return Grid(tuple(xs), tuple(ys), seconds)
 
 
