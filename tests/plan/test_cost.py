@@ -107,6 +107,8 @@ def test_a_full_view_loses_the_overlap() -> None:
     overlapped = costs.fused(EPIC, 500, 1000, 10, 800, loads).seconds
     waiting = costs.fused(StrategyInfo("p", waits_for_all=True), 500, 1000, 10, 800, loads).seconds
     assert waiting == pytest.approx(0.9 + 0.5)
+    full_view = StrategyInfo("p", waits_for_all=True)
+    assert costs.fused(full_view, 500, 1000, 10, 800, loads).waits_for == "disk"
     assert overlapped < waiting - 0.3
 
 

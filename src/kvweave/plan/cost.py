@@ -92,7 +92,10 @@ class CostModel:
         start_s = max(self.queue_s + probe_s, evidence_s) + score_s
         ahead = strategy.extra_bytes_per_token * hit_tokens
         price = self._pipe(start_s, compute_s, loads, self.layer0_free, ahead)
-        return price._replace(compute_s=compute_s + probe_s + score_s)
+        waits_for = price.waits_for
+        if strategy.waits_for_all and evidence_s > self.queue_s + probe_s:
+            waits_for = self._pipe(0.0, 0.0, loads, self.layer0_free).waits_for
+        return Price(price.seconds, compute_s + probe_s + score_s, waits_for)
 
     def can_load(self, tier: str) -> bool:
         return self.profile.link(tier) is not None

@@ -87,10 +87,6 @@ def price_fused(
     hit_tokens = sum(layout.behind[i].num_tokens for i in hits)
     if hit_tokens < MIN_HIT_TOKENS:
         return _why_few(layout, usable, loadable)
-    if limits.free_bytes is not None:
-        rows = row_budget(hit_tokens, ratio) + layout.question_tokens
-        if rows * limits.row_bytes > limits.free_bytes:
-            return Reason.NO_MEMORY
     exact = [layout.preamble, *layout.path, *([first] if first else [])]
     fixed_loads = _loads(exact)
     missing = sum(chunk.num_tokens for chunk in layout.behind) - hit_tokens
@@ -123,6 +119,8 @@ def price_fused(
     loaded = [i for i in hits if i not in computed_hits]
     if not loaded:
         return Reason.TIER_TOO_SLOW
+    if limits.free_bytes is not None and best.rows * limits.row_bytes > limits.free_bytes:
+        return Reason.NO_MEMORY
     mixed = len(loaded) < len(layout.path) + len(layout.behind)
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
     option = Option(name, best.seconds, best.rows, best.load_bytes, Reason.CHEAPEST, ratio)
@@ -155,14 +153,11 @@ def _computed_instead(
                 low = middle + 1
             else:
                 high = middle
-        before = best
-        for num in (low - 1, low):
-            choice = chosen.union(here[:num])
-            if (priced := price(choice)).seconds < best.seconds:
-                chosen_next, best = choice, priced
-        if best is before:
+        choices = [chosen.union(here[:num]) for num in (low - 1, low)]
+        priced, choice = min(((price(c), c) for c in choices), key=lambda pair: pair[0].seconds)
+        if priced.seconds >= best.seconds:
             break
-        chosen = chosen_next
+        chosen, best = choice, priced
     return chosen, best
 
 
