@@ -7,6 +7,8 @@ their path, or that the conversation already held, so that nobody computed them.
     given         the order of retrieval
     frequency     CRAFT: by access count, ties by id; a chunk enters the tree once seen twice
     planner       ours: the better of tree walk and frequency, never worse than given
+    … promoted    the same, and a chunk enters the tree once seen twice
+    … tail        the same, and what is not matched stands in frequency order
     contextpilot  the peer's `reorder`, one request at a time as they arrive, same tree behind it
 
 MTRAG turns put their chunks behind the preamble; with dedup a turn sends only chunks that its
@@ -81,13 +83,25 @@ class Frequency(Way):
 
 
 class Planned(Way):
+    common_tail = False
+
     def order(self, chunks: Chunks) -> Chunks:
+        free = OrderPermission.FREE
         return choose_order(
-            self.tree.root, chunks, self.table, OrderPermission.FREE, self._matched
+            self.tree.root,
+            chunks,
+            self.table,
+            free,
+            self._matched,
+            common_tail=self.common_tail,
         ).chunks
 
     def _matched(self, order: Sequence[ChunkRef]) -> int:
         return self.tree.match([chunk.id for chunk in order]).num_tokens
+
+
+class Tailed(Planned):
+    common_tail = True
 
 
 class Pilot(Way):
@@ -97,7 +111,8 @@ class Pilot(Way):
         super().__init__(host_gib, promote)
         from contextpilot import ContextPilot
 
-        self._pilot = ContextPilot(use_gpu=False)
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._pilot = ContextPilot(use_gpu=False)
 
     def order(self, chunks: Chunks) -> Chunks:
         by_id = {str(chunk.id): chunk for chunk in chunks}
@@ -111,7 +126,8 @@ def ways(with_peer: bool) -> dict[str, Callable[[float], Way]]:
         "given": lambda gib: Way(gib, promote=False),
         "frequency": lambda gib: Frequency(gib, promote=True),
         "planner": lambda gib: Planned(gib, promote=False),
-        "planner, promoted": lambda gib: Planned(gib, promote=True),
+        "planner promoted": lambda gib: Planned(gib, promote=True),
+        "planner promoted tail": lambda gib: Tailed(gib, promote=True),
     }
     if with_peer:
         found["contextpilot"] = lambda gib: Pilot(gib, promote=False)

@@ -98,6 +98,22 @@ def test_a_gain_too_small_keeps_the_given_order() -> None:
     assert choose(world, refs(["x", "b64"])).how == "tree"
 
 
+def test_a_common_tail_stands_behind_the_match_in_frequency_order() -> None:
+    world = World(device_tokens=200)
+    world.ask("b70")
+    chunks = refs(["b70", "x9", "c9", "a9"])
+    order = choose_order(
+        world.tree.root,
+        chunks,
+        make_table(),
+        FREE,
+        lambda o: world.tree.match([c.id for c in o]).num_tokens,
+        common_tail=True,
+    )
+    assert names(order.chunks) == ["b70", "a9", "c9", "x9"]
+    assert order.how == "frequency"
+
+
 def test_without_permission_nothing_moves() -> None:
     world = World(device_tokens=200)
     world.ask("b90")
@@ -141,9 +157,9 @@ REQUEST = st.lists(st.sampled_from(POOL), min_size=1, max_size=6, unique=True)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(REQUEST, max_size=6), REQUEST, st.sets(st.integers(0, 5)))
+@given(st.lists(REQUEST, max_size=6), REQUEST, st.sets(st.integers(0, 5)), st.booleans())
 def test_an_order_is_a_permutation_with_fixed_points_and_never_matches_less(
-    past: list[list[str]], request: list[str], fixed: set[int]
+    past: list[list[str]], request: list[str], fixed: set[int], common_tail: bool
 ) -> None:
     world = World(device_tokens=500)
     table = AccessTable()
@@ -155,7 +171,7 @@ def test_an_order_is_a_permutation_with_fixed_points_and_never_matches_less(
     def match(order: Sequence[ChunkRef]) -> int:
         return world.tree.match([chunk.id for chunk in order]).num_tokens
 
-    order = choose_order(world.tree.root, chunks, table, FREE, match, None, fixed)
+    order = choose_order(world.tree.root, chunks, table, FREE, match, None, fixed, common_tail)
     assert sorted(order.chunks) == sorted(chunks)
     assert all(order.chunks[p] == chunks[p] for p in fixed if p < len(chunks))
     assert order.exact_tokens == match(order.chunks) >= match(chunks) == order.given_tokens

@@ -123,8 +123,12 @@ def choose_order(
     exact_tokens: Callable[[Sequence[ChunkRef]], int],
     exact_when_first: Mapping[ChunkId, int] | None = None,
     fixed: Collection[int] = (),
+    common_tail: bool = False,
 ) -> Ordering:
     """The order to use: the given one unless another clearly matches more exact tokens.
+
+    `common_tail` also puts what stands behind the match in frequency order. That gains nothing for
+    this request and, in a tree with little room, more for the next ones (bench/ordering.py).
 
     `exact_tokens` counts what an order would match. `exact_when_first` names chunks whose stored
     KV is exact right behind the preamble: with nothing in the tree the longest of them goes first.
@@ -151,7 +155,13 @@ def choose_order(
             best = Ordering(order, tokens, given_tokens, how)
     total = sum(chunk.num_tokens for chunk in given)
     gain = best.exact_tokens - given_tokens
-    return best if gain >= max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * total) else kept
+    chosen = best if gain >= max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * total) else kept
+    if not common_tail:
+        return chosen
+    stays = max(_num_matched(root, chosen.chunks), int(chosen.how == "first hit"))
+    order = frequency_order(chosen.chunks, table, {*range(stays), *fixed})
+    how = chosen.how if order == chosen.chunks or chosen is not kept else "frequency"
+    return Ordering(order, exact_tokens(order), given_tokens, how)
 
 
 def num_promotable(
@@ -163,6 +173,16 @@ def num_promotable(
     while end < len(order) and table.count(order[end].id) >= threshold:
         end += 1
     return end
+
+
+def _num_matched(node: Node, chunks: Sequence[ChunkRef]) -> int:
+    """Leading chunks that are in the tree."""
+    for num, chunk in enumerate(chunks):
+        child = node.children.get(chunk.id)
+        if child is None:
+            return num
+        node = child
+    return len(chunks)
 
 
 def _around(

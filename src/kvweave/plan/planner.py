@@ -18,7 +18,7 @@ from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.dedup import ChunkMap, Deduped
 from kvweave.plan.layout import Layout, Stored, lay_out
 from kvweave.plan.options import Candidate, Limits, price_fused, price_prefix
-from kvweave.plan.ordering import AccessTable, Ordering, choose_order, num_promotable
+from kvweave.plan.ordering import PROMOTION, AccessTable, Ordering, choose_order, num_promotable
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
 from kvweave.types import ChunkId
 
@@ -64,6 +64,8 @@ class Planner:
     strategies: tuple[StrategyInfo, ...] = ()
     gate: Gate = field(default_factory=ClosedGate)
     limits: Limits = field(default_factory=Limits)
+    promotion: int = PROMOTION  # uses before a chunk may enter the tree; 1 where room is plenty
+    common_tail: bool = False  # see choose_order
     accesses: AccessTable = field(default_factory=AccessTable)
     conversations: ChunkMap = field(default_factory=ChunkMap)
 
@@ -99,7 +101,7 @@ class Planner:
         self.accesses.push([chunk.id for chunk in request.chunks])
         self.conversations.sent(request.conversation, message, [c.id for c in plan.order])
         matched = len(self.tree.match([chunk.id for chunk in plan.order]).nodes)
-        return num_promotable(plan.order, matched, self.accesses)
+        return num_promotable(plan.order, matched, self.accesses, self.promotion)
 
     def _order(
         self,
@@ -125,7 +127,16 @@ class Planner:
             return match.num_tokens + first.get(order[0].id, 0)
 
         root = self.tree.root
-        return choose_order(root, chunks, self.accesses, request.order, exact_tokens, first, fixed)
+        return choose_order(
+            root,
+            chunks,
+            self.accesses,
+            request.order,
+            exact_tokens,
+            first,
+            fixed,
+            self.common_tail,
+        )
 
     def _fused(self, request: PlanRequest, layout: Layout) -> tuple[list[Candidate], list[Option]]:
         """Priced candidates, and those declined before pricing with their reasons."""
