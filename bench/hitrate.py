@@ -99,6 +99,12 @@ def main() -> None:
     parser.add_argument("--device-gib", type=float, default=0.25)
     parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--rate", type=float, default=0.8, help="requests per second")
+    parser.add_argument(
+        "--remembered-paths",
+        type=int,
+        default=1 << 16,
+        help="paths whose counts outlive eviction; a few dozen: counts die with their node",
+    )
     args = parser.parse_args()
     profile = saved_profile()
     rows = []
@@ -108,7 +114,12 @@ def main() -> None:
             for host_gib in args.host_gib:
                 row: dict[str, object] = {"set": name, "top_k": top_k, "host_gib": host_gib}
                 for policy in POLICIES:
-                    config = TreeConfig(int(args.device_gib * GIB), int(host_gib * GIB), policy)
+                    config = TreeConfig(
+                        int(args.device_gib * GIB),
+                        int(host_gib * GIB),
+                        policy,
+                        remembered_paths=args.remembered_paths,
+                    )
                     out = replay(asks, top_k, config, profile, args.rate)
                     row[policy] = {
                         "hit_rate": round(out.hit_rate, 4),
@@ -130,6 +141,7 @@ def main() -> None:
                 "top_k": args.top_k,
                 "rate": args.rate,
                 "token_bytes": TOKEN_BYTES,
+                "remembered_paths": args.remembered_paths,
                 "requests": {n: len(question_stream(args.data, n)) for n in ("mmlu", "nq_open")},
             },
             "pgdsf_over_lru": round(statistics.fmean(over["lru"]), 4),
