@@ -76,47 +76,64 @@ def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
     return (*spans, layout.question(True))
 
 
+class Hits(NamedTuple):
+    """What the store has for strategies of one kind. The same for all that want the same copies."""
+
+    usable: tuple[Stored | None, ...]  # per chunk behind the path
+    loadable: tuple[Stored | None, ...]  # of these, where the tier's speed is known
+    parts: tuple[tuple[int, int, str, int], ...]  # chunk, tokens, tier, bytes of each hit
+    num_tokens: int
+    loads: dict[str, int]  # bytes per tier with every hit loaded, exact parts included
+    rows_besides: int  # tokens that are neither exact nor hits
+
+
+def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
+    """Which stored chunks a strategy can use."""
+    usable = tuple(_usable(copies, strategy) for copies in layout.stored)
+    loadable = tuple(copy if copy and costs.can_load(copy.tier) else None for copy in usable)
+    first = layout.first
+    loads = _loads([layout.preamble, *layout.path, *([first] if first else [])])
+    parts: list[tuple[int, int, str, int]] = []
+    num_tokens = 0
+    for i in range(1 if first else 0, len(loadable)):
+        copy = loadable[i]
+        if copy is not None:
+            size = layout.behind[i].num_tokens
+            parts.append((i, size, copy.tier, copy.size_bytes))
+            num_tokens += size
+            loads[copy.tier] = loads.get(copy.tier, 0) + copy.size_bytes
+    exact = layout.exact_tokens + (first.num_tokens if first else 0)
+    rows_besides = layout.total - exact - num_tokens
+    return Hits(usable, loadable, tuple(parts), num_tokens, loads, rows_besides)
+
+
 def price_fused(
-    costs: CostModel, layout: Layout, strategy: StrategyInfo, ratio: float, limits: Limits
+    costs: CostModel,
+    layout: Layout,
+    hits: Hits,
+    strategy: StrategyInfo,
+    ratio: float,
+    limits: Limits,
 ) -> Candidate | Reason:
     """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined."""
-    usable = [_usable(copies, strategy) for copies in layout.stored]
-    first = layout.first
-    loadable = [copy if copy and costs.can_load(copy.tier) else None for copy in usable]
-    hits = [i for i, copy in enumerate(loadable) if copy and not (first and i == 0)]
-    hit_tokens = sum(layout.behind[i].num_tokens for i in hits)
-    if hit_tokens < MIN_HIT_TOKENS:
-        return _why_few(layout, usable, loadable)
-    exact = [layout.preamble, *layout.path, *([first] if first else [])]
-    fixed_loads = _loads(exact)
-    missing = sum(chunk.num_tokens for chunk in layout.behind) - hit_tokens
-    missing -= first.num_tokens if first else 0
-    missing += layout.question_tokens
-    if layout.preamble.kind is not SpanKind.EXACT:
-        missing += layout.preamble.num_tokens
-
-    parts = [
-        (i, layout.behind[i].num_tokens, copy.tier, copy.size_bytes)
-        for i in hits
-        if (copy := loadable[i]) is not None
-    ]
+    if hits.num_tokens < MIN_HIT_TOKENS:
+        return _why_few(layout, hits)
 
     def price(computed_hits: frozenset[int]) -> _Priced:
         """With these hits computed instead of loaded."""
-        loads = dict(fixed_loads)
-        tokens, rows = 0, missing
-        for i, num_tokens, tier, size_bytes in parts:
-            if i in computed_hits:
-                rows += num_tokens
-                continue
-            tokens += num_tokens
-            loads[tier] = loads.get(tier, 0) + size_bytes
-        rows += row_budget(tokens, ratio)
+        tokens, loads = hits.num_tokens, hits.loads
+        if computed_hits:
+            loads = dict(loads)
+            for i, num_tokens, tier, size_bytes in hits.parts:
+                if i in computed_hits:
+                    tokens -= num_tokens
+                    loads[tier] -= size_bytes
+        rows = hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
         out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
         return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for)
 
-    computed_hits, best = _computed_instead(price, {i: tier for i, _, tier, _ in parts})
-    loaded = [i for i in hits if i not in computed_hits]
+    computed_hits, best = _computed_instead(price, {i: tier for i, _, tier, _ in hits.parts})
+    loaded = {i for i, _, _, _ in hits.parts if i not in computed_hits}
     if not loaded:
         return Reason.TIER_TOO_SLOW
     if limits.free_bytes is not None and best.rows * limits.row_bytes > limits.free_bytes:
@@ -124,11 +141,7 @@ def price_fused(
     mixed = len(loaded) < len(layout.path) + len(layout.behind)
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
     option = Option(name, best.seconds, best.rows, best.load_bytes, Reason.CHEAPEST, ratio)
-    return Candidate(
-        option,
-        lambda: _fused_spans(layout, loadable, set(loaded), usable),
-        strategy.name,
-    )
+    return Candidate(option, lambda: _fused_spans(layout, hits, loaded), strategy.name)
 
 
 def _computed_instead(
@@ -169,12 +182,11 @@ def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
     return None
 
 
-def _why_few(
-    layout: Layout, usable: Sequence[Stored | None], loadable: Sequence[Stored | None]
-) -> Reason:
-    if any(copy is None and copies for copy, copies in zip(usable, layout.stored, strict=True)):
+def _why_few(layout: Layout, hits: Hits) -> Reason:
+    copies = zip(hits.usable, layout.stored, strict=True)
+    if any(copy is None and stored for copy, stored in copies):
         return Reason.NEEDS_MISSING
-    if any(copy is not None for copy in usable) and not any(loadable):
+    if any(hits.usable) and not any(hits.loadable):
         return Reason.TIER_UNKNOWN
     return Reason.TOO_FEW_HITS
 
@@ -187,17 +199,12 @@ def _loads(spans: Sequence[Span]) -> dict[str, int]:
     return loads
 
 
-def _fused_spans(
-    layout: Layout,
-    loadable: Sequence[Stored | None],
-    loaded: set[int],
-    usable: Sequence[Stored | None],
-) -> tuple[Span, ...]:
+def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ...]:
     spans = [layout.preamble, *layout.path]
     start = sum(span.num_tokens for span in spans)
     frontier = True  # everything so far is exact
     for i, chunk in enumerate(layout.behind):
-        copy = loadable[i]
+        copy = hits.loadable[i]
         if i == 0 and layout.first is not None:
             spans.append(layout.first)
         elif i in loaded and copy is not None:
@@ -216,7 +223,7 @@ def _fused_spans(
             )
         else:
             reason = Reason.TIER_TOO_SLOW if copy is not None else Reason.NOT_STORED
-            if copy is None and usable[i] is not None:
+            if copy is None and hits.usable[i] is not None:
                 reason = Reason.TIER_UNKNOWN
             elif copy is None and layout.stored[i]:
                 reason = Reason.NEEDS_MISSING

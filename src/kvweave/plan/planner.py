@@ -17,7 +17,7 @@ from kvweave.kv.tree.tree import KnowledgeTree
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.dedup import ChunkMap, Deduped
 from kvweave.plan.layout import Layout, Stored, lay_out
-from kvweave.plan.options import Candidate, Limits, price_fused, price_prefix
+from kvweave.plan.options import Candidate, Hits, Limits, find_hits, price_fused, price_prefix
 from kvweave.plan.ordering import PROMOTION, AccessTable, Ordering, choose_order, num_promotable
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
 from kvweave.types import ChunkId
@@ -142,6 +142,7 @@ class Planner:
         """Priced candidates, and those declined before pricing with their reasons."""
         candidates: list[Candidate] = []
         declined: list[Option] = []
+        hits: dict[tuple[tuple[str, ...], frozenset[str]], Hits] = {}
         for strategy in self.strategies:
             name = f"fused {strategy.name}"
             if request.reuse is not Reuse.AUTO:
@@ -152,7 +153,12 @@ class Planner:
                 reason = verdict.reason if verdict.ratio is None else Reason.BOUND_NOT_MET
                 declined.append(Option(name, None, 0, 0, reason))
                 continue
-            outcome = price_fused(self.costs, layout, strategy, verdict.ratio, self.limits)
+            kind = (strategy.variants, strategy.needs)
+            if kind not in hits:
+                hits[kind] = find_hits(self.costs, layout, strategy)
+            outcome = price_fused(
+                self.costs, layout, hits[kind], strategy, verdict.ratio, self.limits
+            )
             if isinstance(outcome, Candidate):
                 candidates.append(outcome)
             else:
