@@ -53,7 +53,7 @@ class AccessTable:
                     del self._counts[chunk_id]
 
     def count(self, chunk_id: ChunkId) -> int:
-        return self._counts[chunk_id]
+        return self._counts.get(chunk_id, 0)  # Counter's own default is slow
 
     def __len__(self) -> int:
         """Chunks with a count."""
@@ -90,25 +90,35 @@ def tree_order(
     best: list[Node] = []
     best_tokens = root.end
     visits = 0
+    free = sorted(chunk.id for place, chunk in enumerate(chunks) if place not in fixed)
+    left = set(free)
+    path: list[Node] = []
 
-    def walk(node: Node, left: frozenset[ChunkId], path: list[Node]) -> None:
+    def walk(node: Node) -> None:
         nonlocal best, best_tokens, visits
         visits += 1
         if node.end > best_tokens:
             best, best_tokens = list(path), node.end
-        place = len(path)
-        if place == len(chunks):
+        children = node.children
+        if not children or len(path) == len(chunks):
             return
-        if place in fixed:
-            wanted = [chunks[place].id]
-        else:  # whichever is shorter: most nodes have few children
-            wanted = sorted(left.intersection(list(node.children)))
+        if len(path) in fixed:
+            wanted = [chunks[len(path)].id]
+        elif len(children) < len(free):  # most nodes have few
+            wanted = sorted(chunk_id for chunk_id in list(children) if chunk_id in left)
+        else:
+            wanted = [chunk_id for chunk_id in free if chunk_id in left]
         for chunk_id in wanted:
-            child = node.children.get(chunk_id)
+            child = children.get(chunk_id)
             if child is not None and visits < MAX_VISITS:
-                walk(child, left - {chunk_id}, [*path, child])
+                path.append(child)
+                left.discard(chunk_id)
+                walk(child)
+                path.pop()
+                if chunk_id in by_id and by_id[chunk_id] not in fixed:
+                    left.add(chunk_id)
 
-    walk(root, frozenset(c.id for p, c in enumerate(chunks) if p not in fixed), [])
+    walk(root)
     taken = {node.chunk_id for node in best}
     first = [by_id[n.chunk_id] for n in best if by_id[n.chunk_id] not in fixed]
     rest = [p for p, c in enumerate(chunks) if p not in fixed and c.id not in taken]

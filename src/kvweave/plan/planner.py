@@ -109,6 +109,7 @@ class Planner:
         deduped: Deduped,
         stored: Mapping[ChunkId, Sequence[Stored]],
     ) -> Ordering:
+        root = self.tree.root
         chunks = deduped.new
         fixed = request.fixed
         if len(chunks) != len(request.chunks) and fixed:
@@ -121,12 +122,11 @@ class Planner:
         }
 
         def exact_tokens(order: Sequence[ChunkRef]) -> int:
-            match = self.tree.match([chunk.id for chunk in order])
-            if match.nodes or not order:
-                return match.num_tokens
-            return match.num_tokens + first.get(order[0].id, 0)
+            tokens = self.tree.match_tokens(order)
+            if not order or order[0].id in root.children:
+                return tokens
+            return tokens + first.get(order[0].id, 0)
 
-        root = self.tree.root
         return choose_order(
             root,
             chunks,

@@ -113,6 +113,18 @@ class KnowledgeTree:
                 host_tokens += each.num_tokens
         return Match(tuple(nodes), node.end, host_bytes, host_tokens)
 
+    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int:
+        """Exact tokens `match` would find, preamble included; the same walk and nothing else."""
+        node = self.root
+        if node.num_tokens and not node.pages:
+            return 0
+        for chunk in chunks:
+            child = node.children.get(chunk.id)
+            if child is None:
+                break
+            node = child
+        return node.end
+
     def acquire(
         self, chunks: Sequence[ChunkRef], num_question_tokens: int, *, count: bool = True
     ) -> TreeLease:
