@@ -83,6 +83,7 @@ class Hits(NamedTuple):
     loadable: tuple[Stored | None, ...]  # of these, where the tier's speed is known
     parts: tuple[tuple[int, int, str, int], ...]  # chunk, tokens, tier, bytes of each hit
     num_tokens: int
+    tiers: dict[int, str]  # of each hit
     loads: dict[str, int]  # bytes per tier with every hit loaded, exact parts included
     rows_besides: int  # tokens that are neither exact nor hits
 
@@ -104,7 +105,8 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
             loads[copy.tier] = loads.get(copy.tier, 0) + copy.size_bytes
     exact = layout.exact_tokens + (first.num_tokens if first else 0)
     rows_besides = layout.total - exact - num_tokens
-    return Hits(usable, loadable, tuple(parts), num_tokens, loads, rows_besides)
+    tiers = {i: tier for i, _, tier, _ in parts}
+    return Hits(usable, loadable, tuple(parts), num_tokens, tiers, loads, rows_besides)
 
 
 def price_fused(
@@ -132,8 +134,8 @@ def price_fused(
         out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
         return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for)
 
-    computed_hits, best = _computed_instead(price, {i: tier for i, _, tier, _ in hits.parts})
-    loaded = {i for i, _, _, _ in hits.parts if i not in computed_hits}
+    computed_hits, best = _computed_instead(price, hits.tiers)
+    loaded = hits.tiers.keys() - computed_hits
     if not loaded:
         return Reason.TIER_TOO_SLOW
     if limits.free_bytes is not None and best.rows * limits.row_bytes > limits.free_bytes:
@@ -160,17 +162,20 @@ def _computed_instead(
         if slow is None or not here:
             break
         low, high = 1, len(here)  # with none of them computed it is slow, as just seen
+        tried = {0: best}
         while low < high:
             middle = (low + high) // 2
-            if price(chosen.union(here[:middle])).waits_for == slow:
+            tried[middle] = price(chosen.union(here[:middle]))
+            if tried[middle].waits_for == slow:
                 low = middle + 1
             else:
                 high = middle
-        choices = [chosen.union(here[:num]) for num in (low - 1, low)]
-        priced, choice = min(((price(c), c) for c in choices), key=lambda pair: pair[0].seconds)
-        if priced.seconds >= best.seconds:
+        if low not in tried:
+            tried[low] = price(chosen.union(here[:low]))
+        num = min(tried, key=lambda n: tried[n].seconds)
+        if num == 0:
             break
-        chosen, best = choice, priced
+        chosen, best = chosen.union(here[:num]), tried[num]
     return chosen, best
 
 
