@@ -67,6 +67,22 @@ def test_a_folder_imports_only_what_stands_below_it(folder: str) -> None:
         assert not extra, f"{path.relative_to(SRC)} imports {sorted(extra)}"
 
 
+@pytest.mark.parametrize("folder", ["plan", "kv/tree", "kv/policies"])
+def test_deciding_needs_no_torch(folder: str) -> None:
+    """A gateway without a GPU plans too; a tensor in the books would be one too many."""
+    modules = [
+        ".".join(("kvweave", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
+        for path in sorted((SRC / folder).rglob("*.py"))
+    ]
+    script = "import sys\nsys.modules['torch'] = None\n" + "".join(
+        f"import {module}\n" for module in modules
+    )
+    env = {"PYTHONPATH": str(SRC.parent)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=env)
+
+
 def test_the_core_imports_without_servers_indexes_or_clients() -> None:
     modules = [
         ".".join(("kvweave", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(

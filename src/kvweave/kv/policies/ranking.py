@@ -33,24 +33,38 @@ class Ranking(Generic[K]):
     def remove(self, thing: K) -> None:
         del self._ranks[thing]
 
+    def discard(self, thing: K) -> None:
+        """Remove a thing that may not be there."""
+        self._ranks.pop(thing, None)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._ranks)
+
     def rank(self, thing: K) -> float:
         return self._ranks[thing][0]
 
     def lowest(self, may_leave: Callable[[K], bool]) -> Iterator[tuple[K, float]]:
-        """Things that may leave, lowest rank first, with their ranks. Changes nothing.
+        """Things that may leave, lowest rank first, with their ranks. Changes no rank.
 
         Walks a copy of the heap lazily: taking the first few of many costs O(k log n) plus the
         copy.
         """
+        while self._heap and self._is_stale(self._heap[0]):  # or each call would skip them again
+            heapq.heappop(self._heap)
         heap = list(self._heap)
         seen: set[K] = set()
         while heap:
-            rank, last_access_s, _, thing = heapq.heappop(heap)
-            if thing in seen or self._ranks.get(thing) != (rank, last_access_s):
+            entry = heapq.heappop(heap)
+            rank, _, _, thing = entry
+            if thing in seen or self._is_stale(entry):
                 continue
             seen.add(thing)
             if may_leave(thing):
                 yield thing, rank
+
+    def _is_stale(self, entry: tuple[float, float, int, K]) -> bool:
+        """Whether its thing was ranked anew or removed since."""
+        return self._ranks.get(entry[3]) != entry[:2]
 
     def _push(self, thing: K) -> None:
         rank, last_access_s = self._ranks[thing]

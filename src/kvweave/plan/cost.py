@@ -1,0 +1,149 @@
+"""What a way to answer costs, in seconds to the first token, from measured profiles.
+
+Bytes arrive layer by layer while layers before them compute:
+
+    done = start;  for each layer: ready += latency + bytes/bandwidth;  done = max(done, ready) + c
+
+With equal layers that is the largest of three straight lines, so pricing an option costs a few
+multiplications instead of a loop over layers. A queue ahead delays compute but not loading.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvweave.errors import ConfigError
+from kvweave.plan.profile import Link, MachineProfile
+
+
+class Price(NamedTuple):
+    """Seconds to the first token, and which tier they wait for to the end."""
+
+    seconds: float
+    compute_s: float  # of it, were nothing to be waited for
+    waits_for: str | None  # the tier that is slower than compute
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyInfo:
+    """What the planner must know of a fusion strategy. Plain data: `fuse` fills it in."""
+
+    name: str
+    variants: tuple[str, ...] = ("isolated",)  # encoding contexts it can use, best first
+    needs: frozenset[str] = frozenset()  # what a stored chunk must come with, such as "anchors"
+    selection_bytes_per_token: float = 0.0  # bytes per stored token before rows are known
+    extra_bytes_per_token: float = 0.0  # of these, not part of the pass itself (anchor copies)
+    probe_layers: int = 0  # layers the question runs through before rows are known
+    score_s_per_token: float = 0.0  # scoring, per stored token
+    full_width_layers: float = 0.0  # layers that all tokens run through (selection inside the pass)
+    waits_for_all: bool = False  # rows are known only when every layer has arrived
+
+
+def row_budget(num_hit_tokens: int, ratio: float) -> int:
+    """Rows a ratio stands for: at least one where there is anything to recompute."""
+    if num_hit_tokens == 0 or ratio <= 0:
+        return 0
+    return min(num_hit_tokens, max(1, math.floor(ratio * num_hit_tokens + 1e-9)))
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Prices of one machine. Pure; cheap enough to be asked a hundred times per request."""
+
+    profile: MachineProfile
+    layer0_free: bool = True  # chunk KV of layer 0 is derived from the tokens, not loaded
+    queue_s: float = 0.0  # compute promised to requests ahead
+
+    def __post_init__(self) -> None:
+        if self.profile.num_layers < 1:
+            raise ConfigError(f"a profile needs layers, got {self.profile.num_layers}")
+
+    def full(self, total: int) -> Price:
+        compute_s = self.profile.prefill.at(0, total)
+        return Price(self.queue_s + compute_s, compute_s, None)
+
+    def prefix(self, exact: int, total: int, loads: Mapping[str, int]) -> Price:
+        """`exact` tokens in front, of which `loads` bytes come from each tier."""
+        compute_s = self.profile.prefill.at(exact, total - exact)
+        return self._pipe(self.queue_s, compute_s, loads, layer0_free=False)
+
+    def fused(
+        self,
+        strategy: StrategyInfo,
+        rows: int,
+        total: int,
+        question: int,
+        hit_tokens: int,
+        loads: Mapping[str, int],
+    ) -> Price:
+        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per tier."""
+        profile = self.profile
+        compute_s = profile.recompute.at(total, rows)
+        if strategy.full_width_layers:
+            layer_s = profile.prefill.at(0, total) / profile.num_layers
+            compute_s += strategy.full_width_layers * layer_s
+        probe_s = 0.0
+        if strategy.probe_layers:
+            share = strategy.probe_layers / profile.num_layers
+            probe_s = share * profile.recompute.at(total, question)
+        score_s = strategy.score_s_per_token * hit_tokens
+        evidence_s = self._evidence_s(strategy, hit_tokens, loads)
+        start_s = max(self.queue_s + probe_s, evidence_s) + score_s
+        ahead = strategy.extra_bytes_per_token * hit_tokens
+        price = self._pipe(start_s, compute_s, loads, self.layer0_free, ahead)
+        waits_for = price.waits_for
+        if strategy.waits_for_all and evidence_s > self.queue_s + probe_s:
+            waits_for = self._pipe(0.0, 0.0, loads, self.layer0_free).waits_for
+        return Price(price.seconds, compute_s + probe_s + score_s, waits_for)
+
+    def can_load(self, tier: str) -> bool:
+        return self.profile.link(tier) is not None
+
+    def _pipe(
+        self,
+        start_s: float,
+        compute_s: float,
+        loads: Mapping[str, int],
+        layer0_free: bool,
+        ahead_bytes: float = 0.0,
+    ) -> Price:
+        layers = self.profile.num_layers
+        c = compute_s / layers
+        done: float = start_s + compute_s
+        waits_for: str | None = None
+        first = 1 if layer0_free and layers > 1 else 0  # first layer that needs bytes
+        loaded_layers = layers - first
+        for tier, size_bytes in loads.items():
+            if not size_bytes:
+                continue
+            link = self._link(tier)
+            t = link.latency_s + size_bytes / loaded_layers / link.bytes_per_s
+            ready = (link.pending_bytes + ahead_bytes) / link.bytes_per_s
+            early = ready + t + loaded_layers * c  # held up at the first layer that loads
+            late = ready + loaded_layers * t + c  # held up at the last
+            if early > done:
+                done, waits_for = early, None
+            if late > done:
+                done, waits_for = late, tier
+        return Price(done, compute_s, waits_for)
+
+    def _link(self, tier: str) -> Link:
+        return self.profile.links[tier]  # can_load was asked before
+
+    def _evidence_s(
+        self, strategy: StrategyInfo, hit_tokens: int, loads: Mapping[str, int]
+    ) -> float:
+        """When what the selector looks at has arrived."""
+        if strategy.waits_for_all:
+            return self._pipe(0.0, 0.0, loads, self.layer0_free).seconds
+        wanted = strategy.selection_bytes_per_token * hit_tokens
+        total = sum(loads.values())
+        if not wanted or not total:
+            return 0.0
+        arrivals = [0.0]
+        for tier, size_bytes in loads.items():
+            link = self._link(tier)
+            ahead_bytes = link.pending_bytes + wanted * size_bytes / total
+            arrivals.append(link.latency_s + ahead_bytes / link.bytes_per_s)
+        return max(arrivals)

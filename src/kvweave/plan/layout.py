@@ -1,0 +1,130 @@
+"""A request laid out: what of it is exact, stored or missing, before anything is priced."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvweave.kv.tree.node import DEVICE, HOST, ChunkRef, Match, Node
+from kvweave.plan.plan import Reason, Span, SpanKind
+from kvweave.types import ChunkId
+
+
+class Stored(NamedTuple):
+    """Chunk KV that some tier has."""
+
+    variant: str  # encoding context it was computed in
+    tier: str
+    size_bytes: int
+    exact_when_first: bool = False  # computed right behind the preamble, in a lossless codec
+    has: frozenset[str] = frozenset()  # what lies beside it, such as "anchors"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Preamble, chunks in their order, question; and per chunk what could be used of it."""
+
+    preamble: Span
+    path: tuple[Span, ...]  # chunks matched in the tree, device part first
+    behind: tuple[ChunkRef, ...]  # the others
+    stored: tuple[tuple[Stored, ...], ...]  # for each of those
+    question_tokens: int
+    total: int
+    first: Span | None  # the first chunk from the store, where that is exact: behind the preamble
+
+    @property
+    def exact_tokens(self) -> int:
+        """Tokens of the exact path, preamble included."""
+        matched = sum(span.num_tokens for span in self.path)
+        has_preamble = self.preamble.kind is SpanKind.EXACT
+        return matched + (self.preamble.num_tokens if has_preamble else 0)
+
+    def question(self, exact_after: bool) -> Span:
+        start = self.total - self.question_tokens
+        kind = SpanKind.COMPUTED
+        return Span(kind, start, self.question_tokens, None, Reason.ALWAYS, exact_after=exact_after)
+
+    def all_computed(self, reason: Reason) -> tuple[Span, ...]:
+        """Full prefill, and why."""
+        spans = [computed(self.preamble, Reason.ALWAYS)]
+        spans.extend(computed(span, reason) for span in self.path)
+        start = self.preamble.num_tokens + sum(span.num_tokens for span in self.path)
+        for chunk in self.behind:
+            spans.append(computed_chunk(chunk, start, reason, True))
+            start += chunk.num_tokens
+        return (*spans, self.question(True))
+
+
+def lay_out(
+    root: Node,
+    match: Match,
+    chunks: Sequence[ChunkRef],
+    stored: Mapping[ChunkId, Sequence[Stored]],
+    question_tokens: int,
+    can_load: Callable[[str], bool],
+) -> Layout:
+    """Put together what the tree and the store said. A path ends where it cannot be loaded."""
+    start = root.num_tokens
+    preamble = _exact(root, 0, can_load) if match.num_tokens >= start else None
+    path: list[Span] = []
+    for node in match.nodes if preamble is not None else ():
+        span = _exact(node, start, can_load)
+        if span is None:
+            break
+        path.append(span)
+        start += node.num_tokens
+    if preamble is None:
+        missing = Reason.NOT_STORED
+        preamble = Span(SpanKind.COMPUTED, 0, start, None, missing, exact_after=True)
+    behind = tuple(chunks[len(path) :])
+    total = start + sum(chunk.num_tokens for chunk in behind) + question_tokens
+    copies = tuple(tuple(stored.get(chunk.id, ())) for chunk in behind)
+    at_preamble = not path and behind and preamble.kind is SpanKind.EXACT
+    first = _first(behind[0], start, copies[0], can_load) if at_preamble else None
+    return Layout(preamble, tuple(path), behind, copies, question_tokens, total, first)
+
+
+def _first(
+    chunk: ChunkRef, start: int, copies: Sequence[Stored], can_load: Callable[[str], bool]
+) -> Span | None:
+    """The chunk right behind the preamble from the store, if a copy is exact there."""
+    for copy in copies:
+        if copy.exact_when_first and can_load(copy.tier):
+            return Span(
+                SpanKind.EXACT,
+                start,
+                chunk.num_tokens,
+                chunk.id,
+                Reason.FIRST,
+                copy.tier,
+                copy.size_bytes,
+                copy.variant,
+                exact_after=True,
+            )
+    return None
+
+
+def _exact(node: Node, start: int, can_load: Callable[[str], bool]) -> Span | None:
+    """A node of the tree as a span; None when it lies where it cannot be loaded from."""
+    tier, load_bytes = "", 0
+    if DEVICE not in node.pages and (pages := node.pages.get(HOST)) is not None:
+        tier, load_bytes = HOST.value, pages.size_bytes
+        if not can_load(tier):
+            return None
+    name = node.chunk_id if node.depth else None
+    size = node.num_tokens
+    return Span(
+        SpanKind.EXACT, start, size, name, Reason.IN_TREE, tier, load_bytes, exact_after=True
+    )
+
+
+def computed(span: Span, reason: Reason) -> Span:
+    """The same tokens, computed instead. Behind an exact prefix that is exact too."""
+    return replace(
+        span, kind=SpanKind.COMPUTED, reason=reason, tier="", load_bytes=0, exact_after=True
+    )
+
+
+def computed_chunk(chunk: ChunkRef, start: int, reason: Reason, exact_after: bool) -> Span:
+    return Span(
+        SpanKind.COMPUTED, start, chunk.num_tokens, chunk.id, reason, exact_after=exact_after
+    )

@@ -1,0 +1,237 @@
+"""The ways to answer, each priced: exact prefix, and fused behind it.
+
+Where a tier is slow, single chunks are computed instead of loaded. Which: those nearest behind the
+exact prefix, because computed there they are exact too and push the frontier of exactness on.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
+from kvweave.plan.layout import Layout, Stored, computed, computed_chunk
+from kvweave.plan.plan import Option, Reason, Span, SpanKind
+
+MAX_TIERS = 4  # that are looked at for chunks to compute instead
+MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device leaves for fusion."""
+
+    row_bytes: int = 0  # KV of one recomputed row, all layers
+    free_bytes: int | None = None  # device memory for recomputed rows; None: enough
+
+
+class Candidate(NamedTuple):
+    """An option, and the spans it means: laid out for the one that is taken, not for all."""
+
+    option: Option
+    spans: Callable[[], tuple[Span, ...]]
+    strategy: str | None = None
+
+
+class _Priced(NamedTuple):
+    seconds: float
+    rows: int
+    load_bytes: int
+    waits_for: str | None
+
+
+def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
+    """The exact prefix, as much of it as is faster to load than to compute; [] if there is none."""
+    exact = [layout.preamble] if layout.preamble.kind is SpanKind.EXACT else []
+    if not exact:
+        return []
+    exact.extend(layout.path)
+    first = layout.first
+    if first is not None:
+        exact.append(first)
+    on_device = next((i for i, span in enumerate(exact) if span.load_bytes), len(exact))
+    on_device = max(1, on_device)  # without the preamble it would be full prefill
+    best: tuple[float, int, int, int] | None = None
+    for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
+        kept = exact[:end]
+        tokens = sum(span.num_tokens for span in kept)
+        loads = _loads(kept)
+        price = costs.prefix(tokens, layout.total, loads)
+        if best is None or price.seconds <= best[0]:
+            best = (price.seconds, end, tokens, sum(loads.values()))
+    assert best is not None, "the part on the device is always a choice"
+    seconds, end, tokens, load_bytes = best
+    option = Option("prefix", seconds, layout.total - tokens, load_bytes, Reason.CHEAPEST)
+    return [Candidate(option, lambda: _prefix_spans(layout, exact[:end]))]
+
+
+def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
+    spans = list(kept)
+    spans.extend(computed(span, Reason.TIER_TOO_SLOW) for span in layout.path[len(kept) - 1 :])
+    start = sum(span.num_tokens for span in spans)
+    skip = 1 if kept and kept[-1].reason is Reason.FIRST else 0
+    for chunk, copies in zip(layout.behind[skip:], layout.stored[skip:], strict=True):
+        reason = Reason.NOT_EXACT if copies else Reason.NOT_STORED
+        spans.append(computed_chunk(chunk, start, reason, True))
+        start += chunk.num_tokens
+    return (*spans, layout.question(True))
+
+
+class Hits(NamedTuple):
+    """What the store has for strategies of one kind. The same for all that want the same copies."""
+
+    usable: tuple[Stored | None, ...]  # per chunk behind the path
+    loadable: tuple[Stored | None, ...]  # of these, where the tier's speed is known
+    parts: tuple[tuple[int, int, str, int], ...]  # chunk, tokens, tier, bytes of each hit
+    num_tokens: int
+    tiers: dict[int, str]  # of each hit
+    loads: dict[str, int]  # bytes per tier with every hit loaded, exact parts included
+    rows_besides: int  # tokens that are neither exact nor hits
+
+
+def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
+    """Which stored chunks a strategy can use."""
+    usable = tuple(_usable(copies, strategy) for copies in layout.stored)
+    loadable = tuple(copy if copy and costs.can_load(copy.tier) else None for copy in usable)
+    first = layout.first
+    loads = _loads([layout.preamble, *layout.path, *([first] if first else [])])
+    parts: list[tuple[int, int, str, int]] = []
+    num_tokens = 0
+    for i in range(1 if first else 0, len(loadable)):
+        copy = loadable[i]
+        if copy is not None:
+            size = layout.behind[i].num_tokens
+            parts.append((i, size, copy.tier, copy.size_bytes))
+            num_tokens += size
+            loads[copy.tier] = loads.get(copy.tier, 0) + copy.size_bytes
+    exact = layout.exact_tokens + (first.num_tokens if first else 0)
+    rows_besides = layout.total - exact - num_tokens
+    tiers = {i: tier for i, _, tier, _ in parts}
+    return Hits(usable, loadable, tuple(parts), num_tokens, tiers, loads, rows_besides)
+
+
+def price_fused(
+    costs: CostModel,
+    layout: Layout,
+    hits: Hits,
+    strategy: StrategyInfo,
+    ratio: float,
+    limits: Limits,
+) -> Candidate | Reason:
+    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined."""
+    if hits.num_tokens < MIN_HIT_TOKENS:
+        return _why_few(layout, hits)
+
+    def price(computed_hits: frozenset[int]) -> _Priced:
+        """With these hits computed instead of loaded."""
+        tokens, loads = hits.num_tokens, hits.loads
+        if computed_hits:
+            loads = dict(loads)
+            for i, num_tokens, tier, size_bytes in hits.parts:
+                if i in computed_hits:
+                    tokens -= num_tokens
+                    loads[tier] -= size_bytes
+        rows = hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
+        out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
+        return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for)
+
+    computed_hits, best = _computed_instead(price, hits.tiers)
+    loaded = hits.tiers.keys() - computed_hits
+    if not loaded:
+        return Reason.TIER_TOO_SLOW
+    if limits.free_bytes is not None and best.rows * limits.row_bytes > limits.free_bytes:
+        return Reason.NO_MEMORY
+    mixed = len(loaded) < len(layout.path) + len(layout.behind)
+    name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
+    option = Option(name, best.seconds, best.rows, best.load_bytes, Reason.CHEAPEST, ratio)
+    return Candidate(option, lambda: _fused_spans(layout, hits, loaded), strategy.name)
+
+
+def _computed_instead(
+    price: Callable[[frozenset[int]], _Priced], tiers: Mapping[int, str]
+) -> tuple[frozenset[int], _Priced]:
+    """Which hits to compute rather than load: those of a tier that compute would wait for.
+
+    `tiers`: where each hit lies, in the order of the prompt. The more are computed, the less is
+    loaded: the best number is where the two cross, found by halving.
+    """
+    chosen: frozenset[int] = frozenset()
+    best = price(chosen)
+    for _ in range(MAX_TIERS):
+        slow = best.waits_for
+        here = [i for i, tier in tiers.items() if tier == slow and i not in chosen]
+        if slow is None or not here:
+            break
+        low, high = 1, len(here)  # with none of them computed it is slow, as just seen
+        tried = {0: best}
+        while low < high:
+            middle = (low + high) // 2
+            tried[middle] = price(chosen.union(here[:middle]))
+            if tried[middle].waits_for == slow:
+                low = middle + 1
+            else:
+                high = middle
+        if low not in tried:
+            tried[low] = price(chosen.union(here[:low]))
+        num = min(tried, key=lambda n: tried[n].seconds)
+        if num == 0:
+            break
+        chosen, best = chosen.union(here[:num]), tried[num]
+    return chosen, best
+
+
+def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
+    for variant in strategy.variants:
+        for copy in copies:
+            if copy.variant == variant and strategy.needs <= copy.has:
+                return copy
+    return None
+
+
+def _why_few(layout: Layout, hits: Hits) -> Reason:
+    copies = zip(hits.usable, layout.stored, strict=True)
+    if any(copy is None and stored for copy, stored in copies):
+        return Reason.NEEDS_MISSING
+    if any(hits.usable) and not any(hits.loadable):
+        return Reason.TIER_UNKNOWN
+    return Reason.TOO_FEW_HITS
+
+
+def _loads(spans: Sequence[Span]) -> dict[str, int]:
+    loads: dict[str, int] = {}
+    for span in spans:
+        if span.load_bytes:
+            loads[span.tier] = loads.get(span.tier, 0) + span.load_bytes
+    return loads
+
+
+def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ...]:
+    spans = [layout.preamble, *layout.path]
+    start = sum(span.num_tokens for span in spans)
+    frontier = True  # everything so far is exact
+    for i, chunk in enumerate(layout.behind):
+        copy = hits.loadable[i]
+        if i == 0 and layout.first is not None:
+            spans.append(layout.first)
+        elif i in loaded and copy is not None:
+            frontier = False
+            spans.append(
+                Span(
+                    SpanKind.FUSED,
+                    start,
+                    chunk.num_tokens,
+                    chunk.id,
+                    Reason.STORED,
+                    copy.tier,
+                    copy.size_bytes,
+                    copy.variant,
+                )
+            )
+        else:
+            reason = Reason.TIER_TOO_SLOW if copy is not None else Reason.NOT_STORED
+            if copy is None and hits.usable[i] is not None:
+                reason = Reason.TIER_UNKNOWN
+            elif copy is None and layout.stored[i]:
+                reason = Reason.NEEDS_MISSING
+            spans.append(computed_chunk(chunk, start, reason, frontier))
+        start += chunk.num_tokens
+    return (*spans, layout.question(frontier))

@@ -1,0 +1,203 @@
+"""In which order the chunks of a request should stand (after CRAFT).
+
+An exact prefix is found again only if the chunks stand in the same order again. Retrieval orders by
+the question, so the same chunks come in ever new orders; where the caller gives the permission
+(`order="free"`), they are put in an order that many requests share. Never at the caller's cost: an
+order that does not match clearly more exact tokens than the given one is not used.
+
+Only chunks move. The preamble, the history, the question and fixed places stay where they are.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvweave.errors import ConfigError
+from kvweave.kv.tree.node import ChunkRef, Node
+from kvweave.types import ChunkId
+
+WINDOW = 1000  # requests; fewer are noisy, all of them stale
+PROMOTION = 2  # uses in the window before a chunk may take room in the tree
+MAX_VISITS = 256  # nodes a walk through the tree may look at
+MIN_GAIN_TOKENS = 64
+MIN_GAIN_SHARE = 0.05
+
+
+class OrderPermission(StrEnum):
+    """What the caller allows."""
+
+    KEEP = "keep"
+    FREE = "free"
+
+
+class AccessTable:
+    """How many of the last requests retrieved each chunk. Not thread-safe; below 1 MB."""
+
+    def __init__(self, window: int = WINDOW) -> None:
+        if window < 1:
+            raise ConfigError(f"AccessTable.window must be at least 1 request, got {window}")
+        self._window = window
+        self._requests: deque[frozenset[ChunkId]] = deque()
+        self._counts: Counter[ChunkId] = Counter()
+
+    def push(self, chunk_ids: Collection[ChunkId]) -> None:
+        """A request was answered. After it, not before: its own order used the old counts."""
+        request = frozenset(chunk_ids)
+        self._requests.append(request)
+        self._counts.update(request)
+        if len(self._requests) > self._window:
+            for chunk_id in self._requests.popleft():
+                self._counts[chunk_id] -= 1
+                if not self._counts[chunk_id]:
+                    del self._counts[chunk_id]
+
+    def count(self, chunk_id: ChunkId) -> int:
+        return self._counts.get(chunk_id, 0)  # Counter's own default is slow
+
+    def __len__(self) -> int:
+        """Chunks with a count."""
+        return len(self._counts)
+
+
+class Ordering(NamedTuple):
+    """An order and what it was chosen for."""
+
+    chunks: tuple[ChunkRef, ...]  # a permutation of what was given
+    exact_tokens: int  # matched by it, preamble included
+    given_tokens: int  # matched by the given order
+    how: str  # "given", "frequency", "tree" or "first hit"
+
+
+def frequency_order(
+    chunks: Sequence[ChunkRef], table: AccessTable, fixed: Collection[int] = ()
+) -> tuple[ChunkRef, ...]:
+    """Most retrieved first. Ties by chunk id, which is the same on every machine.
+
+    Counts are compared in powers of two: two chunks whose counts cross back and forth would
+    otherwise swap places and cut off the stored path each time.
+    """
+    free = [chunk for place, chunk in enumerate(chunks) if place not in fixed]
+    free.sort(key=lambda chunk: (-table.count(chunk.id).bit_length(), chunk.id))
+    return _around(chunks, free, fixed)
+
+
+def tree_order(
+    root: Node, chunks: Sequence[ChunkRef], fixed: Collection[int] = ()
+) -> tuple[ChunkRef, ...]:
+    """The longest stored path (in tokens) made of these chunks alone, then the rest as given."""
+    by_id = {chunk.id: place for place, chunk in enumerate(chunks)}
+    best: list[Node] = []
+    best_tokens = root.end
+    visits = 0
+    free = sorted(chunk.id for place, chunk in enumerate(chunks) if place not in fixed)
+    left = set(free)
+    path: list[Node] = []
+
+    def walk(node: Node) -> None:
+        nonlocal best, best_tokens, visits
+        visits += 1
+        if node.end > best_tokens:
+            best, best_tokens = list(path), node.end
+        children = node.children
+        if not children or len(path) == len(chunks):
+            return
+        if len(path) in fixed:
+            wanted = [chunks[len(path)].id]
+        elif len(children) < len(free):  # most nodes have few
+            wanted = sorted(chunk_id for chunk_id in list(children) if chunk_id in left)
+        else:
+            wanted = [chunk_id for chunk_id in free if chunk_id in left]
+        for chunk_id in wanted:
+            child = children.get(chunk_id)
+            if child is not None and visits < MAX_VISITS:
+                path.append(child)
+                left.discard(chunk_id)
+                walk(child)
+                path.pop()
+                if chunk_id in by_id and by_id[chunk_id] not in fixed:
+                    left.add(chunk_id)
+
+    walk(root)
+    taken = {node.chunk_id for node in best}
+    first = [by_id[n.chunk_id] for n in best if by_id[n.chunk_id] not in fixed]
+    rest = [p for p, c in enumerate(chunks) if p not in fixed and c.id not in taken]
+    return _around(chunks, [chunks[place] for place in (*first, *rest)], fixed)
+
+
+def choose_order(
+    root: Node,
+    chunks: Sequence[ChunkRef],
+    table: AccessTable,
+    permission: OrderPermission,
+    exact_tokens: Callable[[Sequence[ChunkRef]], int],
+    exact_when_first: Mapping[ChunkId, int] | None = None,
+    fixed: Collection[int] = (),
+    common_tail: bool = False,
+) -> Ordering:
+    """The order to use: the given one unless another clearly matches more exact tokens.
+
+    `common_tail` also puts what stands behind the match in frequency order. That gains nothing for
+    this request and, in a tree with little room, more for the next ones (bench/ordering.py).
+
+    `exact_tokens` counts what an order would match. `exact_when_first` names chunks whose stored
+    KV is exact right behind the preamble: with nothing in the tree the longest of them goes first.
+    """
+    given = tuple(chunks)
+    given_tokens = exact_tokens(given)
+    kept = Ordering(given, given_tokens, given_tokens, "given")
+    if permission is OrderPermission.KEEP or len(given) < 2:
+        return kept
+    candidates = [
+        ("tree", tree_order(root, given, fixed)),
+        ("frequency", frequency_order(given, table, fixed)),
+    ]
+    if exact_when_first and 0 not in fixed:
+        movable = [c for p, c in enumerate(given) if p not in fixed and c.id in exact_when_first]
+        if movable:
+            first = max(movable, key=lambda chunk: chunk.num_tokens)
+            rest = [c for p, c in enumerate(given) if p not in fixed and c is not first]
+            candidates.append(("first hit", _around(given, [first, *rest], fixed)))
+    best = kept
+    for how, order in candidates:
+        tokens = exact_tokens(order)
+        if tokens > best.exact_tokens:
+            best = Ordering(order, tokens, given_tokens, how)
+    total = sum(chunk.num_tokens for chunk in given)
+    gain = best.exact_tokens - given_tokens
+    chosen = best if gain >= max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * total) else kept
+    if not common_tail:
+        return chosen
+    stays = max(_num_matched(root, chosen.chunks), int(chosen.how == "first hit"))
+    order = frequency_order(chosen.chunks, table, {*range(stays), *fixed})
+    how = chosen.how if order == chosen.chunks or chosen is not kept else "frequency"
+    return Ordering(order, exact_tokens(order), given_tokens, how)
+
+
+def num_promotable(
+    order: Sequence[ChunkRef], matched: int, table: AccessTable, threshold: int = PROMOTION
+) -> int:
+    """How many chunks of an order may be in the tree: the matched ones and, behind them, a run of
+    chunks that were each retrieved `threshold` times. Ask after `AccessTable.push`."""
+    end = matched
+    while end < len(order) and table.count(order[end].id) >= threshold:
+        end += 1
+    return end
+
+
+def _num_matched(node: Node, chunks: Sequence[ChunkRef]) -> int:
+    """Leading chunks that are in the tree."""
+    for num, chunk in enumerate(chunks):
+        child = node.children.get(chunk.id)
+        if child is None:
+            return num
+        node = child
+    return len(chunks)
+
+
+def _around(
+    chunks: Sequence[ChunkRef], free: Sequence[ChunkRef], fixed: Collection[int]
+) -> tuple[ChunkRef, ...]:
+    """`free` in this order in the places that are not fixed."""
+    rest = iter(free)
+    return tuple(chunk if place in fixed else next(rest) for place, chunk in enumerate(chunks))

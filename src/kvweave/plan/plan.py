@@ -1,0 +1,119 @@
+"""The decision for one request, as data: spans, prices, reasons. Frozen; a wish until leased."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvweave.kv.tree.node import ChunkRef
+from kvweave.plan.ordering import OrderPermission
+from kvweave.types import ChunkId
+
+
+class Reuse(StrEnum):
+    """What the caller allows."""
+
+    OFF = "off"  # full prefill
+    EXACT = "exact"  # only KV that full prefill would have given
+    AUTO = "auto"  # also fused KV, as far as the gate lets it
+
+
+class Reason(StrEnum):
+    """Why an option was taken or not, a chunk reused or not. For explain and counters."""
+
+    CHEAPEST = "cheapest"
+    DEARER = "dearer than the chosen one"
+    GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
+    NOT_CALIBRATED = "not calibrated for this model"
+    BOUND_NOT_MET = "quality bound not met below ratio 1"
+    TOO_FEW_HITS = "too few stored tokens to be worth it"
+    NEEDS_MISSING = "stored chunks lack what the strategy needs"
+    NO_MEMORY = "not enough device memory for recomputed rows"
+    FORBIDDEN = "the request forbids it"
+    UNSUPPORTED = "the model does not support it"
+    TIER_UNKNOWN = "the tier was never measured"
+    TIER_TOO_SLOW = "computing is faster than loading"
+    NOT_STORED = "not stored"
+    NOT_EXACT = "stored, but not exact here"
+    FULL_IS_FASTER = "full prefill is faster"
+    IN_TREE = "exact path in the knowledge tree"
+    FIRST = "stored right behind the preamble: exact there"
+    STORED = "stored"
+    ALWAYS = "always computed"
+
+
+class SpanKind(StrEnum):
+    EXACT = "exact"  # taken as it is
+    FUSED = "fused"  # stored chunk KV, some rows recomputed
+    COMPUTED = "computed"  # every row
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of the request's tokens with one fate. Spans never overlap and leave no gap."""
+
+    kind: SpanKind
+    start: int
+    num_tokens: int
+    chunk_id: ChunkId | None  # None: preamble or question
+    reason: Reason
+    tier: str = ""  # where its bytes are; "" for computed ones and those on the device
+    load_bytes: int = 0
+    variant: str = ""  # encoding context of stored chunk KV
+    exact_after: bool = False  # rows computed here are exact: they may enter the knowledge tree
+
+
+class Option(NamedTuple):
+    """One way to answer, with its price."""
+
+    name: str  # "full", "prefix", "fused epic" or "mixed epic"
+    predicted_s: float | None  # to the first token; None: not priced
+    rows: int  # tokens computed
+    load_bytes: int
+    reason: Reason  # why it was taken or not
+    ratio: float | None = None  # of a strategy
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the planner is asked. Lengths and names, never text."""
+
+    chunks: tuple[ChunkRef, ...]  # as retrieved
+    question_tokens: int  # everything behind the chunks
+    order: OrderPermission = OrderPermission.KEEP
+    reuse: Reuse = Reuse.AUTO
+    quality_bound: float = 0.02  # nats per token of mean KL
+    conversation: str = ""  # "": a question by itself
+    history: tuple[str, ...] = ()  # keys of the messages the prompt has before this turn
+    fixed: frozenset[int] = frozenset()  # places among `chunks` that must not move
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do, what it should cost, and what else there was."""
+
+    spans: tuple[Span, ...]
+    chosen: Option
+    options: tuple[Option, ...]  # all of them, the chosen one too, as they were considered
+    strategy: str | None  # None: exact
+    order: tuple[ChunkRef, ...]  # chunks as they will stand
+    ordered_by: str  # "given", "frequency", "tree" or "first hit"
+    in_history: tuple[ChunkRef, ...]  # left out: the conversation has them
+    exact_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A plan's prediction beside what happened: so that the model can be judged."""
+
+    option: str
+    predicted_s: float
+    actual_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative; positive when the model was too pessimistic."""
+        return self.predicted_s / self.actual_s - 1 if self.actual_s > 0 else 0.0

@@ -1,0 +1,171 @@
+"""What things cost on this machine: measured grids, links, and how they follow what happens.
+
+A profile belongs to one model on one machine. It is measured once (`measure_grid`), saved as JSON,
+and moved by every finished request and transfer, so that a machine under load is priced as it is.
+"""
+
+import json
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvweave.errors import ConfigError
+
+GAIN = 0.1  # weight of the newest observation in every moving estimate
+
+
+@dataclass(slots=True)
+class Grid:
+    """Seconds over two measured axes; between points bilinear.
+
+    Below the first point of an axis the first holds; beyond the last, `xs` is clamped and `ys`
+    goes on along its last slope, which is never taken as falling. At y = 0 there is nothing to do.
+    """
+
+    xs: tuple[int, ...]  # cached tokens, or all tokens of the prompt
+    ys: tuple[int, ...]  # new tokens, or rows to compute
+    seconds: list[list[float]]  # [xs][ys]
+
+    def __post_init__(self) -> None:
+        for name, axis in (("xs", self.xs), ("ys", self.ys)):
+            if not axis or list(axis) != sorted(set(axis)) or axis[0] < 0:
+                raise ConfigError(f"Grid.{name} must rise from a number >= 0, got {axis}")
+        if [len(row) for row in self.seconds] != [len(self.ys)] * len(self.xs):
+            raise ConfigError(f"Grid.seconds must have {len(self.xs)} rows of {len(self.ys)}")
+
+    def at(self, x: int, y: int) -> float:
+        if y <= 0:
+            return 0.0
+        xl, xh, u = _bracket(self.xs, x)
+        low, high = self.seconds[xl], self.seconds[xh]
+        if y > self.ys[-1]:
+            return (1 - u) * _beyond(self.ys, low, y) + u * _beyond(self.ys, high, y)
+        yl, yh, v = _bracket(self.ys, y)
+        return (1 - u) * ((1 - v) * low[yl] + v * low[yh]) + u * ((1 - v) * high[yl] + v * high[yh])
+
+    def observe(self, x: int, y: int, seconds: float, gain: float = GAIN) -> None:
+        """A real run took so long: move the points around it by their share of the error."""
+        expected = self.at(x, y)
+        if y <= 0 or expected <= 0 or seconds <= 0:
+            return
+        error = seconds / expected - 1
+        xl, xh, u = _bracket(self.xs, x)
+        yl, yh, v = _bracket(self.ys, y)
+        shares = {(xl, yl): (1 - u) * (1 - v), (xl, yh): (1 - u) * v}
+        for place, share in (((xh, yl), u * (1 - v)), ((xh, yh), u * v)):
+            shares[place] = shares.get(place, 0.0) + share
+        for (i, j), share in shares.items():
+            self.seconds[i][j] *= max(0.1, 1 + gain * share * error)  # one outlier cannot zero it
+
+
+@dataclass(slots=True)
+class Link:
+    """A way for bytes from one tier, as it has been lately."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0  # per layer asked for
+    pending_bytes: int = 0  # asked for by others and not yet here
+
+    def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
+        """A transfer finished. Its latency is left out of the bandwidth."""
+        busy_s = seconds - self.latency_s
+        if size_bytes > 0 and busy_s > 0:
+            self.bytes_per_s += gain * (size_bytes / busy_s - self.bytes_per_s)
+
+    def seconds(self, size_bytes: int) -> float:
+        return size_bytes / self.bytes_per_s
+
+
+@dataclass(slots=True)
+class MachineProfile:
+    """All measured prices of one model on one machine. Changed by `observe_*` on one thread."""
+
+    model: str  # fingerprint of the weights, as in the KV key
+    device: str  # words for people: a profile of another machine should be noticed
+    num_layers: int
+    prefill: Grid  # xs: exact tokens in front, ys: tokens computed
+    recompute: Grid  # xs: all tokens of the prompt, ys: rows computed among them
+    links: dict[str, Link] = field(
+        default_factory=dict
+    )  # by tier, or "tier/codec" where they differ
+
+    def link(self, tier: str, codec: str = "") -> Link | None:
+        """The way from a tier for one codec; None when it was never measured."""
+        if codec and (link := self.links.get(f"{tier}/{codec}")) is not None:
+            return link
+        return self.links.get(tier)
+
+    def save(self, path: Path) -> None:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        temporary.replace(path)
+
+
+def load_profile(path: Path) -> MachineProfile:
+    """A saved profile. ConfigError names the file when it is not one."""
+    try:
+        return profile_from(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a machine profile: {error}; measure it anew") from error
+
+
+def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
+    grids = {
+        name: Grid(
+            tuple(saved[name]["xs"]),
+            tuple(saved[name]["ys"]),
+            [[float(s) for s in row] for row in saved[name]["seconds"]],
+        )
+        for name in ("prefill", "recompute")
+    }
+    links = {name: Link(**link) for name, link in saved["links"].items()}
+    return MachineProfile(
+        saved["model"], saved["device"], int(saved["num_layers"]), **grids, links=links
+    )
+
+
+def measure_grid(
+    run: Callable[[int, int], object],
+    xs: Sequence[int],
+    ys: Sequence[int],
+    repeats: int = 5,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> Grid:
+    """Median seconds of `run(x, y)` at each point.
+
+    One round over all points to warm up, then `repeats` rounds: a slow spell of the machine costs
+    each point one sample instead of one point all of them. `run` must wait for the device before
+    it returns; points that cannot be run are the caller's to avoid.
+    """
+    points = [(x, y) for x in xs for y in ys]
+    times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for number in range(-1, repeats):
+        for x, y in points:
+            start = now_s()
+            run(x, y)
+            if number >= 0:
+                times[x, y].append(now_s() - start)
+    seconds = [[statistics.median(times[x, y]) for y in ys] for x in xs]
+    return Grid(tuple(xs), tuple(ys), seconds)
+
+
+def _bracket(axis: tuple[int, ...], value: int) -> tuple[int, int, float]:
+    """Places on both sides of a value and how far it lies between them; clamped to the axis."""
+    if value <= axis[0]:
+        return 0, 0, 0.0
+    if value >= axis[-1]:
+        return len(axis) - 1, len(axis) - 1, 0.0
+    high = bisect_right(axis, value)
+    low = high - 1
+    return low, high, (value - axis[low]) / (axis[high] - axis[low])
+
+
+def _beyond(ys: tuple[int, ...], row: list[float], y: int) -> float:
+    if len(ys) == 1:
+        return row[0] * y / max(1, ys[0])
+    slope = max(0.0, (row[-1] - row[-2]) / (ys[-1] - ys[-2]))
+    return row[-1] + slope * (y - ys[-1])

@@ -1,0 +1,200 @@
+"""Ordering is a permission, a permutation, and never worse than what was given."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvweave.errors import ConfigError
+from kvweave.kv.tree import ChunkRef
+from kvweave.plan.ordering import (
+    MAX_VISITS,
+    AccessTable,
+    Ordering,
+    OrderPermission,
+    choose_order,
+    frequency_order,
+    num_promotable,
+    tree_order,
+)
+from kvweave.plan.overlap import overlap
+from kvweave.types import ChunkId
+from treeworld import World, refs
+
+FREE, KEEP = OrderPermission.FREE, OrderPermission.KEEP
+
+
+def names(chunks: Sequence[ChunkRef]) -> list[str]:
+    return [str(chunk.id) for chunk in chunks]
+
+
+def make_table(*requests: str, window: int = 1000) -> AccessTable:
+    table = AccessTable(window)
+    for request in requests:
+        table.push([ChunkId(name) for name in request])
+    return table
+
+
+def choose(world: World, chunks: list[ChunkRef], table: AccessTable | None = None) -> Ordering:
+    return choose_order(
+        world.tree.root,
+        chunks,
+        table or AccessTable(),
+        FREE,
+        lambda order: world.tree.match([chunk.id for chunk in order]).num_tokens,
+    )
+
+
+def test_ties_are_broken_the_same_way_whatever_retrieval_said() -> None:
+    table = make_table("abc")
+    assert frequency_order(refs("cab"), table) == frequency_order(refs("bca"), table)
+
+
+def test_the_most_retrieved_chunk_comes_first() -> None:
+    assert names(frequency_order(refs("abc"), make_table("c", "c", "bc", "bc"))) == ["c", "b", "a"]
+
+
+def test_counts_that_barely_differ_do_not_swap_chunks() -> None:
+    first = frequency_order(refs("ab"), make_table(*["a"] * 6, *["b"] * 5))
+    second = frequency_order(refs("ab"), make_table(*["a"] * 6, *["b"] * 7))
+    assert first == second
+
+
+def test_the_window_forgets() -> None:
+    table = make_table("a", "b", "b", window=2)
+    assert (table.count(ChunkId("a")), table.count(ChunkId("b")), len(table)) == (0, 2, 1)
+    with pytest.raises(ConfigError, match="window"):
+        AccessTable(0)
+
+
+def test_a_chunk_retrieved_twice_in_one_request_counts_once() -> None:
+    assert make_table("aa").count(ChunkId("a")) == 1
+
+
+def test_crafts_worked_example() -> None:
+    """Counts 1, 1; [C1,C2,C5] runs; then [C1,C2] is promoted, and C6 once it was seen twice."""
+    table = make_table("12")
+    for request, matched, promoted in (("125", 0, 2), ("126", 2, 2), ("126", 2, 3)):
+        order = frequency_order([ChunkRef(ChunkId(c), 5) for c in request], table)
+        table.push([chunk.id for chunk in order])
+        assert names(order) == list(request)
+        assert num_promotable(order, matched, table) == promoted
+
+
+def test_the_walk_finds_the_longest_path_made_of_these_chunks() -> None:
+    world = World(device_tokens=60)
+    world.ask("a9", "b9")
+    world.ask("c9", "d9", "e9")
+    order = tree_order(world.tree.root, refs(["x", "e9", "a9", "d9", "b9", "c9"]))
+    assert names(order) == ["c9", "d9", "e9", "x", "a9", "b9"]
+
+
+def test_a_gain_too_small_keeps_the_given_order() -> None:
+    world = World(device_tokens=200)
+    world.ask("a63")
+    assert choose(world, refs(["x", "a63"])).how == "given"
+    world.ask("b64")
+    assert choose(world, refs(["x", "b64"])).how == "tree"
+
+
+def test_a_common_tail_stands_behind_the_match_in_frequency_order() -> None:
+    world = World(device_tokens=200)
+    world.ask("b70")
+    chunks = refs(["b70", "x9", "c9", "a9"])
+    order = choose_order(
+        world.tree.root,
+        chunks,
+        make_table(),
+        FREE,
+        lambda o: world.tree.match([c.id for c in o]).num_tokens,
+        common_tail=True,
+    )
+    assert names(order.chunks) == ["b70", "a9", "c9", "x9"]
+    assert order.how == "frequency"
+
+
+def test_without_permission_nothing_moves() -> None:
+    world = World(device_tokens=200)
+    world.ask("b90")
+    chunks = refs(["x", "b90"])
+    kept = choose_order(world.tree.root, chunks, AccessTable(), KEEP, lambda order: 0)
+    assert (kept.chunks, kept.how) == (tuple(chunks), "given")
+
+
+def test_with_an_empty_tree_the_longest_chunk_that_is_exact_first_leads() -> None:
+    world = World(device_tokens=200)
+    chunks = refs(["x50", "a70", "b90"])
+    first = {chunk.id: chunk.num_tokens for chunk in chunks[1:]}
+    order = choose_order(
+        world.tree.root, chunks, AccessTable(), FREE, lambda o: first.get(o[0].id, 0), first
+    )
+    assert (names(order.chunks), order.how) == (["b90", "x50", "a70"], "first hit")
+
+
+def test_fixed_places_stay_fixed() -> None:
+    world = World(device_tokens=400)
+    world.ask("p70", "b70", "a70")
+    chunks = refs(["p70", "a70", "b70"])
+    order = choose_order(
+        world.tree.root,
+        chunks,
+        AccessTable(),
+        FREE,
+        lambda o: world.tree.match([c.id for c in o]).num_tokens,
+        fixed={0},
+    )
+    assert names(order.chunks) == ["p70", "b70", "a70"]
+    assert names(tree_order(world.tree.root, refs(["a70", "b70", "p70"]), fixed={0})) == [
+        "a70",
+        "b70",
+        "p70",
+    ]
+
+
+POOL = ["a64", "b70", "c80", "d90", "e99", "f65"]
+REQUEST = st.lists(st.sampled_from(POOL), min_size=1, max_size=6, unique=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(REQUEST, max_size=6), REQUEST, st.sets(st.integers(0, 5)), st.booleans())
+def test_an_order_is_a_permutation_with_fixed_points_and_never_matches_less(
+    past: list[list[str]], request: list[str], fixed: set[int], common_tail: bool
+) -> None:
+    world = World(device_tokens=500)
+    table = AccessTable()
+    for earlier in past:
+        world.ask(*earlier)
+        table.push([chunk.id for chunk in refs(earlier)])
+    chunks = refs(request)
+
+    def match(order: Sequence[ChunkRef]) -> int:
+        return world.tree.match([chunk.id for chunk in order]).num_tokens
+
+    order = choose_order(world.tree.root, chunks, table, FREE, match, None, fixed, common_tail)
+    assert sorted(order.chunks) == sorted(chunks)
+    assert all(order.chunks[p] == chunks[p] for p in fixed if p < len(chunks))
+    assert order.exact_tokens == match(order.chunks) >= match(chunks) == order.given_tokens
+
+
+def test_a_walk_through_a_bushy_tree_ends() -> None:
+    """All orders of six chunks are 1,956 paths; the walk looks at no more than its budget."""
+    world = World(device_tokens=100_000)
+    import itertools
+
+    for path in itertools.permutations(POOL, 4):
+        world.ask(*path)
+    assert len(world.tree) > MAX_VISITS
+    order = tree_order(world.tree.root, refs(POOL))
+    assert sorted(order) == sorted(refs(POOL))
+
+
+def test_overlap_of_the_papers_example() -> None:
+    requests = [[ChunkId(str(i)) for i in r] for r in ([1, 4, 5, 6, 7], [1, 2, 3, 4, 5])]
+    assert overlap(requests) == (0.2, 0.6, 0.6)
+    assert overlap(requests[:1]) == (0.0, 0.0, 0.0)
+
+
+def test_overlap_parts_one_earlier_request_from_all_of_them() -> None:
+    requests = [[ChunkId(c) for c in r] for r in ("ab", "cd", "ac")]
+    assert overlap(requests) == (pytest.approx(0.25), pytest.approx(0.25), pytest.approx(0.5))

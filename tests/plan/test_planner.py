@@ -1,0 +1,336 @@
+"""The planner: exact before approximate, cheap before clever, and always with a reason."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvweave.kv.tree import ChunkRef
+from kvweave.plan.cost import CostModel, StrategyInfo
+from kvweave.plan.layout import Stored
+from kvweave.plan.options import Limits
+from kvweave.plan.ordering import OrderPermission
+from kvweave.plan.plan import Judged, Plan, PlanRequest, Reason, Reuse, SpanKind
+from kvweave.plan.planner import Planner, Verdict
+from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.types import ChunkId
+from treeworld import PREAMBLE, World, refs
+
+EPIC = StrategyInfo("epic")
+TOKEN_BYTES = 1000
+FAST = 1e9
+
+
+class OpenGate:
+    def __init__(self, **ratios: float | None) -> None:
+        self.ratios = ratios
+
+    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+        if strategy not in self.ratios:
+            return Verdict(None, Reason.NOT_CALIBRATED)
+        return Verdict(self.ratios[strategy])
+
+
+def make_planner(
+    world: World | None = None,
+    stored: Mapping[str, Stored] | None = None,
+    links: Mapping[str, float] | None = None,
+    strategies: tuple[StrategyInfo, ...] = (EPIC,),
+    gate: OpenGate | None = None,
+    limits: Limits | None = None,
+    queue_s: float = 0.0,
+) -> Planner:
+    """A token costs a millisecond to compute; links are given in bytes per second."""
+    grid = Grid((0,), (1, 1000), [[0.001, 1.0]])
+    speeds = links or {"disk": FAST, "host": FAST}
+    profile = MachineProfile(
+        "m", "test", 10, grid, grid, {name: Link(speed) for name, speed in speeds.items()}
+    )
+
+    def peek(chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
+        found = stored or {}
+        return {c: [found[str(c)]] for c in chunk_ids if str(c) in found}
+
+    return Planner(
+        (world or World(device_tokens=5000)).tree,
+        CostModel(profile, queue_s=queue_s),
+        peek,
+        strategies,
+        gate or OpenGate(epic=0.1),
+        limits or Limits(),
+    )
+
+
+def on_disk(*names: str, tier: str = "disk", first: bool = False) -> dict[str, Stored]:
+    return {name: Stored("isolated", tier, int(name[1:]) * TOKEN_BYTES, first) for name in names}
+
+
+def ask(*names: str, **more: object) -> PlanRequest:
+    return PlanRequest(tuple(refs(names)), 10, **more)  # type: ignore[arg-type]
+
+
+def kinds(plan: Plan) -> list[str]:
+    return [span.kind.value for span in plan.spans]
+
+
+def why(plan: Plan, start: str) -> Reason:
+    return next(option.reason for option in plan.options if option.name.startswith(start))
+
+
+def test_nothing_stored_means_the_preamble_and_the_rest_computed() -> None:
+    plan = make_planner().plan(ask("a300", "b300"))
+    assert kinds(plan) == ["exact", "computed", "computed", "computed"]
+    assert plan.chosen.name == "prefix"
+    assert plan.spans[1].reason is Reason.NOT_STORED
+    assert why(plan, "fused epic") is Reason.TOO_FEW_HITS
+
+
+def test_an_exact_path_is_taken_before_anything_approximate() -> None:
+    world = World(device_tokens=5000)
+    world.ask("a300", "b300")
+    planner = make_planner(world, on_disk("a300", "b300"))
+    plan = planner.plan(ask("a300", "b300"))
+    assert kinds(plan) == ["exact", "exact", "exact", "computed"]
+    assert plan.strategy is None
+    assert plan.exact_tokens == PREAMBLE.num_tokens + 600
+
+
+def test_stored_chunks_behind_an_exact_path_are_fused() -> None:
+    world = World(device_tokens=5000)
+    world.ask("a300")
+    planner = make_planner(world, on_disk("b300", "c300"))
+    plan = planner.plan(ask("a300", "b300", "c300", "d50"))
+    assert kinds(plan) == ["exact", "exact", "fused", "fused", "computed", "computed"]
+    assert plan.chosen.name == "mixed epic"
+    assert plan.chosen.rows == 60 + 50 + 10
+    assert plan.chosen.predicted_s == min(o.predicted_s for o in plan.options if o.predicted_s)
+
+
+def test_rows_behind_fused_spans_may_not_enter_the_tree() -> None:
+    planner = make_planner(stored=on_disk("b300"))
+    plan = planner.plan(ask("a50", "b300", "c50"))
+    assert [span.exact_after for span in plan.spans] == [True, True, False, False, False]
+
+
+def test_a_chunk_stored_behind_the_preamble_is_exact_when_it_stands_there() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300", first=True))
+    plan = planner.plan(ask("a300", "b300"))
+    assert plan.spans[1].reason is Reason.FIRST
+    assert plan.spans[1].kind is SpanKind.EXACT
+    assert plan.spans[2].kind is SpanKind.FUSED
+    other = make_planner(stored=on_disk("a300", "b300")).plan(ask("a300", "b300"))
+    assert other.spans[1].kind is SpanKind.FUSED  # another encoding context
+
+
+def test_a_slow_tier_makes_it_full_prefill_and_the_plan_says_why() -> None:
+    stored = on_disk("a300", "b300")
+    assert make_planner(stored=stored).plan(ask("a300", "b300")).strategy == "epic"
+    slow = make_planner(stored=stored, links={"disk": 1e4})
+    plan = slow.plan(ask("a300", "b300"))
+    assert plan.strategy is None
+    assert why(plan, "fused epic") is Reason.TIER_TOO_SLOW
+    assert plan.spans[1].reason is Reason.NOT_EXACT
+
+
+def test_of_two_tiers_only_the_slow_ones_chunks_are_computed() -> None:
+    stored = on_disk("a300", tier="remote") | on_disk("b600", "c600")
+    planner = make_planner(stored=stored, links={"disk": FAST, "remote": 1e5})
+    plan = planner.plan(ask("a300", "b600", "c600"))
+    assert kinds(plan) == ["exact", "computed", "fused", "fused", "computed"]
+    assert plan.spans[1].reason is Reason.TIER_TOO_SLOW
+    assert plan.spans[1].exact_after
+
+
+def test_the_slow_tiers_chunk_is_computed_wherever_it_stands() -> None:
+    stored = on_disk("a300", tier="remote") | on_disk("b600", "c600")
+    planner = make_planner(stored=stored, links={"disk": FAST, "remote": 1e5})
+    plan = planner.plan(ask("b600", "c600", "a300"))
+    assert kinds(plan) == ["exact", "fused", "fused", "computed", "computed"]
+    assert not plan.spans[3].exact_after
+
+
+def test_a_slow_host_is_not_waited_for_even_for_exact_pages() -> None:
+    world = World(device_tokens=400, host_tokens=2000)
+    world.ask("a300")
+    world.ask("c300")
+    assert world.where()[("a300",)] == {"host"}
+    fast = make_planner(world).plan(ask("a300"))
+    assert (kinds(fast), fast.spans[1].tier) == (["exact", "exact", "computed"], "host")
+    slow = make_planner(world, links={"host": 100.0}).plan(ask("a300"))
+    assert kinds(slow) == ["exact", "computed", "computed"]
+    assert slow.spans[1].reason is Reason.TIER_TOO_SLOW
+    unknown = make_planner(world, links={"disk": 1.0}).plan(ask("a300"))
+    assert kinds(unknown) == ["exact", "computed", "computed"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gate": OpenGate()}, Reason.NOT_CALIBRATED),
+        ({"gate": OpenGate(epic=None)}, Reason.BOUND_NOT_MET),
+        ({"gate": OpenGate(epic=1.0)}, Reason.BOUND_NOT_MET),
+        ({"limits": Limits(row_bytes=1000, free_bytes=100)}, Reason.NO_MEMORY),
+        ({"links": {"host": FAST}}, Reason.TIER_UNKNOWN),
+        (
+            {"strategies": (StrategyInfo("epic", needs=frozenset({"anchors"})),)},
+            Reason.NEEDS_MISSING,
+        ),
+        ({"strategies": (StrategyInfo("epic", variants=("filler",)),)}, Reason.NEEDS_MISSING),
+    ],
+)
+def test_every_refusal_has_its_reason(change: dict[str, object], reason: Reason) -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"), **change)  # type: ignore[arg-type]
+    plan = planner.plan(ask("a300", "b300"))
+    assert plan.strategy is None
+    assert why(plan, "fused epic") is reason
+
+
+def test_a_gain_below_ten_percent_or_twenty_milliseconds_is_left() -> None:
+    small = make_planner(stored=on_disk("a300"), gate=OpenGate(epic=0.95)).plan(ask("a300"))
+    assert small.strategy is None
+    assert why(small, "fused epic") is Reason.GAIN_TOO_SMALL
+
+
+def test_the_request_can_forbid_reuse() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"))
+    exact = planner.plan(ask("a300", "b300", reuse=Reuse.EXACT))
+    assert why(exact, "fused epic") is Reason.FORBIDDEN
+    off = planner.plan(ask("a300", "b300", reuse=Reuse.OFF))
+    assert off.chosen.name == "full"
+    assert set(kinds(off)) == {"computed"}
+    assert off.spans[1].reason is Reason.FORBIDDEN
+
+
+def test_the_cheapest_of_several_strategies_is_taken() -> None:
+    slow = StrategyInfo("prophet", waits_for_all=True)
+    planner = make_planner(
+        stored=on_disk("a300", "b300"),
+        links={"disk": 5e6},
+        strategies=(slow, EPIC),
+        gate=OpenGate(epic=0.3, prophet=0.3),
+    )
+    plan = planner.plan(ask("a300", "b300"))
+    assert plan.strategy == "epic"
+    assert why(plan, "fused prophet") in (Reason.DEARER, Reason.GAIN_TOO_SMALL)
+
+
+def test_a_free_order_may_use_a_stored_path_and_a_kept_one_may_not() -> None:
+    world = World(device_tokens=5000)
+    world.ask("b300", "a300")
+    planner = make_planner(world)
+    kept = planner.plan(ask("a300", "b300"))
+    free = planner.plan(ask("a300", "b300", order=OrderPermission.FREE))
+    assert (kept.ordered_by, kept.exact_tokens) == ("given", 4)
+    assert (free.ordered_by, free.exact_tokens) == ("tree", 604)
+    fixed = planner.plan(ask("a300", "b300", order=OrderPermission.FREE, fixed=frozenset({0})))
+    assert fixed.order == kept.order
+
+
+def test_chunks_of_the_history_are_left_out_and_come_back_when_it_is_cut() -> None:
+    planner = make_planner()
+    first = ask("a300", "b300", conversation="talk")
+    planner.finished(first, planner.plan(first), message="m1")
+    again = ask("a300", "c300", conversation="talk", history=("m1",))
+    assert [c.id for c in planner.plan(again).order] == ["c300"]
+    assert [c.id for c in planner.plan(again).in_history] == ["a300"]
+    cut = ask("a300", "c300", conversation="talk", history=())
+    assert [c.id for c in planner.plan(cut).order] == ["a300", "c300"]
+
+
+def test_a_path_may_enter_the_tree_once_its_chunks_were_seen_twice() -> None:
+    planner = make_planner()
+    request = ask("a300", "b300")
+    assert planner.finished(request, planner.plan(request)) == 0
+    assert planner.finished(request, planner.plan(request)) == 2
+    assert planner.finished(ask("a300", "c300"), planner.plan(ask("a300", "c300"))) == 1
+
+
+def test_planning_changes_nothing() -> None:
+    world = World(device_tokens=1000, host_tokens=1000)
+    world.ask("a300")
+    planner = make_planner(world, on_disk("b300"))
+    before = (world.where(), [n.usage.uses for n in world.tree])
+    assert planner.plan(ask("a300", "b300")) == planner.plan(ask("a300", "b300"))
+    assert (world.where(), [n.usage.uses for n in world.tree]) == before
+
+
+def test_a_lost_preamble_is_computed() -> None:
+    world = World()
+    world.tree.lose_device()
+    plan = make_planner(world, on_disk("a300", first=True)).plan(ask("a300"))
+    assert plan.spans[0].kind is SpanKind.COMPUTED
+    assert plan.num_tokens == 4 + 300 + 10
+
+
+def test_a_prediction_can_be_judged() -> None:
+    assert Judged("prefix", 1.1, 1.0).error == pytest.approx(0.1)
+
+
+POOL = ["a300", "b200", "c100", "d64", "e400"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    past=st.lists(st.lists(st.sampled_from(POOL), min_size=1, max_size=4, unique=True), max_size=4),
+    names=st.lists(st.sampled_from(POOL), max_size=5),
+    stored=st.sets(st.sampled_from(POOL)),
+    first=st.booleans(),
+    speed=st.sampled_from([1e3, 1e5, 1e6, 1e9]),
+    ratio=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    reuse=st.sampled_from(list(Reuse)),
+    order=st.sampled_from(list(OrderPermission)),
+    queue_s=st.sampled_from([0.0, 1.0]),
+)
+def test_a_plan_covers_the_prompt_and_is_never_dearer_than_full_prefill(
+    past: list[list[str]],
+    names: list[str],
+    stored: set[str],
+    first: bool,
+    speed: float,
+    ratio: float,
+    reuse: Reuse,
+    order: OrderPermission,
+    queue_s: float,
+) -> None:
+    world = World(device_tokens=700, host_tokens=1500)
+    for path in past:
+        world.ask(*path)
+    planner = make_planner(
+        world,
+        on_disk(*stored, first=first),
+        {"disk": speed, "host": speed * 10},
+        gate=OpenGate(epic=ratio),
+        queue_s=queue_s,
+    )
+    plan = planner.plan(ask(*names, reuse=reuse, order=order))
+    ends = 0
+    for span in plan.spans:
+        assert span.start == ends
+        ends += span.num_tokens
+    assert ends == 4 + sum(chunk.num_tokens for chunk in set(refs(names))) + 10
+    assert sorted(plan.order) == sorted(set(refs(names)))
+    assert [s.chunk_id for s in plan.spans[1:-1]] == [c.id for c in plan.order]
+    full = next(option for option in plan.options if option.name == "full")
+    assert plan.chosen.predicted_s is not None
+    assert full.predicted_s is not None
+    assert plan.chosen.predicted_s <= full.predicted_s
+    assert plan.chosen in plan.options
+    if reuse is not Reuse.AUTO or ratio >= 1.0:
+        assert plan.strategy is None
+    loaded = sum(span.load_bytes for span in plan.spans)
+    assert loaded == plan.chosen.load_bytes
+    exact_rows = sum(s.num_tokens for s in plan.spans if s.kind is SpanKind.COMPUTED)
+    fused = sum(s.num_tokens for s in plan.spans if s.kind is SpanKind.FUSED)
+    assert exact_rows <= plan.chosen.rows <= exact_rows + fused
+    frontier = True
+    for span in plan.spans:
+        frontier = frontier and span.kind is not SpanKind.FUSED
+        assert span.exact_after == frontier
+
+
+def test_a_request_for_nothing_is_a_plan_too() -> None:
+    plan = make_planner().plan(PlanRequest((), 10))
+    assert kinds(plan) == ["exact", "computed"]
+    assert plan.order == ()
+    assert ChunkRef(ChunkId("a"), 1) not in plan.in_history

@@ -1,0 +1,110 @@
+"""Grids are exact where measured, sane elsewhere, and follow what happens."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.errors import ConfigError
+from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile, measure_grid
+
+XS, YS = (0, 128, 512), (32, 64, 256)
+
+
+def seconds(x: int, y: int) -> float:
+    return 0.01 + 0.001 * y + 1e-6 * x * y
+
+
+def make_grid() -> Grid:
+    return Grid(XS, YS, [[seconds(x, y) for y in YS] for x in XS])
+
+
+@pytest.mark.parametrize("x", XS)
+@pytest.mark.parametrize("y", YS)
+def test_at_a_measured_point_the_measurement_is_returned(x: int, y: int) -> None:
+    assert make_grid().at(x, y) == pytest.approx(seconds(x, y))
+
+
+def test_between_points_a_bilinear_function_is_met_exactly() -> None:
+    assert make_grid().at(300, 100) == pytest.approx(seconds(300, 100))
+
+
+def test_nothing_to_compute_costs_nothing() -> None:
+    assert make_grid().at(100, 0) == 0.0
+
+
+def test_beyond_the_grid_new_tokens_go_on_along_the_slope_and_cached_ones_stop() -> None:
+    grid = make_grid()
+    assert grid.at(0, 512) == pytest.approx(seconds(0, 512))
+    assert grid.at(10_000, 64) == grid.at(512, 64)
+    assert grid.at(0, 1) == grid.at(0, 32)
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 5000))
+def test_more_new_tokens_never_cost_less(x: int, y: int, more: int) -> None:
+    grid = make_grid()
+    assert grid.at(x, y + more) >= grid.at(x, y) - 1e-12
+
+
+def test_a_noisy_last_step_is_not_taken_as_falling() -> None:
+    assert Grid((0,), (32, 64), [[1.0, 0.9]]).at(0, 640) == 0.9
+
+
+def test_observations_move_the_grid_to_the_truth() -> None:
+    grid = make_grid()
+    for _ in range(200):
+        grid.observe(300, 100, 2 * seconds(300, 100))
+    assert grid.at(300, 100) == pytest.approx(2 * seconds(300, 100), rel=0.02)
+    assert grid.at(0, 256) <= 2 * seconds(0, 256)
+
+
+def test_one_outlier_moves_little() -> None:
+    grid = make_grid()
+    grid.observe(128, 64, 1.5 * seconds(128, 64))
+    assert grid.at(128, 64) == pytest.approx(1.05 * seconds(128, 64))
+
+
+def test_a_link_follows_its_transfers_without_their_latency() -> None:
+    link = Link(1e9, latency_s=0.5)
+    for _ in range(100):
+        link.observe(1_000_000, 0.501)
+    assert link.bytes_per_s == pytest.approx(1e9)
+    link.observe(1_000_000, 0.4)  # faster than its latency: says nothing about bandwidth
+    assert link.bytes_per_s == pytest.approx(1e9)
+
+
+def test_measuring_goes_round_and_takes_medians_after_a_warm_up() -> None:
+    rounds = [[9.0, 99.0], [1.0, 10.0], [50.0, 60.0], [2.0, 20.0], [1.5, 15.0], [1.0, 10.0]]
+    durations = iter([seconds for each in rounds for seconds in each])
+    now = 0.0
+
+    def run(x: int, y: int) -> None:
+        nonlocal now
+        now += next(durations)
+
+    assert measure_grid(run, (0,), (8, 16), now_s=lambda: now).seconds == [[1.5, 15.0]]
+
+
+def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
+    links = {"disk": Link(5e8, 1e-4), "disk/int8": Link(3e8)}
+    profile = MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links)
+    profile.save(tmp_path / "profile.json")
+    back = load_profile(tmp_path / "profile.json")
+    assert back == profile
+    assert back.link("disk", "int8") == links["disk/int8"]
+    assert back.link("disk", "raw") == links["disk"]
+    assert back.link("redis") is None
+
+
+def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps({"model": "m"}))
+    with pytest.raises(ConfigError, match=r"p\.json is not a machine profile"):
+        load_profile(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(("xs", "ys"), [((), (1,)), ((4, 2), (1,)), ((0,), (1, 1))])
+def test_a_grid_whose_axes_do_not_rise_is_refused(xs: tuple[int, ...], ys: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="must rise"):
+        Grid(xs, ys, [[1.0] * len(ys)] * len(xs))
