@@ -117,15 +117,21 @@ class Weave:
         chunk_kv: bool = False,
         progress: "OnProgress | None" = None,
         options: "IngestOptions | None" = None,
+        refresh_neighbours: bool = False,
     ) -> "IngestReport":
         """Bring files, folders or (title, text) pairs in; do only what changed.
 
         `chunk_kv` also computes and stores the chunks' KV, so that `reuse="reuse"` finds it.
-        `options` choose among files, set limits and prune.
+        `options` choose among files, set limits and prune. `refresh_neighbours` is for encoding
+        "neighbours": chunks whose neighbours are others by now are computed again.
         """
         with self._turn:
             return self.library.ingest(
-                sources, chunk_kv=chunk_kv, progress=progress, options=options
+                sources,
+                chunk_kv=chunk_kv,
+                progress=progress,
+                options=options,
+                refresh_neighbours=refresh_neighbours,
             )
 
     def remove(self, reference: str) -> int:

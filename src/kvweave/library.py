@@ -1,22 +1,25 @@
 """A knowledge base together with the chunk KV that one model has computed for it.
 
     <folder>/            the knowledge base, see corpus/knowledge_base.py
-    <folder>/kv/         chunk KV, see kv/store.py; may be deleted at any time
+    <folder>/kv/         chunk KV and who its neighbours were; may be deleted at any time
 
 Part of the composition root: only `app.py` uses it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+from kvweave.corpus.catalogue import Written
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.generate import FIRST_ROOM, continue_answer, room_for_answer
 from kvweave.engine.sampling import Choice, Sampling
-from kvweave.errors import RequestError
+from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.neighbours import NeighbourTable
 from kvweave.fuse.prefill import PromptChunk, prefill_from_store
 from kvweave.fuse.preparation import Preparation, read_preparation, write_preparation
 from kvweave.fuse.record import FuseRecord
@@ -26,21 +29,19 @@ from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
 from kvweave.kv.codec import dtype_name
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.forget import keys_of_chunks
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
-from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.prompt import SYSTEM, Prompt, split_template
 from kvweave.tokenizer import Tokenizer
-from kvweave.types import ChunkId
+from kvweave.types import DocumentId
+from kvweave.upkeep import KV_FOLDER, Upkeep, neighbours_of, open_table, remove_documents
 
 # 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
 CODEC = "int8"
 DEFAULT_EMBEDDER = "minilm"
-KV_FOLDER = "kv"
 
 
 def open_store(folder: Path) -> KVStore:
@@ -61,59 +62,108 @@ def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) ->
     )
 
 
-def forget_chunk_kv(
-    folder: Path, chunk_ids: Collection[ChunkId], store: KVStore | None = None
-) -> int:
-    """Delete the KV of these chunks from the knowledge base in `folder`; returns how many objects.
-
-    Through `store` where one is open, so that its copies in memory go too.
-    """
-    if not chunk_ids or not (folder / KV_FOLDER / "objects").is_dir():
-        return 0
-    if store is not None:
-        store.flush()  # what is still on its way must not land behind us
-    tier = DiskTier(DiskTierConfig(folder / KV_FOLDER), sweep=False)
-    keys = keys_of_chunks(tier, chunk_ids)
-    return sum(tier.delete(key) for key in keys) if store is None else store.delete(keys)
-
-
 def prepared(folder: Path, wanted: Preparation | None) -> Preparation:
     """How the knowledge base in `folder` prepares chunk KV: as wanted, as before, or as usual."""
     return wanted or read_preparation(folder / KV_FOLDER) or Preparation.parse()
 
 
 def make_encoder(
-    decoder: Decoder, tokenizer: Tokenizer, store: KVStore, preparation: Preparation, system: str
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    store: KVStore,
+    preparation: Preparation,
+    system: str,
+    kb: KnowledgeBase,
+    table: NeighbourTable | None,
 ) -> ChunkEncoder:
-    """An encoder for chunks behind `system`."""
+    """An encoder for the chunks of `kb` behind `system`. `table` as `open_table` gives it."""
     _, closing = split_template(tokenizer, system)
-    texts = Texts.of(tokenizer, preparation, closing)
-    return ChunkEncoder(decoder, store, key_context(decoder, tokenizer, system), preparation, texts)
+    return ChunkEncoder(
+        decoder,
+        store,
+        key_context(decoder, tokenizer, system),
+        preparation,
+        Texts.of(tokenizer, preparation, closing),
+        neighbours_of=(
+            None if table is None else neighbours_of(kb, table, preparation.variant.size)
+        ),
+    )
+
+
+def check_room(kb: KnowledgeBase, decoder: Decoder, encoder: ChunkEncoder) -> None:
+    """Refuse more neighbours than the model has positions for, before anything is computed."""
+    variant = encoder.preparation.variant
+    max_context, chunk_tokens = decoder.spec.max_context, kb.settings.chunk_tokens
+    room = (max_context - len(encoder.preamble_ids)) // chunk_tokens - 1
+    if variant.kind == "neighbours" and variant.size > room:
+        raise ConfigError(
+            f"{variant} of {chunk_tokens} tokens each do not fit into the {max_context:,} positions"
+            f" of this model; at most {max(room, 0)} do, fewer with larger --chunk-tokens"
+        )
+
+
+class Encoding(NamedTuple):
+    """What ingest needs to make chunk KV and to keep it in step with the documents."""
+
+    encoder: ChunkEncoder
+    upkeep: Upkeep
 
 
 @contextmanager
 def chunk_encoder(
-    folder: Path, model: str, preparation: Preparation | None = None
-) -> Iterator[ChunkEncoder]:
+    kb: KnowledgeBase, model: str, preparation: Preparation | None = None, *, refresh: bool = False
+) -> Iterator[Encoding]:
     """An encoder for ingest without a Weave: loads the model, closes the store behind it."""
-    preparation = prepared(folder, preparation)
+    preparation = prepared(kb.folder, preparation)
     model_folder = locate(model)
     decoder = load_decoder(model_folder)
-    with open_store(folder) as store:
-        write_preparation(folder / KV_FOLDER, preparation)
-        yield make_encoder(decoder, Tokenizer(model_folder), store, preparation, SYSTEM)
+    with ExitStack() as stack:
+        store = stack.enter_context(open_store(kb.folder))
+        table = open_table(kb.folder, preparation)
+        if table is not None:
+            stack.callback(table.close)
+        tokenizer = Tokenizer(model_folder)
+        encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
+        check_room(kb, decoder, encoder)
+        upkeep = Upkeep(kb, table, store, encoder, encodes=True, refresh=refresh)
+        write_preparation(kb.folder / KV_FOLDER, preparation)
+        yield Encoding(encoder, upkeep)
+
+
+@contextmanager
+def upkeep_without_model(kb: KnowledgeBase) -> Iterator[tuple[None, Upkeep]]:
+    """Keeps the chunk KV that is there in step with the documents; computes none."""
+    table = open_table(kb.folder)
+    try:
+        yield None, Upkeep(kb, table)
+    finally:
+        if table is not None:
+            table.close()
+
+
+def remove_with_kv(kb: KnowledgeBase, ids: Sequence[DocumentId]) -> Written:
+    """Remove documents and their chunk KV where no store is open."""
+    with upkeep_without_model(kb) as (_, upkeep):
+        return remove_documents(kb, ids, upkeep)
 
 
 class Library:
     """Ingests and answers from one knowledge base. The decoder's owner serialises calls."""
 
     def __init__(
-        self, kb: KnowledgeBase, store: KVStore, decoder: Decoder, encoder: ChunkEncoder
+        self,
+        kb: KnowledgeBase,
+        store: KVStore,
+        decoder: Decoder,
+        encoder: ChunkEncoder,
+        table: NeighbourTable | None = None,
     ) -> None:
+        """`table` is the one the encoder was made with; the library closes it."""
         self.kb = kb
         self.store = store
         self._decoder = decoder
         self.encoder = encoder
+        self._table = table
 
     @classmethod
     def open(
@@ -135,11 +185,17 @@ class Library:
             create=True,
         )
         store = open_store(folder)
-        encoder = make_encoder(decoder, tokenizer, store, prepared(folder, preparation), system)
-        return cls(kb, store, decoder, encoder)
+        preparation = prepared(folder, preparation)
+        table = open_table(folder, preparation)
+        encoder = make_encoder(decoder, tokenizer, store, preparation, system, kb, table)
+        library = cls(kb, store, decoder, encoder, table)
+        library.repair()
+        return library
 
     def close(self) -> None:
         self.store.close()
+        if self._table is not None:
+            self._table.close()
         self.kb.close()
 
     def ingest(
@@ -149,24 +205,35 @@ class Library:
         chunk_kv: bool,
         progress: OnProgress | None = None,
         options: IngestOptions | None = None,
+        refresh_neighbours: bool = False,
     ) -> IngestReport:
         """Documents to chunks and vectors, and to chunk KV if asked for."""
         encoder = self.encoder if chunk_kv else None
+        upkeep = self._upkeep(encodes=chunk_kv, refresh=refresh_neighbours)
         if chunk_kv:
+            check_room(self.kb, self._decoder, self.encoder)
             write_preparation(self.kb.folder / KV_FOLDER, self.encoder.preparation)
-        report = ingest(self.kb, sources, encoder, progress=progress, options=options)
-        self.forget(report.orphaned)
-        return report
+        return ingest(self.kb, sources, encoder, progress=progress, options=options, upkeep=upkeep)
 
     def remove(self, reference: str) -> int:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""
-        orphaned = self.kb.remove(reference).orphaned
-        self.forget(orphaned)
-        return len(orphaned)
+        ids = [document.id for document in self.kb.find(reference)]
+        return len(remove_documents(self.kb, ids, self._upkeep()).orphaned)
 
-    def forget(self, chunk_ids: Collection[ChunkId]) -> None:
-        """Delete the KV of chunks that no document uses any more, whichever model computed it."""
-        forget_chunk_kv(self.kb.folder, chunk_ids, self.store)
+    def repair(self) -> None:
+        """Delete what a removal or an ingest that was killed has left. A writer at work does it
+        itself."""
+        upkeep = self._upkeep()
+        if upkeep.is_settled:
+            return
+        with self.kb.writing_if_free() as is_free:
+            if is_free:
+                upkeep.before()
+
+    def _upkeep(self, *, encodes: bool = False, refresh: bool = False) -> Upkeep:
+        return Upkeep(
+            self.kb, self._table, self.store, self.encoder, encodes=encodes, refresh=refresh
+        )
 
     def generate(
         self,

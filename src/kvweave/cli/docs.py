@@ -83,12 +83,13 @@ def rm_command(
         # All of them first: a typo stops us before anything is removed, and two names of one
         # document are one document.
         ids = {document.id for reference in references for document in kb.find(reference)}
-        orphaned = kb.remove_documents(sorted(ids)).orphaned
         gone = len(ids)
-    if (kb_folder / "kv").is_dir():
-        from kvweave.library import forget_chunk_kv  # brings torch: only where there is chunk KV
+        if (kb_folder / "kv").is_dir():
+            from kvweave.library import remove_with_kv  # brings torch: only where there is KV
 
-        forget_chunk_kv(kb_folder, orphaned)
+            orphaned = remove_with_kv(kb, sorted(ids)).orphaned
+        else:
+            orphaned = kb.remove_documents(sorted(ids)).orphaned
     if as_json:
         click.echo(json.dumps({"removed": gone, "orphaned_chunks": orphaned}))
     else:

@@ -17,10 +17,11 @@ from kvweave.cli.knowledge_bases import (
     json_option,
     kb_option,
 )
+from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.ingest.encoder import Encoder
+    from kvweave.ingest.encoder import Encoder, Upkeep
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
@@ -43,6 +44,11 @@ MAX_LISTED = 20
     "--encoding", help="isolated, filler:PASSAGES or neighbours:COUNT.  [default: filler]"
 )
 @click.option("--extras", multiple=True, metavar="NAME", help="inter or anchors:RULE. Repeatable.")
+@click.option(
+    "--refresh-neighbours",
+    is_flag=True,
+    help="Compute KV behind neighbours again where others are nearer by now.",
+)
 @api_key_option
 @json_option
 @click.pass_context
@@ -61,6 +67,7 @@ def command(
     kv: bool,
     encoding: str | None,
     extras: tuple[str, ...],
+    refresh_neighbours: bool,
     qdrant_api_key: str | None,
     as_json: bool,
 ) -> None:
@@ -75,6 +82,8 @@ def command(
     from kvweave.ingest.pipeline import IngestOptions, ingest
     from kvweave.ingest.sources import Selection
 
+    if refresh_neighbours and not kv:
+        raise ConfigError("--refresh-neighbours computes chunk KV; add --kv")
     stored = read_settings(kb_folder)
     options = IngestOptions(
         selection=Selection(include, exclude),
@@ -91,8 +100,13 @@ def command(
         api_key=qdrant_api_key,
     ) as kb:
         try:
-            with _encoder(kb, model, kv, encoding, extras) as encoder, _progress_bar() as progress:
-                report = ingest(kb, paths, encoder, progress=progress, options=options)
+            with (
+                _encoding(kb, model, kv, encoding, extras, refresh_neighbours) as (encoder, upkeep),
+                _progress_bar() as progress,
+            ):
+                report = ingest(
+                    kb, paths, encoder, progress=progress, options=options, upkeep=upkeep
+                )
         except KeyboardInterrupt:
             num_documents = kb.totals().num_documents
             click.echo(
@@ -100,28 +114,35 @@ def command(
                 err=True,
             )
             raise
-        if report.orphaned and (kb_folder / "kv").is_dir():
-            from kvweave.library import forget_chunk_kv
-
-            forget_chunk_kv(kb_folder, report.orphaned)
         _show(kb, report, as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
 
 
-def _encoder(
-    kb: "KnowledgeBase", model: str, wanted: bool, encoding: str | None, extras: tuple[str, ...]
-) -> "AbstractContextManager[Encoder | None]":
-    """Whoever computes chunk KV; loading the model takes a moment, so only if it is wanted."""
+def _encoding(
+    kb: "KnowledgeBase",
+    model: str,
+    wanted: bool,
+    encoding: str | None,
+    extras: tuple[str, ...],
+    refresh: bool,
+) -> "AbstractContextManager[tuple[Encoder | None, Upkeep | None]]":
+    """Whoever computes chunk KV and whoever keeps what is there in step with the documents.
+
+    Loading the model takes a moment, so only if it is wanted.
+    """
+    if not wanted and not (kb.folder / "kv").is_dir():
+        return nullcontext((None, None))
+    from kvweave.library import chunk_encoder, upkeep_without_model
+
     if not wanted:
-        return nullcontext()
+        return upkeep_without_model(kb)
     from kvweave.fuse.preparation import DEFAULT_ENCODING, Preparation
-    from kvweave.library import chunk_encoder
 
     preparation = None
     if encoding or extras:
         preparation = Preparation.parse(encoding or DEFAULT_ENCODING, extras)
-    return chunk_encoder(kb.folder, model, preparation)
+    return chunk_encoder(kb, model, preparation, refresh=refresh)
 
 
 def _show(kb: "KnowledgeBase", report: "IngestReport", as_json: bool) -> None:
@@ -159,11 +180,11 @@ def _progress_bar() -> "Iterator[OnProgress | None]":
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
     columns = (
-        TextColumn("{task.description:8}"),
+        TextColumn("{task.description:10}"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[chunks]:,} chunks · {task.fields[rate]:,.0f}/s"),
@@ -172,7 +193,22 @@ def _progress_bar() -> "Iterator[OnProgress | None]":
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("read", total=None, chunks=0, rate=0.0)
 
+        second: list[TaskID] = []  # a bar of its own: it starts when the first one is full
+
         def show(state: "IngestProgress") -> None:
+            if state.phase == "neighbours":
+                if not second:
+                    bar.update(task, total=1, completed=1)
+                    second.append(bar.add_task("neighbours", chunks=0, rate=0.0))
+                elapsed_s = bar.tasks[-1].elapsed or 1.0
+                bar.update(
+                    second[0],
+                    total=state.total_chunks,
+                    completed=state.num_chunks,
+                    chunks=state.num_chunks,
+                    rate=state.num_chunks / max(elapsed_s, 0.1),
+                )
+                return
             elapsed_s = bar.tasks[0].elapsed or 1.0
             bar.update(
                 task,

@@ -1,7 +1,7 @@
 """What can be asked of a catalogue. Nothing in here changes it."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -99,6 +99,24 @@ class CatalogueReads(Database):
             (json.dumps(chunk_ids),),
         )
         return {ChunkId(row[0]): _chunk(row) for row in rows}
+
+    def known(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+        """Which of these exist."""
+        rows = self._db.execute(
+            f"SELECT chunk_id FROM chunks WHERE chunk_id IN {AMONG}", (json.dumps([*chunk_ids]),)
+        )
+        return {ChunkId(chunk_id) for (chunk_id,) in rows}
+
+    def vectors_of_chunks(self, chunk_ids: Sequence[ChunkId], dim: int) -> dict[ChunkId, Vectors]:
+        """The stored vector [D] of each chunk that exists."""
+        rows = self._db.execute(
+            "SELECT chunk_id, vector FROM chunks JOIN vectors USING (chunk_id)"
+            f" WHERE chunk_id IN {AMONG}",
+            (json.dumps(chunk_ids),),
+        )
+        found = {ChunkId(chunk_id): np.frombuffer(blob, "<f4") for chunk_id, blob in rows}
+        assert all(vector.shape == (dim,) for vector in found.values()), "of another embedder"
+        return {chunk_id: v.astype(np.float32, copy=False) for chunk_id, v in found.items()}
 
     def chunks_of_vectors(self, vector_ids: Sequence[int]) -> dict[int, Chunk]:
         """Those that exist, by vector id: a hit of an index that lags behind may be gone."""

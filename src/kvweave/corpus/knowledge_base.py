@@ -9,7 +9,7 @@ Any number of processes may read and search while one writes.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -149,6 +149,32 @@ class KnowledgeBase:
         for found in self._live.search_staged(vector, depth, stages):
             yield self._hits(fuse_ranks([found.ids.tolist(), words], k))
 
+    def nearest(self, chunks: Sequence[Chunk], n: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
+        """For each chunk the ids of the `n` others most like it, nearest first; fewer if there are.
+
+        Neither the chunk itself nor another with the same words under another title, and of chunks
+        that say the same only the nearest. By the stored vectors: nothing is embedded again.
+        """
+        if n < 1:
+            raise RequestError(f"a chunk has at least 1 neighbour, got {n}")
+        vectors = self.catalogue.vectors_of_chunks([c.id for c in chunks], self.settings.dim)
+        return {c.id: self._nearest(c, vectors[c.id], n) for c in chunks if c.id in vectors}
+
+    def _nearest(self, chunk: Chunk, vector: Vector, n: int) -> tuple[ChunkId, ...]:
+        k = n + 4  # itself, and some room for copies
+        while True:
+            found = self._live.search(vector, k)
+            hits = self._hits(list(zip(found.ids.tolist(), found.scores.tolist(), strict=True)))
+            words = {_words(chunk)}
+            others: list[ChunkId] = []
+            for other, _ in hits:
+                if other.id != chunk.id and _words(other) not in words:
+                    words.add(_words(other))
+                    others.append(other.id)
+            if len(others) >= n or len(found.ids) < k:
+                return tuple(others[:n])
+            k *= 4
+
     def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
         chunks = self.catalogue.chunks_of_vectors([vector_id for vector_id, _ in found])
         return [Hit(chunks[vector_id], score) for vector_id, score in found if vector_id in chunks]
@@ -214,6 +240,17 @@ class KnowledgeBase:
         return written
 
     @contextmanager
+    def writing_if_free(self) -> Iterator[bool]:
+        """As `writing`, for what can wait: True if we are the writer, False if another one is."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_writer_lock(self.folder))
+                is_free = True
+            except CorpusError:
+                is_free = False
+            yield is_free
+
+    @contextmanager
     def writing(self) -> Iterator[None]:
         """Be the one writer. A second one is refused at once; a dead one does not count."""
         with _writer_lock(self.folder):
@@ -237,6 +274,11 @@ class KnowledgeBase:
         if self._embedder is None:
             raise ConfigError("this knowledge base was opened without an embedder: no search")
         return self._embedder
+
+
+def _words(chunk: Chunk) -> str:
+    """What a chunk says, without its title line and however it is spaced."""
+    return " ".join(chunk.text.removeprefix(chunk.title).split())
 
 
 def _create(

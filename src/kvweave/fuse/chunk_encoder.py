@@ -29,11 +29,13 @@ from kvweave.kv.objects import pack_chunk
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.tokenizer import Tokenizer
-from kvweave.types import Chunk
+from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
 
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
+# Token ids of a chunk to the ids of its neighbours, nearest first; None if nobody chose any yet.
+NeighboursOf = Callable[[Sequence[int]], Sequence[ChunkId] | None]
 REPEAT = "\n\nRepeat the previous context exactly."
 
 
@@ -70,21 +72,31 @@ class ChunkEncoder:
         preparation: Preparation | None = None,
         texts: Texts | None = None,
         *,
+        neighbours_of: NeighboursOf | None = None,
         on_saved: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_saved` hears how many chunks were handled each time some were."""
+        """`neighbours_of` knows what each chunk was or will be computed behind, for the encoding
+        context of that name. `on_saved` hears how many chunks were handled each time some were."""
         self.preparation = preparation or Preparation.parse(ISOLATED)
         self._texts = texts or Texts()
         if self.preparation.variant.kind == "filler" and not self._texts.filler:
             raise ConfigError("an encoder behind filler needs the filler's token ids")
-        self._decoder = decoder
-        self._store = store
+        if self.preparation.variant.kind == "neighbours" and neighbours_of is None:
+            raise ConfigError("an encoder behind neighbours needs to be told who they are")
+        self.decoder = decoder
+        self.store = store
+        self._neighbours_of = neighbours_of
         beside = "".join(f"+{name}" for name in self.preparation.extras)  # other bytes, other key
         name = variant_name(self.preparation.variant, self._texts.filler)
         self._isolated = replace(context, variant=ISOLATED + beside)
         self._context = replace(context, variant=name + beside)
         self._on_saved = on_saved
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
+
+    @property
+    def context(self) -> KeyContext:
+        """What the KV of all its chunks depends on."""
+        return self._context
 
     @property
     def preamble_ids(self) -> tuple[int, ...]:
@@ -97,8 +109,23 @@ class ChunkEncoder:
         return self._prefix(())
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
-        """The name of a chunk's KV under this model, preamble, encoding context and tenant."""
-        return make_chunk_key(self._context, token_ids)
+        """The name of a chunk's KV under this model, preamble, encoding context and tenant.
+
+        Behind neighbours it is the name for those it has now; without any there is nothing between
+        preamble and chunk, and before they were chosen nothing is stored under the name.
+        """
+        if self._neighbours_of is None or self.preparation.variant.kind != "neighbours":
+            return make_chunk_key(self._context, token_ids)
+        neighbours = self._neighbours_of(token_ids)
+        if neighbours is None:
+            return make_chunk_key(self._context, token_ids)
+        return self.key_behind(token_ids, neighbours)
+
+    def key_behind(self, token_ids: Sequence[int], neighbours: Sequence[ChunkId]) -> ChunkKey:
+        """The name of its KV behind these neighbours."""
+        if not neighbours:
+            return self.exact_key(token_ids)
+        return make_chunk_key(self._context, token_ids, neighbours)
 
     def exact_key(self, token_ids: Sequence[int]) -> ChunkKey:
         """The name of its isolated KV, which is exact right behind the preamble."""
@@ -106,6 +133,9 @@ class ChunkEncoder:
 
     def encode(self, chunks: Sequence[Chunk]) -> None:
         """Compute and save what is absent. Raises what the device raises; the store never does.
+
+        What stands behind neighbours comes later, when all chunks can be searched: see
+        `neighbour_encoder`.
 
         A chunk with values that the codec cannot hold is counted, named in the log and left out:
         requests compute it.
@@ -120,13 +150,13 @@ class ChunkEncoder:
         key_of: Callable[[Sequence[int]], ChunkKey],
         context_ids: tuple[int, ...],
     ) -> None:
-        todo = self._absent(chunks, key_of)
+        todo = self.absent(chunks, key_of)
         for run in passes([len(chunk.token_ids) for chunk in todo]):
             batch = [todo[i] for i in run]
             started_s = time.perf_counter()
             prefix = self._prefix(context_ids)
-            made = encode_chunks(self._decoder, prefix, [chunk.token_ids for chunk in batch])
-            extras = self._extras(prefix, batch, made)
+            made = encode_chunks(self.decoder, prefix, [chunk.token_ids for chunk in batch])
+            extras = self.extras(prefix, batch, made)
             num_rows = sum(len(chunk.token_ids) for chunk in batch)
             per_row_s = (time.perf_counter() - started_s) / num_rows
             for chunk, layers, beside in zip(batch, made, extras, strict=True):
@@ -149,17 +179,17 @@ class ChunkEncoder:
             packed = pack_chunk(key, layers, self._context.codec, extras)
         except ValueError as error:
             log.warning("chunk %s is not saved: %s", chunk.id, error)
-            self._store.metrics.count("kv_saves_dropped_total", reason="not representable")
+            self.store.metrics.count("kv_saves_dropped_total", reason="not representable")
             return
-        self._store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
+        self.store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
 
     def _prefix(self, context_ids: tuple[int, ...]) -> Prefix:
         if context_ids not in self._prefixes:
             ids = (*self.preamble_ids, *context_ids)
-            self._prefixes[context_ids] = encode_prefix(self._decoder, ids)
+            self._prefixes[context_ids] = encode_prefix(self.decoder, ids)
         return self._prefixes[context_ids]
 
-    def _extras(
+    def extras(
         self, prefix: Prefix, batch: Sequence[Chunk], made: Sequence[Sequence[LayerKV]]
     ) -> list[dict[str, bytes]]:
         """What lies beside each chunk's KV."""
@@ -167,7 +197,7 @@ class ChunkEncoder:
         for name in self.preparation.extras:
             if name == INTER:
                 for chunk, layers, extras in zip(batch, made, found, strict=True):
-                    inter = inter_attention(self._decoder, prefix, chunk.token_ids, layers)
+                    inter = inter_attention(self.decoder, prefix, chunk.token_ids, layers)
                     extras[name] = inter.to("cpu", torch.float16).numpy().tobytes()
                 continue
             if name == extra_name("sink"):
@@ -176,17 +206,17 @@ class ChunkEncoder:
                 scores = [knorm_scores(layers) for layers in made]
             else:
                 ids = [chunk.token_ids for chunk in batch]
-                scores = kvzip_scores(self._decoder, prefix, ids, made, self._texts.repeat)
+                scores = kvzip_scores(self.decoder, prefix, ids, made, self._texts.repeat)
             for extras, layers, each in zip(found, made, scores, strict=True):
                 extras[name] = pack_anchors(choose_anchors(layers, each))
         return found
 
-    def _absent(
+    def absent(
         self, chunks: Sequence[Chunk], key_of: Callable[[Sequence[int]], ChunkKey]
     ) -> list[Chunk]:
         """Chunks without KV, each once, longest first so that a pass holds chunks of a length."""
         by_key = {key_of(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
-        peeks = self._store.peek(list(by_key))
+        peeks = self.store.peek(list(by_key))
         absent = [
             chunk
             for chunk, peek in zip(by_key.values(), peeks, strict=True)

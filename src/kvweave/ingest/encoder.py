@@ -1,9 +1,10 @@
-"""The seam to whoever computes chunk KV: ingest sits left of the engine and knows no model."""
+"""The seams to whoever computes and keeps chunk KV: ingest itself knows no model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvweave.types import Chunk
+from kvweave.ingest.report import IngestProgress
+from kvweave.types import Chunk, ChunkId
 
 
 class Encoder(Protocol):
@@ -16,3 +17,20 @@ class Encoder(Protocol):
     """
 
     def encode(self, chunks: Sequence[Chunk]) -> None: ...
+
+
+class Upkeep(Protocol):
+    """Keeps chunk KV in step with the documents. Called on the thread that ingests, by the writer.
+
+    May block. When it raises, ingest stops; what was committed stays, and the next run calls again.
+    """
+
+    def before(self) -> None:
+        """Before anything changes: finish what an interrupted run left undone."""
+        ...
+
+    def after(
+        self, orphaned: Sequence[ChunkId], tell: Callable[[IngestProgress], None] | None = None
+    ) -> None:
+        """All chunks can be searched and were offered to the encoder; `orphaned` are no more."""
+        ...

@@ -17,7 +17,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.parsers import ParseLimits, Record, parse, read_bytes
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
 from kvweave.errors import CorpusError, KVWeaveError
-from kvweave.ingest.encoder import Encoder
+from kvweave.ingest.encoder import Encoder, Upkeep
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress, Phase, Skipped
 from kvweave.ingest.sources import (
     FoundFile,
@@ -51,6 +51,7 @@ def ingest(
     *,
     progress: OnProgress | None = None,
     options: IngestOptions | None = None,
+    upkeep: Upkeep | None = None,
 ) -> IngestReport:
     """Bring the sources into the knowledge base; do only what changed since the last time.
 
@@ -59,6 +60,8 @@ def ingest(
     """
     run = _Run(kb, options or IngestOptions(), progress)
     with kb.writing():
+        if upkeep is not None:
+            upkeep.before()
         run.take_all(sources)
         run.flush()
         run.prune()
@@ -67,6 +70,8 @@ def ingest(
         kb.publish()
         if encoder is not None:
             run.encode(encoder)
+        if upkeep is not None:
+            upkeep.after(run.report().orphaned, progress)
     return run.report()
 
 

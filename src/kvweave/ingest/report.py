@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from kvweave.types import ChunkId
 
-Phase = Literal["read", "embed", "index", "encode"]
+Phase = Literal["read", "embed", "index", "encode", "neighbours"]
 
 
 class Skipped(NamedTuple):
@@ -23,8 +23,9 @@ class IngestProgress(NamedTuple):
     done_bytes: int  # embedded counts, committed or not
     total_bytes: int | None  # None when the sources come from an iterator
     num_documents: int  # looked at so far
-    num_chunks: int  # cut so far; in phase "encode": offered to the encoder
+    num_chunks: int  # cut so far; in phases "encode" and "neighbours": handled
     source: str  # what is at hand
+    total_chunks: int | None = None  # where it is known: in phase "neighbours"
 
 
 # Called on the ingesting thread, several times a second at most; must not block.

@@ -1,49 +1,80 @@
-"""Delete the KV of chunks that no document uses any more.
+"""Find the KV of chunks that must go, and of chunks that were computed behind them.
 
 A key names bytes, not text: it cannot be guessed from a chunk without knowing the model, preamble
-and tenant it was computed for. So each object carries the id of its chunk as a named extra, and
-forgetting looks at the objects themselves, whichever model wrote them.
+and tenant it was computed for. So each object carries the id of its chunk as a named extra, and the
+ids of the chunks it was computed behind if there were any. Forgetting looks at the objects
+themselves, whichever model wrote them.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from kvweave.errors import TierError
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import check_section
+from kvweave.kv.layout import Header, check_section
 from kvweave.kv.memory import new_memory
 from kvweave.kv.objects import read_header
-from kvweave.kv.tiers.base import Tier
+from kvweave.kv.tiers.base import Reader, Tier
 
 CHUNK = "chunk"  # the extra that holds a chunk's id
+BEHIND = "behind"  # the extra that holds the ids of the chunks it has seen, nearest first
+
+
+class Provenance(NamedTuple):
+    """Whose text an object carries."""
+
+    chunk: str
+    behind: tuple[str, ...]  # chunks whose KV stood in front of it
+
+
+def pack_ids(chunk_ids: Sequence[str]) -> bytes:
+    """The extra BEHIND."""
+    return "\n".join(chunk_ids).encode()
 
 
 def keys_of_chunks(tier: Tier, chunk_ids: Collection[str]) -> list[ChunkKey]:
-    """Keys of all objects in `tier` that were computed for one of these chunks.
-
-    Reads every header, so it takes a while on a large store. Unreadable objects are passed over:
-    they are never served either.
-    """
-    wanted = {chunk_id.encode() for chunk_id in chunk_ids}
+    """Keys of all objects in `tier` that were computed for one of these chunks, or behind one."""
+    wanted = frozenset(chunk_ids)
     if not wanted:
         return []
-    return [each.key for each in tier.scan() if _chunk_of(tier, each.key) in wanted]
+    return find_keys(tier, lambda of: of.chunk in wanted or not wanted.isdisjoint(of.behind))
 
 
-def _chunk_of(tier: Tier, key: ChunkKey) -> bytes | None:
+def find_keys(tier: Tier, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
+    """Keys of all objects in `tier` of some provenance.
+
+    Reads every header, so it takes a while on a large store. Unreadable objects and those that do
+    not say where they come from are passed over: the first are never served.
+    """
+    found = []
+    for each in tier.scan():
+        provenance = _provenance(tier, each.key)
+        if provenance is not None and is_wanted(provenance):
+            found.append(each.key)
+    return found
+
+
+def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
     reader = tier.open(key)
     if reader is None:
         return None
     try:
         header = read_header(reader, key)
-        section = header.extras.get(CHUNK)
-        if section is None:
-            return None
-        padded = header.padded_end(section) - section.offset
-        span = new_memory(padded, pinned=False).view[:padded]
-        reader.read(section.offset, span)
-        check_section(header, CHUNK, section, span)
-        return bytes(span[: section.size_bytes])
+        chunk = _extra(reader, header, CHUNK)
+        behind = _extra(reader, header, BEHIND)
     except TierError:
         return None
     finally:
         reader.close()
+    return None if chunk is None else Provenance(chunk, tuple((behind or "").split()))
+
+
+def _extra(reader: Reader, header: Header, name: str) -> str | None:
+    section = header.extras.get(name)
+    if section is None:
+        return None
+    padded = header.padded_end(section) - section.offset
+    span = new_memory(padded, pinned=False).view[:padded]
+    reader.read(section.offset, span)
+    check_section(header, name, section, span)
+    return bytes(span[: section.size_bytes]).decode(errors="replace")

@@ -3,9 +3,10 @@
     key = context id (8 bytes) ‖ content id (24 bytes)
 
 The context id stands for model, dtype, codec, tokenizer, preamble, variant, RoPE configuration,
-tenant salt and layout version; the content id for the context and the chunk's token ids. Keys of
-one model, preamble and tenant therefore share their first 8 bytes, which lets a tier keep them
-together and lets people see whose bytes fill a folder.
+tenant salt and layout version; the content id for the context, the chunk's token ids and the ids of
+the chunks it was computed behind, if any. Keys of one model, preamble and tenant therefore share
+their first 8 bytes, which lets a tier keep them together and lets people see whose bytes fill a
+folder.
 
 Token ids are hashed, never text, and never with Python's `hash`: the same chunk gets the same key
 in every process and on every machine. `tests/kv/test_keys.py` holds golden values.
@@ -54,11 +55,16 @@ class KeyContext:
         return encoded
 
 
-def make_chunk_key(context: KeyContext, token_ids: Sequence[int]) -> ChunkKey:
-    """The key of a chunk in a context. Pure, stable across processes and machines."""
-    content = _digest(
-        KEY_BYTES - CONTEXT_BYTES, b"kvweave chunk", *context._encoded(), _ids_bytes(token_ids)
-    )
+def make_chunk_key(
+    context: KeyContext, token_ids: Sequence[int], behind: Sequence[str] = ()
+) -> ChunkKey:
+    """The key of a chunk in a context. Pure, stable across processes and machines.
+
+    `behind` names the chunks it was computed behind, in order. They are part of the content id
+    alone: a context of its own for each chunk would be a folder of its own on disk.
+    """
+    parts = [*context._encoded(), _ids_bytes(token_ids), *(name.encode() for name in behind)]
+    content = _digest(KEY_BYTES - CONTEXT_BYTES, b"kvweave chunk", *parts)
     return ChunkKey(context.context_id() + content)
 
 

@@ -1,0 +1,134 @@
+"""Chunk KV behind neighbours: preamble, the isolated KV of similar chunks, then the chunk.
+
+    preamble ‖ nearest ‖ … ‖ farthest ‖ chunk        only the chunk's rows are computed and kept
+
+Neighbours bring their isolated KV as it is stored, rounded by its codec, so the same neighbours
+give the same bytes whether their KV was still there or had to be computed again.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.contexts import neighbour_prefix
+from kvweave.fuse.encode import Prefix, encode_chunks, passes
+from kvweave.kv.codec import DTYPES, LayerKV
+from kvweave.kv.forget import BEHIND, pack_ids
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.objects import EncodedLayer, layer_of, pack_chunk
+from kvweave.types import Chunk, ChunkId
+
+PASS_BYTES = 256 << 20  # of stitched KV held at a time: ten times what is computed behind it
+
+ChunksById = Callable[[Sequence[ChunkId]], Mapping[ChunkId, Chunk]]
+
+
+class NeighbourEncoder:
+    """Computes and saves what is absent. Idempotent by key; for the thread of its encoder.
+
+    Neighbours must be chosen and noted before: what this saves carries their text, and whoever
+    deletes one of them must be able to find it.
+    """
+
+    def __init__(
+        self, encoder: ChunkEncoder, chunks_by_id: ChunksById, pass_bytes: int = PASS_BYTES
+    ) -> None:
+        self._encoder = encoder
+        self._chunks_by_id = chunks_by_id
+        self._pass_bytes = pass_bytes
+
+    def encode(
+        self, chunks: Sequence[Chunk], neighbours: Mapping[ChunkId, Sequence[ChunkId]]
+    ) -> int:
+        """Compute and save the KV of `chunks` behind their `neighbours`; returns how many.
+
+        A chunk without any is left out: its isolated KV is all there is.
+        """
+        todo = self._encoder.absent([c for c in chunks if neighbours.get(c.id)], self._encoder.key)
+        ids = {other for chunk in todo for other in neighbours[chunk.id]}
+        known = self._chunks_by_id(sorted(ids))
+        behind = [[known[other] for other in neighbours[chunk.id]] for chunk in todo]
+        preamble_len = len(self._encoder.preamble_ids)
+        lengths = [
+            preamble_len + sum(len(other.token_ids) for other in others) + len(chunk.token_ids)
+            for chunk, others in zip(todo, behind, strict=True)
+        ]
+        for run in passes(lengths, max(1, self._pass_bytes // self._token_bytes())):
+            self._encode([todo[i] for i in run], [behind[i] for i in run])
+        return len(todo)
+
+    def _encode(self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]) -> None:
+        """One pass."""
+        encoder = self._encoder
+        started_s = time.perf_counter()
+        isolated = self._isolated({other.id: other for others in behind for other in others})
+        prefixes = [
+            neighbour_prefix(
+                encoder.decoder,
+                encoder.preamble,
+                [(other.token_ids, isolated[other.id]) for other in others],
+            )
+            for others in behind
+        ]
+        made = encode_chunks(encoder.decoder, prefixes, [chunk.token_ids for chunk in batch])
+        num_rows = sum(len(chunk.token_ids) for chunk in batch)
+        per_row_s = (time.perf_counter() - started_s) / num_rows
+        for chunk, others, prefix, layers in zip(batch, behind, prefixes, made, strict=True):
+            beside = self._beside(chunk, others, prefix, layers)
+            cost_s = per_row_s * len(chunk.token_ids)
+            encoder.save(chunk, encoder.key(chunk.token_ids), layers, beside, cost_s)
+
+    def _beside(
+        self,
+        chunk: Chunk,
+        others: Sequence[Chunk],
+        prefix: Prefix,
+        layers: Sequence[LayerKV],
+    ) -> dict[str, bytes]:
+        (extras,) = self._encoder.extras(prefix, [chunk], [layers])
+        return {**extras, BEHIND: pack_ids([other.id for other in others])}
+
+    def _isolated(self, chunks: Mapping[ChunkId, Chunk]) -> dict[ChunkId, list[LayerKV]]:
+        """Isolated KV of each chunk on the device: from the store, or computed."""
+        keys = {chunk_id: self._encoder.exact_key(c.token_ids) for chunk_id, c in chunks.items()}
+        stored = self._stored(list(keys.values()))
+        found = {chunk_id: stored[key] for chunk_id, key in keys.items() if key in stored}
+        missing = sorted((chunks[i] for i in chunks if i not in found), key=lambda c: c.id)
+        for run in passes([len(chunk.token_ids) for chunk in missing]):
+            batch = [missing[i] for i in run]
+            tokens = [chunk.token_ids for chunk in batch]
+            made = encode_chunks(self._encoder.decoder, self._encoder.preamble, tokens)
+            for chunk, layers in zip(batch, made, strict=True):
+                found[chunk.id] = self._rounded(keys[chunk.id], layers)
+        return found
+
+    def _stored(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, list[LayerKV]]:
+        """What the store has of these, whole; the rest is left out."""
+        num_layers = self._encoder.decoder.spec.num_layers
+        found: dict[ChunkKey, list[LayerKV]] = {}
+        with self._encoder.store.acquire(keys) as lease:
+            transfer = self._encoder.store.load(lease)
+            for layer in range(num_layers):
+                for key, encoded in transfer.wait_layer(layer).items():
+                    found.setdefault(key, []).append(self._decoded(encoded))
+        return {key: layers for key, layers in found.items() if len(layers) == num_layers}
+
+    def _rounded(self, key: ChunkKey, layers: Sequence[LayerKV]) -> list[LayerKV]:
+        """Computed KV as the store would give it back."""
+        try:
+            packed = pack_chunk(key, layers, self._encoder.context.codec)
+        except ValueError:  # a value that the codec cannot hold: never stored, so never rounded
+            return list(layers)
+        each = (layer_of(packed.header, packed.memory, i) for i in range(len(layers)))
+        return [self._decoded(encoded) for encoded in each]
+
+    def _decoded(self, encoded: EncodedLayer) -> LayerKV:
+        """A copy on the device: views of stored bytes end with their lease."""
+        kv = encoded.decode()
+        device = self._encoder.decoder.device
+        return LayerKV(kv.k.to(device, copy=True), kv.v.to(device, copy=True))
+
+    def _token_bytes(self) -> int:
+        spec = self._encoder.decoder.spec
+        size = DTYPES[self._encoder.context.dtype].itemsize
+        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
