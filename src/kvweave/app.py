@@ -7,6 +7,7 @@ threads: each request owns its state, and the decoder runs one step at a time.
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from kvweave.detokenizer import Detokenizer
 from kvweave.engine.generate import check_prompt, generate
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
+from kvweave.fuse.profiles import find_profile
 from kvweave.fuse.strategy import ModelFacts, chosen_ratio, open_strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -50,7 +52,6 @@ class Weave:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._library = library
-        self._facts = ModelFacts(decoder.spec.num_layers)
         self._turn = threading.Lock()  # held for one decoder step
 
     @classmethod
@@ -98,6 +99,13 @@ class Weave:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What strategies must know of the model, from its profile if it has one."""
+        num_layers = self._decoder.spec.num_layers
+        profile = find_profile(self._decoder.weights.fingerprint, self._tokenizer.fingerprint)
+        return ModelFacts(num_layers) if profile is None else profile.facts(num_layers)
 
     @property
     def max_context(self) -> int:
@@ -183,7 +191,7 @@ class Weave:
     ) -> Answering:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
-        strategy = open_strategy(reuse, self._facts)
+        strategy = open_strategy(reuse, self.facts)
         ratio = chosen_ratio(strategy, ratio)
         if documents is None and self._library is not None:
             prompt = self._retrieved(question, k, system)

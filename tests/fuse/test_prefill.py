@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
-from kvweave.fuse.fused_pass import Placement, fused_pass
-from kvweave.fuse.reuse import Reused, prefill_with_reuse
+from kvweave.fuse.prefill import Prefilled, PromptChunk, prefill_from_store
+from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.request import State, budget
+from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import ChunkKey, KeyContext
-from kvweave.kv.objects import EncodedLayer, layer_of, pack_chunk
+from kvweave.kv.objects import EncodedLayer, pack_chunk
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
@@ -74,14 +76,25 @@ def full_prefill(decoder: Decoder, ids: list[int]) -> torch.Tensor:
 
 
 def answer(
-    decoder: Decoder, store: KVStore, chunks: list[list[int]], saved: list[list[int]]
-) -> Reused:
+    decoder: Decoder,
+    store: KVStore,
+    chunks: list[list[int]],
+    saved: list[list[int]],
+    strategy: str = "reuse",
+    ratio: float = 0.0,
+) -> Prefilled:
     encoder = ChunkEncoder(decoder, store, context_of(decoder))
     encoder.encode([make_chunk(ids) for ids in saved])
     assert store.flush()
-    named = [(encoder.key(ids), ids) for ids in chunks]
+    named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in chunks]
+    way = open_strategy(strategy, ModelFacts(decoder.spec.num_layers))
     kv = decoder.new_kv(1)
-    return prefill_with_reuse(decoder, encoder.preamble, named, QUESTION, store, kv)
+    return prefill_from_store(decoder, encoder.preamble, named, QUESTION, store, kv, way, ratio)
+
+
+def reasons(prefilled: Prefilled) -> list[str | None]:
+    """Why each chunk was computed; None where it was not."""
+    return [chunk.why for chunk in prefilled.record.chunks]
 
 
 def test_a_chunk_encoded_in_company_equals_the_chunk_encoded_alone(any_decoder: Decoder) -> None:
@@ -111,43 +124,16 @@ def test_a_stored_key_turned_to_its_place_equals_the_key_computed_there(
 
 def test_one_chunk_behind_the_preamble_is_exact(any_decoder: Decoder, store: KVStore) -> None:
     reused = answer(any_decoder, store, [CHUNKS[0]], saved=[CHUNKS[0]])
-    assert len(reused.reused) == 1
+    assert [chunk.state for chunk in reused.record.chunks] == [State.EXACT]
     want = full_prefill(any_decoder, PREAMBLE + CHUNKS[0] + QUESTION)
     torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
 
 
 def test_nothing_stored_means_full_prefill(any_decoder: Decoder, store: KVStore) -> None:
     reused = answer(any_decoder, store, CHUNKS, saved=[])
-    assert set(reused.computed.values()) == {Miss.ABSENT}
+    assert set(reasons(reused)) == {Miss.ABSENT}
     want = full_prefill(any_decoder, prompt_of(CHUNKS))
     torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
-
-
-def test_recomputing_every_row_over_stitched_kv_is_full_prefill(any_decoder: Decoder) -> None:
-    preamble = encode_prefix(any_decoder, PREAMBLE)
-    prompt = prompt_of(CHUNKS)
-    placements, layer_source = stitched(any_decoder, CHUNKS)
-    kv = any_decoder.new_kv(len(prompt))
-    rows = range(len(PREAMBLE), len(prompt))
-    logits = fused_pass(any_decoder, prompt, rows, preamble, placements, layer_source, kv)
-    torch.testing.assert_close(logits, full_prefill(any_decoder, prompt), atol=1e-4, rtol=1e-4)
-
-
-def test_a_later_chunk_never_changes_an_earlier_recomputed_row(any_decoder: Decoder) -> None:
-    preamble = encode_prefix(any_decoder, PREAMBLE)
-    changed = [*CHUNKS[:3], [(i + 1) % 97 for i in CHUNKS[3]]]
-    kept = []
-    for chunks in (CHUNKS, changed):
-        prompt = prompt_of(chunks)
-        placements, layer_source = stitched(any_decoder, chunks)
-        kv = any_decoder.new_kv(len(prompt))
-        first_question = len(prompt) - len(QUESTION)
-        rows = [8, 9, 20, 30, first_question - 2, *range(first_question, len(prompt))]
-        fused_pass(any_decoder, prompt, rows, preamble, placements, layer_source, kv)
-        kept.append([kv.keys(i)[[8, 9, 20, 30]] for i in range(any_decoder.spec.num_layers)])
-    for before, after in zip(*kept, strict=True):
-        # not bit by bit: experts group other rows, and products round by their shape
-        torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-5)
 
 
 def test_the_same_chunk_twice_in_one_prompt_is_placed_twice(
@@ -155,13 +141,59 @@ def test_the_same_chunk_twice_in_one_prompt_is_placed_twice(
 ) -> None:
     chunks = [CHUNKS[0], CHUNKS[2], CHUNKS[0]]
     reused = answer(decoder, store, chunks, saved=chunks)
-    assert len(reused.reused) == 2
-    placements, layer_source = stitched(decoder, chunks)
-    prompt = prompt_of(chunks)
-    rows = range(len(prompt) - len(QUESTION), len(prompt))
-    preamble = encode_prefix(decoder, PREAMBLE)
-    want = fused_pass(decoder, prompt, rows, preamble, placements, layer_source, decoder.new_kv(1))
-    torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
+    states = [chunk.state for chunk in reused.record.chunks]
+    assert states == [State.EXACT, State.REUSED, State.REUSED]
+    again = answer(decoder, store, chunks, saved=[], strategy="epic", ratio=1.0)
+    want = full_prefill(decoder, prompt_of(chunks))
+    torch.testing.assert_close(again.logits, want, atol=1e-4, rtol=1e-4)
+    assert again.record.counts["reused"] == 0
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("qcfuse", "cachecraft")])
+def test_the_record_accounts_for_every_token(decoder: Decoder, store: KVStore, name: str) -> None:
+    way = open_strategy(name, ModelFacts(decoder.spec.num_layers))
+    got = answer(decoder, store, CHUNKS, saved=CHUNKS[:3], strategy=name, ratio=way.ratio)
+    counts = got.record.counts
+    assert sum(counts.values()) == len(got.record.states) == len(prompt_of(CHUNKS))
+    hits = len(CHUNKS[1]) + len(CHUNKS[2])
+    missing = len(CHUNKS[3]) + len(QUESTION)
+    if name == "full":
+        assert counts["computed"] == len(prompt_of(CHUNKS)) - len(PREAMBLE)
+    elif name == "prefix":
+        assert counts["computed"] == hits + missing
+        assert reasons(got) == [None, "not asked for", "not asked for", "not asked for"]
+    else:
+        assert counts["computed"] == missing
+        assert counts["recomputed"] == budget(hits, way.ratio)
+        assert reasons(got) == [None, None, None, Miss.ABSENT]
+    if way.reuses != "all":
+        want = full_prefill(decoder, prompt_of(CHUNKS))
+        torch.testing.assert_close(got.logits, want, atol=1e-4, rtol=1e-4)
+
+
+def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
+    decoder: Decoder, store: KVStore
+) -> None:
+    texts = Texts(filler=(5, 6, 7, 8))
+    preparation = Preparation.parse("filler:1", ["inter", "anchors:kvzip"])
+    encoder = ChunkEncoder(decoder, store, context_of(decoder), preparation, texts)
+    encoder.encode([make_chunk(ids) for ids in CHUNKS])
+    assert store.flush()
+    named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
+    for name in ("reuse", "cachecraft", "qcfuse"):
+        way = open_strategy(name, ModelFacts(decoder.spec.num_layers, (1, 2)))
+        got = prefill_from_store(
+            decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, way.ratio
+        )
+        states = [chunk.state for chunk in got.record.chunks]
+        assert states == [State.EXACT, State.REUSED, State.REUSED, State.REUSED]
+        assert got.record.counts["recomputed"] == budget(27, way.ratio)
+    store.delete([encoder.exact_key(CHUNKS[0])])
+    way = open_strategy("reuse", ModelFacts(decoder.spec.num_layers))
+    got = prefill_from_store(
+        decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, 0.0
+    )
+    assert got.record.chunks[0].state is State.REUSED
 
 
 def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
@@ -171,7 +203,7 @@ def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
     cfg = StoreConfig(tiers=(DiskTierConfig(clean),))
     with KVStore(cfg) as store:
         whole = answer(decoder, store, CHUNKS, saved=CHUNKS)
-    assert len(whole.reused) == len(CHUNKS)
+    assert reasons(whole) == [None] * len(CHUNKS)
     encoder_key = ChunkEncoder(decoder, store, context_of(decoder)).key
     victim = next(clean.rglob(f"*{encoder_key(CHUNKS[2]).hex()[16:]}*"))
     pristine = victim.read_bytes()
@@ -181,10 +213,9 @@ def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
         victim.write_bytes(damaged)
         with KVStore(cfg) as store:
             reused = answer(decoder, store, CHUNKS, saved=[])
-            assert list(reused.computed.values()) == [Miss.CORRUPT]
-            assert encoder_key(CHUNKS[2]) in reused.computed
+            assert reasons(reused) == [None, None, Miss.CORRUPT, None]
             again = answer(decoder, store, CHUNKS, saved=[])  # it is out of the way for good
-            assert list(again.computed.values()) == [Miss.ABSENT]
+            assert reasons(again) == [None, None, Miss.ABSENT, None]
             torch.testing.assert_close(again.logits, reused.logits)
         victim.parent.mkdir(parents=True, exist_ok=True)
         victim.write_bytes(pristine)
@@ -216,7 +247,7 @@ def test_a_chunk_lost_at_its_last_layer_is_recomputed_and_the_answer_is_right(
         reused = answer(decoder, store, chunks, saved=[])
     assert came[:2] == [(layer, 1) for layer in range(last)][:2]  # the pass was well under way
     assert (last, 0) in came
-    assert list(reused.computed.values()) == [Miss.CORRUPT]
+    assert reasons(reused) == [Miss.CORRUPT]
     want = full_prefill(decoder, prompt_of(chunks))
     torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
 
@@ -243,8 +274,7 @@ def test_stored_kv_of_another_shape_is_computed_instead(
         layers = [LayerKV(cut(kv.k), cut(kv.v)) for kv in layers]
         store.save(pack_chunk(encoder.key(CHUNKS[2]), layers))
         got = answer(decoder, store, CHUNKS, saved=[])
-        assert got.computed[encoder.key(CHUNKS[2])] is Miss.CORRUPT
-        assert got.reused == (encoder.key(CHUNKS[0]),)
+        assert reasons(got) == [None, Miss.ABSENT, Miss.CORRUPT, Miss.ABSENT]
         torch.testing.assert_close(got.logits, want.logits)
 
 
@@ -302,23 +332,3 @@ def test_passes_are_bounded_and_lose_no_chunk() -> None:
     assert [i for run in runs for i in run] == list(range(len(lengths)))
     assert all(len(run) == 1 or sum(lengths[i] for i in run) <= 20 for run in runs)
     assert list(passes([])) == []
-
-
-def stitched(decoder: Decoder, chunks: list[list[int]]):  # type: ignore[no-untyped-def]
-    """Placements and a layer source that never fails, straight from the encoder."""
-    preamble = encode_prefix(decoder, PREAMBLE)
-    encoder_key = ChunkEncoder(decoder, None, context_of(decoder)).key  # type: ignore[arg-type]
-    made = encode_chunks(decoder, preamble, chunks)
-    packed = {
-        encoder_key(ids): pack_chunk(encoder_key(ids), layers)
-        for ids, layers in zip(chunks, made, strict=True)
-    }
-    placements, start = [], len(PREAMBLE)
-    for ids in chunks:
-        placements.append(Placement(encoder_key(ids), start, len(ids)))
-        start += len(ids)
-
-    def wait_layer(layer: int) -> dict[object, EncodedLayer]:
-        return {key: layer_of(p.header, p.memory, layer) for key, p in packed.items()}
-
-    return placements, wait_layer
