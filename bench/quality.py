@@ -52,7 +52,7 @@ from kvweave.prompt import Document, chunk_text, split_template
 from kvweave.tokenizer import Tokenizer
 from quality_batch import Cell, batched_pass
 from quality_data import Question, exact_match, read_questions, token_f1
-from quality_stats import Key, summarise
+from quality_stats import FULL, Key, append_values, read_values, summarise
 
 SETS = ("2wiki", "hotpot", "musique")
 RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
@@ -69,12 +69,18 @@ def main() -> None:
     tokenizer = Tokenizer(locate(args.model))
     per_set = [read_questions(args.data, tokenizer, s, args.questions, args.first) for s in SETS]
     questions = [q for same in zip(*per_set, strict=False) for q in same]
-    values = list(run_all(args, questions))
+    values = read_values(args.values)
+    done = {(v["set"], v["number"]) for v in values}
+    questions = [q for q in questions if (q.set_name, q.number) not in done]
+    for value in run_all(args, questions):
+        append_values(args.values, value)
+        values.append(value)
     results = summarise(values)
     show(results, args)
     config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     config["data"] = "2wikimultihopqa, hotpotqa, musique + cacheblend_musique_s"
-    config.pop("out")
+    for name in ("out", "values", "neighbours", "limit_s"):
+        config.pop(name)
     config["seconds"] = round(time.perf_counter() - started_s)
     finish({**result_header("quality", args.device), "config": config, "cells": results}, args.out)
 
@@ -91,6 +97,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--layers", default="", help="critical layers for qcfuse, best first")
     parser.add_argument("--neighbours", type=Path, help="from bench/quality_neighbours.py")
+    parser.add_argument("--values", type=Path, help="keep every question's figures here; go on")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop asking after this long")
     parser.add_argument("--out", type=Path)
@@ -122,7 +129,7 @@ def run_all(args: argparse.Namespace, questions: list[Question]) -> Iterator[dic
         if got is None:
             done += 1
         elif isinstance(got, str):
-            raise SystemExit(f"a worker failed: {got}")
+            print(f"a question failed: {got}", flush=True)
         else:
             count += 1
             if count % 50 == 0:
@@ -141,11 +148,13 @@ def work(number: int, args: argparse.Namespace, questions: list[Question], queue
         for i in range(number, len(questions), args.workers):
             if time.perf_counter() > stop_s:
                 break
-            queue.put(lab.ask(questions[i], check=i == number))
+            try:
+                queue.put(lab.ask(questions[i], check=i == number))
+            except torch.OutOfMemoryError as error:  # a run over the rest picks it up
+                torch.cuda.empty_cache()
+                queue.put(f"question {i}: {error}")
+    finally:
         queue.put(None)
-    except Exception as error:
-        queue.put(f"{type(error).__name__}: {error}")
-        raise
 
 
 class Lab:
@@ -181,13 +190,13 @@ class Lab:
         """Every figure of every cell for one question."""
         prompt, decoder = question.prompt, self.decoder
         ids = prompt.token_ids
-        plans = [(v, r, s) for v in self.variants for r in self.ratios for s in self.strategies]
-        num_cells = 1 + len(plans) + len(self.variants) + 1
-        trials = Trials(decoder, num_cells, len(ids), ANSWER_ROOM)
-        logits = [decoder.forward([Rows(ids, range(len(ids)), trials.kv(0), [len(ids) - 1])])]
-        names: list[Key] = [("-", "full", 0.0)]
         isolated = encode_chunks(decoder, self.prefix(prompt.preamble), prompt.chunks)
-        for variant in self.variants:
+        found: dict[Key, Any] = {}
+        for variant in self.variants:  # one at a time: the KV of a table is large
+            num_cells = len(self.ratios) * len(self.strategies) + 3
+            trials = Trials(decoder, num_cells, len(ids), ANSWER_ROOM)
+            logits = [decoder.forward([Rows(ids, range(len(ids)), trials.kv(0), [len(ids) - 1])])]
+            names: list[Key] = [FULL]
             request, stitched, chosen = self.prepare(question, variant, isolated, trials)
             groups: list[tuple[float, list[tuple[str, Cell]]]] = [(0.0, [("reuse", Cell(()))])]
             groups += [
@@ -203,10 +212,8 @@ class Lab:
                     self.verify(question, request, stitched, ratio, cells, got)
                 logits.append(got)
                 names += [(str(variant), name, ratio) for name, _ in cells]
-        return {
-            **self.figures(question, trials, names, torch.cat(logits)),
-            "set": question.set_name,
-        }
+            found |= self.figures(question, trials, names, torch.cat(logits))
+        return {**found, "set": question.set_name, "number": question.number}  # type: ignore[dict-item]
 
     def prepare(
         self, question: Question, variant: Variant, isolated: list[list[LayerKV]], trials: Trials

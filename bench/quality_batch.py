@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.fuse.drift import Drift
@@ -19,6 +18,7 @@ from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trials import Trials
+from kvweave.kernels.grouped import attend_grouped
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.model.decoder import Decoder
 
@@ -95,15 +95,8 @@ def batched_pass(
             q, mask = rotate(q, ends), seen[:, -1:]
         else:
             q = rotate(q, angles)
-        q = q.view(num_cells, -1, *q.shape[1:]).transpose(1, 2)  # [B, Hq, R, D]
-        o = F.scaled_dot_product_attention(
-            q,
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=mask[:, None],
-            enable_gqa=True,
-        )
-        h = decoder.finish(layer, h, o.transpose(1, 2).flatten(0, 1))
+        q = q.view(num_cells, -1, *q.shape[1:])
+        h = decoder.finish(layer, h, attend_grouped(q, keys, values, mask).flatten(0, 1))
     return decoder.logits(h)
 
 

@@ -1,6 +1,8 @@
 """Means, recovered gaps and paired bootstrap intervals of the quality bench."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ def summarise(values: Sequence[dict[Any, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys(v["set"] for v in values):
         asked = [v for v in values if v["set"] == name]
-        keys = [key for key in asked[0] if key != "set"]
+        keys = [key for key in asked[0] if isinstance(key, tuple)]
         table = np.array([[[v[k][f] for f in FIGURES] for k in keys] for v in asked])  # [n, K, F]
         draws = np.random.default_rng(0).integers(0, len(asked), (DRAWS, len(asked)))
         means = table.mean(0)
@@ -48,6 +50,28 @@ def summarise(values: Sequence[dict[Any, Any]]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def read_values(path: Path | None) -> list[dict[Any, Any]]:
+    """What earlier runs kept, a line per question."""
+    if path is None or not path.is_file():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        value = json.loads(line)
+        cells = {(e, s, r): f for e, s, r, f in value.pop("cells")}
+        found.append({**cells, **value})
+    return found
+
+
+def append_values(path: Path | None, value: dict[Any, Any]) -> None:
+    """Keep one question's figures, so that a run that is cut short loses nothing."""
+    if path is None:
+        return
+    cells = [[*key, figures] for key, figures in value.items() if isinstance(key, tuple)]
+    rest = {key: v for key, v in value.items() if not isinstance(key, tuple)}
+    with path.open("a") as file:
+        file.write(json.dumps({**rest, "cells": cells}) + "\n")
 
 
 def _interval(drawn: np.ndarray, digits: int = 1) -> list[float]:

@@ -156,7 +156,9 @@ class World:
             yield self._over(store)
 
     def _over(self, store: KVStore) -> Library:
-        encoder = make_encoder(self._decoder, self._tokenizer, store, self._preparation, SYSTEM)
+        encoder = make_encoder(
+            self._decoder, self._tokenizer, store, self._preparation, SYSTEM, self._kb, None
+        )
         return Library(self._kb, store, self._decoder, encoder)
 
     def ask(self, tier: str, way: Way, turn: int) -> tuple[dict[str, float], int]:

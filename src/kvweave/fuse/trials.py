@@ -12,10 +12,10 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.fuse.protocol import Decoder
+from kvweave.kernels.grouped import attend_grouped
 from kvweave.kernels.rope import Angles, rotate
 
 
@@ -117,14 +117,8 @@ class Trials:
             keys[:, start:] = rotate(projected.k, angles).view(shape)
             values[:, start:] = projected.v.reshape(shape)
             q = rotate(projected.q, angles).view(num_trials, count, -1, keys.shape[-1])
-            o = F.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                keys.transpose(1, 2),
-                values.transpose(1, 2),
-                attn_mask=seen,
-                enable_gqa=True,
-            )
-            h = decoder.finish(layer, h, o.transpose(1, 2).flatten(0, 1))
+            o = attend_grouped(q, keys, values, seen if count > 1 else None)
+            h = decoder.finish(layer, h, o.flatten(0, 1))
         return decoder.logits(h).view(num_trials, count, -1)
 
 
