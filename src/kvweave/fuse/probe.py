@@ -31,6 +31,13 @@ class ContextView(Protocol):
         """Keys (turned) [N, Hk, D], values [N, Hk, D], positions [N] on the host; None: nothing."""
         ...
 
+    def with_question(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the whole prompt, position by position, with these as the question's.
+
+        None if the view cannot lay them side by side without a copy; `context` is then asked.
+        """
+        ...
+
 
 class Probed(NamedTuple):
     """What the question looks like at one layer."""
@@ -43,6 +50,9 @@ class NoContext:
     """The question alone."""
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        return None
+
+    def with_question(self, layer: int, k: Tensor, v: Tensor) -> None:
         return None
 
 
@@ -59,7 +69,8 @@ def probe(
     """Queries and keys of the question at `layers`.
 
     `rows` are the positions of the question to push (all by default). They stand at their true
-    positions, or from `first_position` on. Computes no logits, writes nothing.
+    positions, or from `first_position` on. Computes no logits. The question's rows of the request's
+    buffer may be written: the pass writes them again.
     """
     rows = rows or range(request.question_start, len(request.prompt_ids))
     start = rows.start if first_position is None else first_position
@@ -76,11 +87,18 @@ def probe(
             found[layer] = Probed(q, k)
         if layer == deepest:
             break
-        before = view.context(layer)
-        keys, values, at = k, projected.v, positions
-        if before is not None:
-            keys, values = torch.cat([before[0], k]), torch.cat([before[1], projected.v])
-            at = torch.cat([before[2], positions])
-        segment = Segment(0, len(q), keys, values, at)
+        segment = _segment(view, layer, k, projected.v, positions)
         h = decoder.finish(layer, h, attend(q, positions, [segment]))
     return found
+
+
+def _segment(view: ContextView, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Segment:
+    """What the question's rows look at in one layer."""
+    whole = view.with_question(layer, k, v)
+    if whole is not None:
+        return Segment(0, len(k), *whole)
+    before = view.context(layer)
+    if before is None:
+        return Segment(0, len(k), k, v, positions)
+    keys, values = torch.cat([before[0], k]), torch.cat([before[1], v])
+    return Segment(0, len(k), keys, values, torch.cat([before[2], positions]))

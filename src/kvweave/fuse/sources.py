@@ -27,9 +27,10 @@ class ChunkLost(Exception):
 class ChunkSource(Protocol):
     """Layers of the placed chunks."""
 
-    def layer(self, layer: int) -> LayerKV:
+    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         """[N, Hk, D] each on the decoder's device, N tokens of all placed chunks. Read-only.
 
+        A source that has to write them anyway writes them into `out`, if given, and returns it.
         Raises ChunkLost when a chunk does not come.
         """
         ...
@@ -55,16 +56,23 @@ class StoredChunks:
         self._placed = placed
         self._layers = layers
 
-    def layer(self, layer: int) -> LayerKV:
+    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         arrived = self._layers.wait_layer(layer)
         self._check(arrived)
-        decoded = {key: encoded.decode() for key, encoded in arrived.items()}
-        parts = [decoded[span.key] for span in self._placed]
-        device = self._decoder.device
-        return LayerKV(
-            torch.cat([kv.k for kv in parts]).to(device),
-            torch.cat([kv.v for kv in parts]).to(device),
-        )
+        if out is None or out.k.device.type != "cpu":
+            decoded = {key: encoded.decode() for key, encoded in arrived.items()}
+            parts = [decoded[span.key] for span in self._placed]
+            device = self._decoder.device
+            return LayerKV(
+                torch.cat([kv.k for kv in parts]).to(device),
+                torch.cat([kv.v for kv in parts]).to(device),
+            )
+        at = 0
+        for span in self._placed:  # decoded where it is wanted: no copy in between
+            part = slice(at, at + span.num_tokens)
+            arrived[span.key].decode(LayerKV(out.k[part], out.v[part]))
+            at += span.num_tokens
+        return out
 
     def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}
@@ -97,7 +105,7 @@ class ComputedChunks:
             for same in zip(*chunks, strict=True)
         ]
 
-    def layer(self, layer: int) -> LayerKV:
+    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         return self._layers[layer]
 
     def beside(self, name: str) -> Mapping[ChunkKey, bytes]:

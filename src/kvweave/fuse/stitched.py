@@ -39,6 +39,7 @@ class Stitched:
         self._source = source
         self._kv = kv
         self._laid: set[int] = set()
+        self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
         self.load_s = 0.0  # spent waiting for chunk KV and decoding it
         self._runs = _runs(request)
         positions = [p for start, end in self._runs for p in range(start, end)]
@@ -55,13 +56,14 @@ class Stitched:
             keys[: len(self._preamble.token_ids)] = self._preamble.layers[layer].k
             values[: len(self._preamble.token_ids)] = self._preamble.layers[layer].v
         if self._runs:
-            stored = self.unturned(layer)
+            stored = self.unturned(layer, self._memory(keys, values))
             at = 0
             for start, end in self._runs:
                 part = slice(at, at + end - start)
                 turn = Angles(self._turn.cos[part], self._turn.sin[part])
                 rotate(stored.k[part], turn, out=keys[start:end])
-                values[start:end] = stored.v[part]
+                if stored.v.data_ptr() != values[start:].data_ptr():
+                    values[start:end] = stored.v[part]
                 at += end - start
         self._laid.add(layer)
 
@@ -75,10 +77,10 @@ class Stitched:
         self.lay(layer)
         return self._kv.values(layer)
 
-    def unturned(self, layer: int) -> LayerKV:
+    def unturned(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
         started_s = time.perf_counter()
-        stored = self._source.layer(layer)
+        stored = self._source.layer(layer, out)
         self.load_s += time.perf_counter() - started_s
         return stored
 
@@ -89,6 +91,18 @@ class Stitched:
     def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         """What stands beside the chunk KV under `name`."""
         return self._source.beside(name)
+
+    def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
+        """Where a source may decode to: values into their place, keys where they wait to be turned.
+
+        Only if the chunks stand side by side; else they are laid run by run.
+        """
+        if len(self._runs) != 1:
+            return None
+        if self._waiting is None:
+            self._waiting = torch.empty_like(keys[: len(self.placed)])
+        start, end = self._runs[0]
+        return LayerKV(self._waiting, values[start:end])
 
 
 def _runs(request: FuseRequest) -> list[tuple[int, int]]:

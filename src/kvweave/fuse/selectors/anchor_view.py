@@ -24,6 +24,9 @@ class AnchorView:
                 )
             self._chunks.append((span.start, unpack_anchors(blobs[span.key])))
 
+    def with_question(self, layer: int, k: Tensor, v: Tensor) -> None:
+        return None  # anchors are compact
+
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         request, stitched = self._scene.request, self._scene.stitched
         positions = [torch.arange(request.preamble_len)]

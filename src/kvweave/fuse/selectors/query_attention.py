@@ -110,6 +110,7 @@ class FullView:
         self._stitched = scene.stitched
         before = torch.arange(scene.request.preamble_len)
         self._positions = torch.cat([before, scene.stitched.placed])
+        self._num_tokens = len(scene.request.prompt_ids)
         self._whole = len(self._positions) == scene.request.question_start
         self._at = self._positions.to(scene.decoder.device)
 
@@ -121,6 +122,14 @@ class FullView:
             end = len(self._positions)
             return keys[:end], values[:end], self._positions
         return keys[self._at], values[self._at], self._positions
+
+    def with_question(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        start, end = len(self._positions), self._num_tokens
+        if not self._whole or len(k) != end - start:
+            return None
+        keys, values = self._stitched.keys(layer), self._stitched.values(layer)
+        keys[start:end], values[start:end] = k, v
+        return keys, values
 
 
 def placed_keys(scene: Scene, layer: int) -> Tensor:
