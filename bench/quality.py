@@ -389,7 +389,7 @@ class _Same:
     def __init__(self, stitched: Stitched) -> None:
         self._stitched = stitched
 
-    def layer(self, layer: int) -> LayerKV:
+    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         return self._stitched.unturned(layer)
 
     def beside(self, name: str) -> Any:

@@ -30,7 +30,9 @@ from common import finish, read_jsonl, result_header
 from kvweave.app import Sampling, Weave
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import ConfigError
 from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.strategy import open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.library import KV_FOLDER, Library, make_encoder
@@ -76,10 +78,11 @@ def main() -> None:
     prompt_tokens: list[int] = []
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
         world = World(args, Path(folder))
-        task = progress.add_task("asking", total=(args.rounds + 1) * len(TIERS) * len(WAYS))
+        ways, skipped = world.possible(WAYS)
+        task = progress.add_task("asking", total=(args.rounds + 1) * len(TIERS) * len(ways))
         for turn in range(-1, args.rounds):  # the first round warms up
             for tier in TIERS:
-                for way in WAYS:
+                for way in ways:
                     if tier != "host" and way.strategy == "full":
                         progress.advance(task)
                         continue
@@ -101,6 +104,7 @@ def main() -> None:
     results = {
         "speedup_15": round(full / by["host", "weave 0.15"], 2),
         "speedup_0": round(full / by["host", "reuse"], 2),
+        "skipped": skipped,
         "cells": cells,
     }
     finish({**result_header("ttft", "cpu"), "config": config, **results}, args.out)
@@ -160,6 +164,18 @@ class World:
             self._decoder, self._tokenizer, store, self._preparation, SYSTEM, self._kb, None
         )
         return Library(self._kb, store, self._decoder, encoder)
+
+    def possible(self, ways: Sequence[Way]) -> tuple[list[Way], dict[str, str]]:
+        """Ways this model can go, and why not the others."""
+        found, skipped = [], {}
+        for way in ways:
+            try:
+                open_strategy(way.strategy, self._weaves["host"].facts)
+                found.append(way)
+            except ConfigError as error:
+                skipped[str(way)] = str(error)
+                print(f"{way} is left out: {error}")
+        return found, skipped
 
     def ask(self, tier: str, way: Way, turn: int) -> tuple[dict[str, float], int]:
         """Milliseconds to the first token, by stage, and the prompt's length."""

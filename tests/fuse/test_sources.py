@@ -75,9 +75,9 @@ def test_a_layer_is_laid_once_and_in_any_order(decoder: Decoder) -> None:
         def __init__(self, world: World) -> None:
             self._source = world.source
 
-        def layer(self, layer: int) -> LayerKV:
+        def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
             asked[layer] += 1
-            return self._source.layer(layer)
+            return self._source.layer(layer, out)
 
         def beside(self, name: str) -> dict[object, bytes]:
             return {}
