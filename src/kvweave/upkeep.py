@@ -102,7 +102,7 @@ class Upkeep:
             return
         gone = self._gone(self._table.mentioned())
         self._table.drop(gone | self._table.users_of(gone))
-        num_deleted = self._delete(self._stray_keys())
+        num_deleted = self._delete(self._stray_keys()) if self._has_objects() else 0
         if num_deleted:
             log.warning("%d chunk KV of removed documents were left over: deleted", num_deleted)
         self._table.settle(self._state())
@@ -166,10 +166,11 @@ class Upkeep:
         def is_old(of: Provenance) -> bool:
             return bool(of.behind) and of.chunk in outdated
 
-        if self._store is not None:
-            self._store.flush()
         # KV first: killed before the entries go, they name nothing and are computed as they are
-        self._delete([*(find_keys(self._disk(), is_old) if self._has_objects() else []), *keys])
+        if self._has_objects():
+            if self._store is not None:
+                self._store.flush()
+            self._delete([*find_keys(self._disk(), is_old), *keys])
         table.drop(outdated, self._size)
 
     # ── documents and objects ────────────────────────────────────────────────
@@ -183,12 +184,8 @@ class Upkeep:
 
     def _stray_keys(self) -> list[ChunkKey]:
         """Objects with text of chunks that are no more."""
-        if not self._has_objects():
-            return []
-        alive = {chunk.id for batch in self._kb.catalogue.all_chunks(1024) for chunk in batch}
-        return find_keys(
-            self._disk(), lambda of: not alive.issuperset(map(ChunkId, (of.chunk, *of.behind)))
-        )
+        alive: set[str] = set(self._kb.catalogue.chunk_ids())
+        return find_keys(self._disk(), lambda of: not alive.issuperset((of.chunk, *of.behind)))
 
     def _keys_at_hand(self, chunk_ids: Collection[ChunkId]) -> list[ChunkKey]:
         """Names of KV behind neighbours that may be in memory alone; others are found on disk."""
@@ -203,9 +200,11 @@ class Upkeep:
         ]
 
     def _delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Delete objects, and whatever else on the disk may hold bytes of them."""
+        disk = DiskTier(DiskTierConfig(self._folder))  # sweeps what a dead writer left half-way
+        disk.clear_quarantine()
         if self._store is not None:
             return self._store.delete(keys)
-        disk = self._disk()
         return sum(disk.delete(key) for key in dict.fromkeys(keys))
 
     def _has_objects(self) -> bool:

@@ -21,7 +21,7 @@ from kvweave.kv.keys import parse_key
 from kvweave.kv.layout import parse_header
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
-from kvweave.library import Library, make_encoder, open_store
+from kvweave.library import Library, make_encoder, open_store, remove_with_kv
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
 from kvweave.prompt import SYSTEM
@@ -444,6 +444,26 @@ def test_kv_in_host_memory_goes_too(opened: Open, docs: Path, decoder: Decoder) 
         assert all(peek.tier == "host" for peek in library.store.peek(keys))
         library.remove(str(docs / "evict.txt"))
         assert all(peek.residency is Residency.ABSENT for peek in library.store.peek(keys))
+
+
+def test_damaged_and_half_written_kv_goes_with_the_next_document_that_goes(
+    opened: Open, docs: Path
+) -> None:
+    with opened() as library:
+        ingest(library, docs)
+        folder = library.kb.folder / "kv"
+        key = library.encoder.key(chunks_of(library)["drain"].token_ids)
+        (victim,) = (p for p in kv_files(library.kb.folder) if key.hex() in p.name)
+    whole = victim.read_bytes()
+    last = parse_header(memoryview(whole), key, len(whole)).layers[-1]
+    part = whole[last.offset :][:256]
+    victim.write_bytes(whole[:40] + b"?" + whole[41:])
+    (folder / "quarantine").mkdir(exist_ok=True)
+    (folder / "quarantine" / f"{key.hex()}.1.kv").write_bytes(whole)
+    (folder / "tmp" / "dead.tmp").write_bytes(whole)
+    with KnowledgeBase.open(library.kb.folder) as kb:
+        remove_with_kv(kb, [kb.find(str(docs / "evict.txt"))[0].id])
+    assert not any(part in data for data in kv_files(library.kb.folder).values())
 
 
 def test_a_changed_document_leaves_no_kv_of_its_old_text_and_new_neighbours_are_found(
