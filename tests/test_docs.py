@@ -24,7 +24,7 @@ def test_the_server_page_has_every_request_field() -> None:
     assert described == fields
 
 
-@pytest.mark.parametrize("name", ["ask", "serve"])
+@pytest.mark.parametrize("name", ["ask", "ingest", "serve"])
 def test_the_command_page_has_every_option(name: str) -> None:
     command = importlib.import_module(COMMANDS[name]).command
     options = {o for p in command.params for o in [*p.opts, *p.secondary_opts] if o[0] == "-"}
