@@ -1,6 +1,11 @@
 """A knowledge base with chunk KV behind neighbours: ingest, ask, change, delete, be killed."""
 
 import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -432,6 +437,38 @@ def kill_while_removing(library: Library, reference: str, step: str) -> None:
         patch.setattr(owner, name, die)
         with pytest.raises(KeyboardInterrupt):
             library.remove(reference)
+
+
+def test_a_removal_killed_at_any_moment_removes_all_or_nothing(
+    opened: Open, docs: Path, tmp_path: Path
+) -> None:
+    with opened() as library:
+        ingest(library, docs)
+        gone = chunks_of(library)["evict"].id
+        saw = bytes_that_saw(library, "evict")
+    parts = random.Random(7).sample(range(1, 99), 12)
+    for part in parts:
+        shutil.copytree(tmp_path / "kb", tmp_path / str(part))
+    script = Path(__file__).with_name("killed_removal.py")
+    arguments = [tmp_path, docs / "evict.txt", *parts]
+    done = subprocess.run(
+        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    killed = [int(code) == -signal.SIGKILL for code in done.stdout.split()]
+    assert sum(killed) >= len(parts) - 2  # a late one may find the work already done
+    was_gone = set()
+    for part in parts:
+        shutil.rmtree(tmp_path / "kb")
+        (tmp_path / str(part)).rename(tmp_path / "kb")
+        with opened() as library:  # repairs
+            chunks = chunks_of(library)
+            was_gone.add("evict" not in chunks)
+            if "evict" not in chunks:
+                assert_forgotten(library, "evict", saw, gone)
+            else:
+                assert all(is_stored(library, chunk) for chunk in chunks.values())
+    assert was_gone == {True, False}
 
 
 def test_kv_in_host_memory_goes_too(opened: Open, docs: Path, decoder: Decoder) -> None:
