@@ -146,7 +146,8 @@ class Upkeep:
         for batch in catalogue.all_chunks(BATCH):
             known = table.get_many(size, [chunk.id for chunk in batch])
             new = self._kb.nearest([c for c in batch if c.id not in known], size)
-            table.put(size, new)  # before the KV, which must never be without
+            if new:
+                table.put(size, new)  # before the KV, which must never be without
             chosen = {**known, **new}
             second.encode(batch, chosen)
             done += len(batch)
@@ -154,24 +155,25 @@ class Upkeep:
 
     def _drop_outdated(self, table: NeighbourTable) -> None:
         """Entries whose neighbours would be others now, and their KV."""
-        outdated: set[ChunkId] = set()
+        outdated: dict[str, tuple[ChunkId, ...]] = {}  # chunk to the neighbours it had
         for batch in self._kb.catalogue.all_chunks(BATCH):
             known = table.get_many(self._size, [chunk.id for chunk in batch])
             now = self._kb.nearest([c for c in batch if c.id in known], self._size)
-            outdated |= {each for each, others in now.items() if others != known[each]}
+            outdated |= {each: known[each] for each in now if now[each] != known[each]}
         if not outdated:
             return
-        keys = self._keys_at_hand(outdated)
+        chunk_ids = [ChunkId(each) for each in outdated]
+        keys = self._keys_at_hand(chunk_ids)
 
         def is_old(of: Provenance) -> bool:
-            return bool(of.behind) and of.chunk in outdated
+            return bool(of.behind) and outdated.get(of.chunk) == of.behind
 
         # KV first: killed before the entries go, they name nothing and are computed as they are
         if self._has_objects():
             if self._store is not None:
                 self._store.flush()
             self._delete([*find_keys(self._disk(), is_old), *keys])
-        table.drop(outdated, self._size)
+        table.drop(chunk_ids, self._size)
 
     # ── documents and objects ────────────────────────────────────────────────
 
