@@ -98,7 +98,7 @@ def check_room(kb: KnowledgeBase, decoder: Decoder, encoder: ChunkEncoder) -> No
     if variant.kind == "neighbours" and variant.size > room:
         raise ConfigError(
             f"{variant} of {chunk_tokens} tokens each do not fit into the {max_context:,} positions"
-            f" of this model; at most {max(room, 0)} do, fewer with larger --chunk-tokens"
+            f" of this model; give neighbours:{max(room, 0)} or fewer, or --encoding filler"
         )
 
 

@@ -102,7 +102,7 @@ class Upkeep:
             return
         gone = self._gone(self._table.mentioned())
         self._table.drop(gone | self._table.users_of(gone))
-        num_deleted = self._delete(self._stray_keys())
+        num_deleted = self._delete(self._stray_keys()) if self._has_objects() else 0
         if num_deleted:
             log.warning("%d chunk KV of removed documents were left over: deleted", num_deleted)
         self._table.settle(self._state())
@@ -146,7 +146,8 @@ class Upkeep:
         for batch in catalogue.all_chunks(BATCH):
             known = table.get_many(size, [chunk.id for chunk in batch])
             new = self._kb.nearest([c for c in batch if c.id not in known], size)
-            table.put(size, new)  # before the KV, which must never be without
+            if new:
+                table.put(size, new)  # before the KV, which must never be without
             chosen = {**known, **new}
             second.encode(batch, chosen)
             done += len(batch)
@@ -154,23 +155,25 @@ class Upkeep:
 
     def _drop_outdated(self, table: NeighbourTable) -> None:
         """Entries whose neighbours would be others now, and their KV."""
-        outdated: set[ChunkId] = set()
+        outdated: dict[str, tuple[ChunkId, ...]] = {}  # chunk to the neighbours it had
         for batch in self._kb.catalogue.all_chunks(BATCH):
             known = table.get_many(self._size, [chunk.id for chunk in batch])
             now = self._kb.nearest([c for c in batch if c.id in known], self._size)
-            outdated |= {each for each, others in now.items() if others != known[each]}
+            outdated |= {each: known[each] for each in now if now[each] != known[each]}
         if not outdated:
             return
-        keys = self._keys_at_hand(outdated)
+        chunk_ids = [ChunkId(each) for each in outdated]
+        keys = self._keys_at_hand(chunk_ids)
 
         def is_old(of: Provenance) -> bool:
-            return bool(of.behind) and of.chunk in outdated
+            return bool(of.behind) and outdated.get(of.chunk) == of.behind
 
-        if self._store is not None:
-            self._store.flush()
         # KV first: killed before the entries go, they name nothing and are computed as they are
-        self._delete([*(find_keys(self._disk(), is_old) if self._has_objects() else []), *keys])
-        table.drop(outdated, self._size)
+        if self._has_objects():
+            if self._store is not None:
+                self._store.flush()
+            self._delete([*find_keys(self._disk(), is_old), *keys])
+        table.drop(chunk_ids, self._size)
 
     # ── documents and objects ────────────────────────────────────────────────
 
@@ -183,12 +186,8 @@ class Upkeep:
 
     def _stray_keys(self) -> list[ChunkKey]:
         """Objects with text of chunks that are no more."""
-        if not self._has_objects():
-            return []
-        alive = {chunk.id for batch in self._kb.catalogue.all_chunks(1024) for chunk in batch}
-        return find_keys(
-            self._disk(), lambda of: not alive.issuperset(map(ChunkId, (of.chunk, *of.behind)))
-        )
+        alive: set[str] = set(self._kb.catalogue.chunk_ids())
+        return find_keys(self._disk(), lambda of: not alive.issuperset((of.chunk, *of.behind)))
 
     def _keys_at_hand(self, chunk_ids: Collection[ChunkId]) -> list[ChunkKey]:
         """Names of KV behind neighbours that may be in memory alone; others are found on disk."""
@@ -203,9 +202,11 @@ class Upkeep:
         ]
 
     def _delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Delete objects, and whatever else on the disk may hold bytes of them."""
+        disk = DiskTier(DiskTierConfig(self._folder))  # sweeps what a dead writer left half-way
+        disk.clear_quarantine()
         if self._store is not None:
             return self._store.delete(keys)
-        disk = self._disk()
         return sum(disk.delete(key) for key in dict.fromkeys(keys))
 
     def _has_objects(self) -> bool:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from kvweave.errors import ConfigError, CorpusError
-from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.neighbours import NeighbourTable
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.preparation import EXTRAS, Preparation
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
@@ -248,3 +248,22 @@ def test_kv_behind_neighbours_says_whose_text_it_has_seen(decoder: Decoder, tmp_
             keys[ChunkId("c")],
         }
         assert set(find_keys(tier, lambda of: of.behind == ("c", "d"))) == {keys[ChunkId("a")]}
+
+
+def test_extras_are_stored_beside_kv_behind_neighbours(decoder: Decoder, store: KVStore) -> None:
+    preparation = Preparation.parse("neighbours:3", EXTRAS)
+    encoder = ChunkEncoder(
+        decoder,
+        store,
+        make_context(preamble_ids=PREAMBLE),
+        preparation,
+        Texts(repeat=(3, 4, 5)),
+        neighbours_of=neighbours_of,
+    )
+    assert encode_all(encoder) == len(NEIGHBOURS)
+    for name in NEIGHBOURS:
+        key = encoder.key(CHUNKS[name].token_ids)
+        with store.acquire([key]) as lease:
+            transfer = store.load(lease)
+            assert all(transfer.extras(extra)[key] for extra in EXTRAS)
+            assert bytes(transfer.extras("behind")[key]).decode().split() == [*NEIGHBOURS[name]]

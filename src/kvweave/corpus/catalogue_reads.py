@@ -100,6 +100,9 @@ class CatalogueReads(Database):
         )
         return {ChunkId(row[0]): _chunk(row) for row in rows}
 
+    def chunk_ids(self) -> list[ChunkId]:
+        return [ChunkId(each) for (each,) in self._db.execute("SELECT chunk_id FROM chunks")]
+
     def known(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         """Which of these exist."""
         rows = self._db.execute(

@@ -44,7 +44,12 @@ class NeighbourEncoder:
 
         A chunk without any is left out: its isolated KV is all there is.
         """
-        todo = self._encoder.absent([c for c in chunks if neighbours.get(c.id)], self._encoder.key)
+        behind_of = {chunk.token_ids: neighbours.get(chunk.id, ()) for chunk in chunks}
+
+        def key_of(token_ids: Sequence[int]) -> ChunkKey:
+            return self._encoder.key_behind(token_ids, behind_of[tuple(token_ids)])
+
+        todo = self._encoder.absent([c for c in chunks if neighbours.get(c.id)], key_of)
         ids = {other for chunk in todo for other in neighbours[chunk.id]}
         known = self._chunks_by_id(sorted(ids))
         behind = [[known[other] for other in neighbours[chunk.id]] for chunk in todo]
@@ -76,7 +81,8 @@ class NeighbourEncoder:
         for chunk, others, prefix, layers in zip(batch, behind, prefixes, made, strict=True):
             beside = self._beside(chunk, others, prefix, layers)
             cost_s = per_row_s * len(chunk.token_ids)
-            encoder.save(chunk, encoder.key(chunk.token_ids), layers, beside, cost_s)
+            key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
+            encoder.save(chunk, key, layers, beside, cost_s)
 
     def _beside(
         self,

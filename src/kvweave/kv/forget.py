@@ -9,7 +9,7 @@ themselves, whichever model wrote them.
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvweave.errors import TierError
+from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header, check_section
 from kvweave.kv.memory import new_memory
@@ -43,18 +43,24 @@ def keys_of_chunks(tier: Tier, chunk_ids: Collection[str]) -> list[ChunkKey]:
 def find_keys(tier: Tier, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
     """Keys of all objects in `tier` of some provenance.
 
-    Reads every header, so it takes a while on a large store. Unreadable objects and those that do
-    not say where they come from are passed over: the first are never served.
+    Reads every header, so it takes a while on a large store. Damaged objects are among the found:
+    nobody can say whose text they hold, and they are never served. Objects of another version and
+    those that do not say where they come from are passed over.
     """
     found = []
     for each in tier.scan():
-        provenance = _provenance(tier, each.key)
+        try:
+            provenance = _provenance(tier, each.key)
+        except TierCorrupt:
+            found.append(each.key)
+            continue
         if provenance is not None and is_wanted(provenance):
             found.append(each.key)
     return found
 
 
 def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
+    """None: it is gone, cannot be read here or does not say. Raises TierCorrupt."""
     reader = tier.open(key)
     if reader is None:
         return None
@@ -62,6 +68,8 @@ def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
         header = read_header(reader, key)
         chunk = _extra(reader, header, CHUNK)
         behind = _extra(reader, header, BEHIND)
+    except TierCorrupt:
+        raise
     except TierError:
         return None
     finally:
