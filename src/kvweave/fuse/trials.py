@@ -133,8 +133,9 @@ def judge(full: Tensor, trial: Tensor, answer: Sequence[int]) -> Judged:
     at = torch.tensor(answer, device=trial.device)
     nll = -trial.gather(1, at[:, None]).mean()
     same = full.argmax(-1) == trial.argmax(-1)
-    figures = torch.stack([kl.mean(), kl[0], kl.max(), nll, same.float().mean()]).tolist()
-    return Judged(*figures[:5], not bool(same[0]))
+    figures = torch.stack([kl.mean(), kl[0], kl.max(), nll, same.float().mean()])
+    kl_mean, kl_first, kl_max, nll_mean, top1 = figures.tolist()  # one wait for the device
+    return Judged(kl_mean, kl_first, kl_max, nll_mean, top1, not bool(same[0]))
 
 
 def _until(tokens: list[int], ends: Collection[int]) -> list[int]:
