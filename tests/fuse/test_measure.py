@@ -130,7 +130,7 @@ def test_a_run_in_which_recomputing_everything_differs_is_void(
             beside = {KVZIP: isolated.prepare(case, [KVZIP]).beside(KVZIP)}
             return ComputedChunks(encode_chunks(decoder, wrong, case.chunks), beside)
 
-    with pytest.raises(ModelError, match=r"calibration is void: .* from full prefill"):
+    with pytest.raises(ModelError, match="calibration is void"):
         measure(decoder, tokenizer, cases, [SaysExact()], SETTINGS)
 
 
