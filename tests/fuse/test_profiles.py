@@ -114,3 +114,17 @@ def test_the_users_profile_wins_over_none(tmp_path: Path, monkeypatch: pytest.Mo
 def test_facts_carry_the_critical_layers() -> None:
     assert PROFILE.facts(2).critical_layers == (1,)
     assert Profile("tiny", "w", "t").facts(2).critical_layers == ()
+
+
+def test_embedded_models_come_with_a_profile_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    packaged = sorted((Path(profiles.__file__).parent / "profiles").glob("*.json"))
+    assert [path.name.split("-")[0] for path in packaged] == ["smollm2"]
+    stored = json.loads(packaged[0].read_text())
+    profile = find_profile(stored["weights"], stored["tokenizer"])
+    assert profile is not None
+    assert profile.model == "smollm2"
+    assert profile.layers is not None
+    assert profile.facts(30).critical_layers
