@@ -30,7 +30,7 @@ class Layout:
     stored: tuple[tuple[Stored, ...], ...]  # for each of those
     question_tokens: int
     total: int
-    # the first chunk from the store, computed where it stands: behind the preamble. FUSED if rounded
+    # the first chunk from the store, computed right behind the preamble as here; FUSED if rounded
     first: Span | None
 
     @property
