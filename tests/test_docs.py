@@ -24,7 +24,9 @@ def test_the_server_page_has_every_request_field() -> None:
     assert described == fields
 
 
-@pytest.mark.parametrize("name", ["ask", "calibrate", "calibrate layers", "ingest", "serve"])
+@pytest.mark.parametrize(
+    "name", ["ask", "calibrate", "calibrate layers", "ingest", "plan", "serve"]
+)
 def test_the_command_page_has_every_option(name: str) -> None:
     name, *below = name.split()
     command = importlib.import_module(COMMANDS[name]).command

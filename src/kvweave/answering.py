@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvweave.detokenizer import Detokenizer, StopMatcher
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
+from kvweave.plan.plan import Decision
 from kvweave.tokenizer import Tokenizer
 
 
@@ -41,6 +42,7 @@ class Answer:
     total_ms: float
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: FuseRecord | None = None  # how the prompt was prefilled; None if all was computed
+    decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
 
 
 class Note:
@@ -48,6 +50,7 @@ class Note:
 
     def __init__(self, retrieve_ms: float = 0.0) -> None:
         self.record: FuseRecord | None = None
+        self.decision: Decision | None = None
         self._retrieve_ms = retrieve_ms
 
     def keep(self, record: FuseRecord) -> None:
@@ -105,15 +108,13 @@ class Answering:
             cut = matcher.push(detokenizer.push(choice.token_id))
             yield made.add(Piece(cut.text, self._logprob(choice)))
             if cut.stopped:
-                self.answer = made.answer("stop", self.prompt_tokens, self._note.record)
+                self.answer = made.answer("stop", self.prompt_tokens, self._note)
                 return
         cut = matcher.push(detokenizer.flush())
         rest = cut.text if cut.stopped else cut.text + matcher.flush()
         if rest:
             yield made.add(Piece(rest))
-        self.answer = made.answer(
-            "stop" if cut.stopped else reason, self.prompt_tokens, self._note.record
-        )
+        self.answer = made.answer("stop" if cut.stopped else reason, self.prompt_tokens, self._note)
 
     def _logprob(self, choice: Choice) -> TokenLogprob | None:
         if choice.logprob is None:
@@ -141,7 +142,7 @@ class _Made:
         self.pieces.append(piece)
         return piece
 
-    def answer(self, finish_reason: str, prompt_tokens: int, explain: FuseRecord | None) -> Answer:
+    def answer(self, finish_reason: str, prompt_tokens: int, note: Note) -> Answer:
         now = time.perf_counter()
         return Answer(
             text="".join(piece.text for piece in self.pieces),
@@ -151,5 +152,6 @@ class _Made:
             ttft_ms=((self.first_s or now) - self.started_s) * 1e3,
             total_ms=(now - self.started_s) * 1e3,
             logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
-            explain=explain,
+            explain=note.record,
+            decision=note.decision,
         )

@@ -4,6 +4,7 @@
 threads: each request owns its state, and the decoder runs one step at a time.
 """
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,13 @@ from kvweave.detokenizer import Detokenizer
 from kvweave.engine.generate import check_prompt, generate
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.profiles import find_profile
-from kvweave.fuse.strategy import ModelFacts, chosen_ratio, open_strategy
+from kvweave.fuse.calibration import BOUND
+from kvweave.fuse.profiles import Profile, find_profile
+from kvweave.fuse.strategy import NAMES, ModelFacts, chosen_ratio, open_strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.plan.ordering import OrderPermission
 from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, lay_out
 from kvweave.tokenizer import Tokenizer
 
@@ -29,10 +32,14 @@ if TYPE_CHECKING:
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
     from kvweave.library import Library
+    from kvweave.plan.plan import Plan
+    from kvweave.planning import Planning
     from kvweave.types import Hit
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
 
+AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
+REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 TOP_K = 5  # chunks that are put in front of a question
 
 
@@ -52,6 +59,7 @@ class Weave:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._library = library
+        self._planning: Planning | None = None  # opened by the first reuse="auto"
         self._turn = threading.Lock()  # held for one decoder step
 
     @classmethod
@@ -90,7 +98,9 @@ class Weave:
         return cls(decoder, tokenizer, name, system, library)
 
     def close(self) -> None:
-        """Finish writing chunk KV and let go of the knowledge base."""
+        """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
+        if self._planning is not None:
+            self._planning.close()
         if self._library is not None:
             self._library.close()
 
@@ -101,11 +111,15 @@ class Weave:
         self.close()
 
     @cached_property
+    def profile(self) -> Profile | None:
+        """What was measured of the model: the user's profile, or the packaged one."""
+        return find_profile(self._decoder.weights.fingerprint, self._tokenizer.fingerprint)
+
+    @cached_property
     def facts(self) -> ModelFacts:
         """What strategies must know of the model, from its profile if it has one."""
         num_layers = self._decoder.spec.num_layers
-        profile = find_profile(self._decoder.weights.fingerprint, self._tokenizer.fingerprint)
-        return ModelFacts(num_layers) if profile is None else profile.facts(num_layers)
+        return ModelFacts(num_layers) if self.profile is None else self.profile.facts(num_layers)
 
     @property
     def max_context(self) -> int:
@@ -160,13 +174,17 @@ class Weave:
         k: int = TOP_K,
         reuse: str = "full",
         ratio: float | None = None,
+        bound: float = BOUND,
+        order: str = "keep",
     ) -> Answer:
         """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
         `system` takes the place of the Weave's own system prompt for this question. `reuse` names a
         strategy: "full" prefills everything, "prefix" reuses what is exact, "reuse" takes stored
         chunk KV as it is, "weave" and others recompute a `ratio` of it (their own default if None):
-        faster, and not exact. `Answer.explain` says what was done.
+        faster, and not exact. "auto" takes the cheapest way on this machine that calibration allows
+        within `bound` (nats per token); `order="free"` lets it move chunks. `Answer.explain` says
+        what was done, and `Answer.decision` why.
         """
         return self.stream(
             question,
@@ -176,6 +194,8 @@ class Weave:
             k=k,
             reuse=reuse,
             ratio=ratio,
+            bound=bound,
+            order=order,
         ).finish()
 
     def stream(
@@ -188,26 +208,55 @@ class Weave:
         k: int = TOP_K,
         reuse: str = "full",
         ratio: float | None = None,
+        bound: float = BOUND,
+        order: str = "keep",
     ) -> Answering:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
-        strategy = open_strategy(reuse, self.facts)
-        ratio = chosen_ratio(strategy, ratio)
-        if documents is None and self._library is not None:
-            prompt = self._retrieved(question, k, system)
+        permission = check_planned(bound, order)
+        if reuse not in REUSES:
+            raise RequestError(f"reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
+        if reuse == AUTO:
+            if ratio is not None:
+                raise RequestError("reuse 'auto' chooses the ratio itself; leave it out")
+            strategy = None
         else:
-            prompt = self.build_prompt(question, documents or (), system)
+            strategy = open_strategy(reuse, self.facts)
+            ratio = chosen_ratio(strategy, ratio)
+        prompt = self._prompt(question, documents, system, k)
         retrieve_ms = (time.perf_counter() - called_s) * 1e3
-        if strategy.reuses == "none":
+        if strategy is not None and strategy.reuses == "none":
             return self._start(prompt.token_ids, sampling, called_s)
         sampling = sampling or Sampling()
         ids = prompt.token_ids
         check_prompt(ids, self._decoder.spec.vocab_size, self.max_context)
         note = Note(retrieve_ms)
-        choices = self.library.generate(
-            prompt, sampling, self._tokenizer.eos_ids, strategy, ratio, note.keep
-        )
+        if strategy is None:
+            self.library.check_preamble(prompt)
+            choices = self._planned(prompt, sampling, bound, permission, note)
+        else:
+            choices = self.library.generate(
+                prompt, sampling, self._tokenizer.eos_ids, strategy, ratio or 0.0, note.keep
+            )
         return self._answering(choices, sampling, len(ids), called_s, note)
+
+    def plan(
+        self,
+        question: str,
+        *,
+        documents: Sequence[Document | str] | None = None,
+        system: str | None = None,
+        k: int = TOP_K,
+        bound: float = BOUND,
+        order: str = "keep",
+    ) -> "Plan":
+        """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
+        permission = check_planned(bound, order)
+        prompt = self._prompt(question, documents, system, k)
+        check_prompt(prompt.token_ids, self._decoder.spec.vocab_size, self.max_context)
+        self.library.check_preamble(prompt)
+        with self._turn:
+            return self._open_planning().plan(prompt, bound, permission).plan
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
@@ -236,6 +285,36 @@ class Weave:
         detokenizer = Detokenizer(self._tokenizer)
         texts = [detokenizer.push(token_id) for token_id in token_ids]
         return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else []
+
+    def _open_planning(self) -> "Planning":
+        """Hold the turn: the first time may measure the machine, with the decoder."""
+        if self._planning is None:
+            from kvweave.planning import Planning
+
+            self._planning = Planning(self.library, self._decoder, self.facts, self.profile)
+        return self._planning
+
+    def _planned(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        bound: float,
+        order: OrderPermission,
+        note: Note,
+    ) -> Iterator[Choice]:
+        planning = self._open_planning()
+        yield from planning.generate(prompt, sampling, self._tokenizer.eos_ids, bound, order, note)
+
+    def _prompt(
+        self,
+        question: str,
+        documents: Sequence[Document | str] | None,
+        system: str | None,
+        k: int,
+    ) -> Prompt:
+        if documents is None and self._library is not None:
+            return self._retrieved(question, k, system)
+        return self.build_prompt(question, documents or (), system)
 
     def _retrieved(self, question: str, k: int, system: str | None) -> Prompt:
         _refuse_empty(question)
@@ -274,3 +353,12 @@ class Weave:
 def _refuse_empty(question: str) -> None:
     if not question.strip():
         raise RequestError("the question is empty; ask something")
+
+
+def check_planned(bound: float, order: str) -> OrderPermission:
+    """Judge what a caller allows the planner. Raises RequestError."""
+    if not 0.0 <= bound < math.inf:
+        raise RequestError(f"bound {bound:g} is no number of nats from 0 on; give one such as 0.02")
+    if order not in list(OrderPermission):
+        raise RequestError(f"order {order!r} is unknown; known: {', '.join(OrderPermission)}")
+    return OrderPermission(order)

@@ -6,7 +6,7 @@
 Part of the composition root: only `app.py` uses it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -243,18 +243,23 @@ class Library:
         strategy: Strategy,
         ratio: float,
         on_record: Callable[[FuseRecord], None],
+        computed: Mapping[int, str] | None = None,
     ) -> Iterator[Choice]:
         """Answer with stored chunk KV as `strategy` says; what is not stored is computed.
 
         Checks at once, computes when iterated. `on_record` hears how the prompt was prefilled,
-        before the first choice.
+        before the first choice. `computed` as in `prefill_from_store`.
         """
+        self.check_preamble(prompt)
+        return self._generate(prompt, sampling, eos_ids, strategy, ratio, on_record, computed)
+
+    def check_preamble(self, prompt: Prompt) -> None:
+        """Refuse a prompt behind another preamble than that of the stored chunk KV."""
         if self.encoder.preamble_ids != prompt.preamble:
             raise RequestError(
                 "stored chunk KV belongs to the system prompt it was computed behind; "
                 "ask without another one, or with reuse='full'"
             )
-        return self._generate(prompt, sampling, eos_ids, strategy, ratio, on_record)
 
     def _generate(
         self,
@@ -264,6 +269,7 @@ class Library:
         strategy: Strategy,
         ratio: float,
         on_record: Callable[[FuseRecord], None],
+        computed: Mapping[int, str] | None,
     ) -> Iterator[Choice]:
         ids, encoder = prompt.token_ids, self.encoder
         room = room_for_answer(self._decoder, ids, sampling)
@@ -279,6 +285,7 @@ class Library:
             ratio,
             asked=prompt.asked,
             encoding=str(encoder.preparation.variant),
+            computed=computed,
         )
         on_record(prefilled.record)
         yield from continue_answer(self._decoder, ids, kv, prefilled.logits, sampling, eos_ids)

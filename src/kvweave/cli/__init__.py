@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "docs": "kvweave.cli.docs",
     "ingest": "kvweave.cli.ingest",
     "models": "kvweave.cli.models",
+    "plan": "kvweave.cli.plan",
     "serve": "kvweave.cli.serve",
 }
 

@@ -10,6 +10,8 @@ import click
 
 from kvweave.cli.explain import as_document, show
 from kvweave.cli.loading import model_options, open_weave
+from kvweave.cli.plan_view import decision_document, decision_line
+from kvweave.cli.planning import planning_options
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
@@ -39,9 +41,10 @@ LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it
     "--reuse",
     default="full",
     metavar="STRATEGY",
-    help="full, prefix, reuse, weave, qcfuse, … (full). All but full want ingest --kv.",
+    help="full, auto, prefix, reuse, weave, qcfuse, … (full). All but full want ingest --kv.",
 )
 @click.option("--ratio", type=float, help="Share of reused tokens to recompute (the strategy's).")
+@planning_options
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
 @click.option("--max-tokens", type=int, help="Length of the answer at most (256).")
@@ -61,6 +64,8 @@ def command(
     k: int,
     reuse: str,
     ratio: float | None,
+    bound: float,
+    order: str,
     explain: bool,
     model: str,
     device: str,
@@ -78,10 +83,12 @@ def command(
         raise RequestError("--file and --kb are two places to answer from; give one of them")
     if reuse != "full" and kb_folder is None:
         raise RequestError("--reuse takes the stored chunk KV of a knowledge base; add --kb DIR")
-    from kvweave.fuse.strategy import NAMES
+    from kvweave.app import REUSES
 
-    if reuse not in NAMES:
-        raise RequestError(f"--reuse {reuse!r} is unknown; known: {', '.join(NAMES)}")
+    if reuse not in REUSES:
+        raise RequestError(f"--reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
+    if reuse == "auto" and ratio is not None:
+        raise RequestError("--reuse auto chooses the ratio itself; leave --ratio out")
     if ratio is not None and not 0.0 <= ratio <= 1.0:
         raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
     documents = [read_document(name) for name in files]
@@ -96,6 +103,8 @@ def command(
         k=k,
         reuse=reuse,
         ratio=ratio,
+        bound=bound,
+        order=order,
     )
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
@@ -167,7 +176,7 @@ def _as_document(answer: "Answer") -> dict[str, Any]:
             "completion_tokens": answer.completion_tokens,
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
-        "explain": None if answer.explain is None else as_document(answer.explain),
+        "explain": _explain_document(answer),
         "timing": {
             "ttft_ms": round(answer.ttft_ms, 1),
             "total_ms": round(answer.total_ms, 1),
@@ -176,11 +185,20 @@ def _as_document(answer: "Answer") -> dict[str, Any]:
     }
 
 
+def _explain_document(answer: "Answer") -> dict[str, Any] | None:
+    if answer.explain is None:
+        return None
+    decided = answer.decision
+    plan = {} if decided is None else {"plan": decision_document(decided)}
+    return {**as_document(answer.explain), **plan}
+
+
 def _explained(weave: "Weave", answer: "Answer") -> str:
     if answer.explain is None:
         return "full prefill: every token of the prompt was computed"
     texts = weave.texts_of(answer.explain.token_ids)
-    return show(answer.explain, texts, colour=sys.stderr.isatty())
+    shown = show(answer.explain, texts, colour=sys.stderr.isatty())
+    return shown if answer.decision is None else f"{shown}\n{decision_line(answer.decision)}"
 
 
 def _stats(answer: "Answer") -> str:

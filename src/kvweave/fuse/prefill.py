@@ -5,7 +5,7 @@ a failing store costs time and never an answer.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -51,10 +51,16 @@ def prefill_from_store(
     *,
     asked: tuple[int, int] | None = None,
     encoding: str = "",
+    computed: Mapping[int, str] | None = None,
 ) -> Prefilled:
-    """Prefill preamble ‖ chunks ‖ question into `kv`, as `strategy` says."""
+    """Prefill preamble ‖ chunks ‖ question into `kv`, as `strategy` says.
+
+    `computed` are places of chunks that are computed even if they are stored, each with the reason
+    that the record gives: a slow tier can cost more than it saves.
+    """
+    computed = computed or {}
     check_ratio(ratio)
-    named = _named(chunks, store, strategy)
+    named = _named(chunks, store, strategy, computed)
     wanted = [key for key, _ in named if key is not None]
     needs = strategy.needs(decoder.spec.num_layers)
     with store.acquire(wanted) as lease:
@@ -98,7 +104,7 @@ def prefill_from_store(
                 encoding=encoding,
                 token_ids=request.prompt_ids,
                 states=token_states(request, fused.recomputed),
-                chunks=chunk_records(request, fused.recomputed, lease.tiers, missing),
+                chunks=chunk_records(request, fused.recomputed, lease.tiers, missing, computed),
                 work=sum(fused.rows_per_layer)
                 / (len(request.prompt_ids) * len(fused.rows_per_layer)),
                 loaded_bytes=dict(loaded),
@@ -107,6 +113,7 @@ def prefill_from_store(
                     select=fused.select_s * 1e3,
                     compute=fused.pass_s * 1e3,
                 ),
+                arrived_s=transfer.seconds(),
             )
             return Prefilled(fused.logits, record)
 
@@ -115,7 +122,10 @@ _NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from 
 
 
 def _named(
-    chunks: Sequence[PromptChunk], store: KVStore, strategy: Strategy
+    chunks: Sequence[PromptChunk],
+    store: KVStore,
+    strategy: Strategy,
+    computed: Mapping[int, str],
 ) -> list[tuple[ChunkKey | None, tuple[int, ...]]]:
     """Which stored KV each chunk takes; None computes it.
 
@@ -124,6 +134,9 @@ def _named(
     named: list[tuple[ChunkKey | None, tuple[int, ...]]] = []
     for i, chunk in enumerate(chunks):
         key: ChunkKey | None = chunk.key
+        if i in computed:
+            named.append((None, chunk.token_ids))
+            continue
         if i == 0 and chunk.key != chunk.exact_key:
             (peek,) = store.peek([chunk.exact_key])
             key = chunk.exact_key if peek.residency is not Residency.ABSENT else chunk.key

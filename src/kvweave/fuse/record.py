@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvweave.fuse.request import FuseRequest, Span, State
@@ -45,6 +45,7 @@ class FuseRecord:
     work: float  # rows computed ÷ rows of a full prefill, over all layers
     loaded_bytes: dict[str, int]  # by tier
     stages: Stages
+    arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
 
     @property
     def counts(self) -> dict[str, int]:
@@ -84,8 +85,9 @@ def chunk_records(
     recomputed: Sequence[int],
     tiers: Mapping[ChunkKey, str],
     missing: Mapping[ChunkKey, Miss],
+    computed: Mapping[int, str],
 ) -> tuple[ChunkRecord, ...]:
-    """One record per chunk, in prompt order."""
+    """One record per chunk, in prompt order. `computed`: why, by the chunk's place."""
     again = set(recomputed)
     return tuple(
         ChunkRecord(
@@ -94,13 +96,13 @@ def chunk_records(
             span.state,
             sum(p in again for p in range(span.start, span.end)),
             tiers.get(span.key) if span.state is not State.COMPUTED else None,
-            _why(span, missing),
+            _why(span, missing, computed.get(place)),
         )
-        for span in request.spans
+        for place, span in enumerate(request.spans)
     )
 
 
-def _why(span: Span, missing: Mapping[ChunkKey, Miss]) -> str | None:
+def _why(span: Span, missing: Mapping[ChunkKey, Miss], told: str | None) -> str | None:
     if span.state is not State.COMPUTED:
         return None
-    return str(missing[span.key]) if span.key in missing else "not asked for"
+    return str(missing[span.key]) if span.key in missing else told or "not asked for"

@@ -78,6 +78,7 @@ class Arrival:
         self._running = 0  # jobs submitted and not finished: they may write into the memory
         self._active = 0  # those of them that a thread has begun
         self._progress_s = 0.0  # when one of them last began or finished
+        self.began_s = self.ended_s = 0.0  # first read asked for, last layer shown
         self._order = ReadingOrder()
         self._reading = 0  # jobs that will each take a span, submitted and not finished
         self._spans_left = 0  # not read yet; meaningless before the header is known
@@ -90,6 +91,7 @@ class Arrival:
 
     def start(self) -> None:
         """Begin reading. Called once, without locks."""
+        self.began_s = time.monotonic()
         self._launch(self._open)
 
     def want(self, layers: Iterable[int]) -> None:
@@ -294,7 +296,7 @@ class Arrival:
             self._ready[span.first : span.end] = [True] * (span.end - span.first)
             self._spans_left -= 1
             done = self._spans_left == 0 and self._failure is None
-            self._progress_s = time.monotonic()
+            self._progress_s = self.ended_s = time.monotonic()
             num_jobs = self._due_jobs()
             # who waits for another layer would only take a core from the readers to find that out
             if any(span.first <= layer < span.end for layer in self._awaited):

@@ -87,6 +87,8 @@ class Source(Protocol):
     def want_first(self, layers: Iterable[int]) -> None: ...
 
     tier_name: str
+    began_s: float  # when reading began and when the last layer came; both 0: nothing to read
+    ended_s: float
 
     def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
 
@@ -100,6 +102,7 @@ class Resident:
 
     failure: Miss | None = None
     tier_name = "host"
+    began_s = ended_s = 0.0
 
     def __init__(self, header: Header, memory: Memory) -> None:
         self._header = header
@@ -189,6 +192,17 @@ class Transfer:
             elif source.failure is not None:
                 self.lost[key] = source.failure
         return found
+
+    def seconds(self) -> dict[str, float]:
+        """How long each tier took, from the first read of it to the last layer so far. Host memory,
+        where nothing had to be read, is left out."""
+        spans: dict[str, tuple[float, float]] = {}
+        for source in self._sources.values():
+            if source.ended_s > source.began_s:
+                began_s, ended_s = spans.get(source.tier_name, (source.began_s, 0.0))
+                span = min(began_s, source.began_s), max(ended_s, source.ended_s)
+                spans[source.tier_name] = span
+        return {tier: ended_s - began_s for tier, (began_s, ended_s) in spans.items()}
 
     def extras(self, name: str) -> dict[ChunkKey, memoryview]:
         """What each chunk carries beside its layers under this name (see `pack_chunk`), checked.

@@ -15,7 +15,8 @@ class Stored(NamedTuple):
     variant: str  # encoding context it was computed in
     tier: str
     size_bytes: int
-    exact_when_first: bool = False  # computed right behind the preamble, in a lossless codec
+    exact_when_first: bool = False  # computed right behind the preamble
+    rounded: bool = False  # by a lossy codec: good where the gate lets fused KV in, never exact
     has: frozenset[str] = frozenset()  # what lies beside it, such as "anchors"
 
 
@@ -29,7 +30,8 @@ class Layout:
     stored: tuple[tuple[Stored, ...], ...]  # for each of those
     question_tokens: int
     total: int
-    first: Span | None  # the first chunk from the store, where that is exact: behind the preamble
+    # the first chunk from the store, computed right behind the preamble as here; FUSED if rounded
+    first: Span | None
 
     @property
     def exact_tokens(self) -> int:
@@ -86,19 +88,19 @@ def lay_out(
 def _first(
     chunk: ChunkRef, start: int, copies: Sequence[Stored], can_load: Callable[[str], bool]
 ) -> Span | None:
-    """The chunk right behind the preamble from the store, if a copy is exact there."""
+    """The chunk right behind the preamble from the store, if a copy was computed there."""
     for copy in copies:
         if copy.exact_when_first and can_load(copy.tier):
             return Span(
-                SpanKind.EXACT,
+                SpanKind.FUSED if copy.rounded else SpanKind.EXACT,
                 start,
                 chunk.num_tokens,
                 chunk.id,
-                Reason.FIRST,
+                Reason.FIRST_ROUNDED if copy.rounded else Reason.FIRST,
                 copy.tier,
                 copy.size_bytes,
                 copy.variant,
-                exact_after=True,
+                exact_after=not copy.rounded,
             )
     return None
 

@@ -45,9 +45,8 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     if not exact:
         return []
     exact.extend(layout.path)
-    first = layout.first
-    if first is not None:
-        exact.append(first)
+    if layout.first is not None and layout.first.kind is SpanKind.EXACT:
+        exact.append(layout.first)
     on_device = next((i for i, span in enumerate(exact) if span.load_bytes), len(exact))
     on_device = max(1, on_device)  # without the preamble it would be full prefill
     best: tuple[float, int, int, int] | None = None
@@ -140,7 +139,7 @@ def price_fused(
         return Reason.TIER_TOO_SLOW
     if limits.free_bytes is not None and best.rows * limits.row_bytes > limits.free_bytes:
         return Reason.NO_MEMORY
-    mixed = len(loaded) < len(layout.path) + len(layout.behind)
+    mixed = len(loaded) + bool(layout.first) < len(layout.path) + len(layout.behind)
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
     option = Option(name, best.seconds, best.rows, best.load_bytes, Reason.CHEAPEST, ratio)
     return Candidate(option, lambda: _fused_spans(layout, hits, loaded), strategy.name)
@@ -212,6 +211,7 @@ def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ..
         copy = hits.loadable[i]
         if i == 0 and layout.first is not None:
             spans.append(layout.first)
+            frontier = layout.first.exact_after
         elif i in loaded and copy is not None:
             frontier = False
             spans.append(

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     FULL_IS_FASTER = "full prefill is faster"
     IN_TREE = "exact path in the knowledge tree"
     FIRST = "stored right behind the preamble: exact there"
+    FIRST_ROUNDED = "stored right behind the preamble: exact there but for rounding"
     STORED = "stored"
     ALWAYS = "always computed"
 
@@ -117,3 +118,11 @@ class Judged:
     def error(self) -> float:
         """Relative; positive when the model was too pessimistic."""
         return self.predicted_s / self.actual_s - 1 if self.actual_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A plan that was carried out."""
+
+    plan: Plan
+    judged: Judged

@@ -118,7 +118,7 @@ class Planner:
         first = {
             chunk.id: chunk.num_tokens
             for chunk in chunks
-            if any(copy.exact_when_first for copy in stored.get(chunk.id, ()))
+            if any(c.exact_when_first and not c.rounded for c in stored.get(chunk.id, ()))
         }
 
         def exact_tokens(order: Sequence[ChunkRef]) -> int:

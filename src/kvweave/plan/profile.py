@@ -5,6 +5,8 @@ and moved by every finished request and transfer, so that a machine under load i
 """
 
 import json
+import math
+import os
 import statistics
 import time
 from bisect import bisect_right
@@ -92,6 +94,7 @@ class MachineProfile:
     links: dict[str, Link] = field(
         default_factory=dict
     )  # by tier, or "tier/codec" where they differ
+    stitch_s: float = 0.0  # decoding and turning one stored token, all layers; nothing hides it
 
     def link(self, tier: str, codec: str = "") -> Link | None:
         """The way from a tier for one codec; None when it was never measured."""
@@ -100,7 +103,8 @@ class MachineProfile:
         return self.links.get(tier)
 
     def save(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
         temporary.replace(path)
 
@@ -109,7 +113,7 @@ def load_profile(path: Path) -> MachineProfile:
     """A saved profile. ConfigError names the file when it is not one."""
     try:
         return profile_from(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a machine profile: {error}; measure it anew") from error
 
 
@@ -123,8 +127,20 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         for name in ("prefill", "recompute")
     }
     links = {name: Link(**link) for name, link in saved["links"].items()}
+    stitch_s = float(saved.get("stitch_s", 0.0))
+    times = [s for grid in grids.values() for row in grid.seconds for s in row]
+    speeds = [link.bytes_per_s for link in links.values()]
+    if not all(math.isfinite(s) and s >= 0 for s in (*times, stitch_s)):
+        raise ValueError("a time is negative or no number")
+    if not all(math.isfinite(speed) and speed > 0 for speed in speeds):
+        raise ValueError("a speed is not above 0")
     return MachineProfile(
-        saved["model"], saved["device"], int(saved["num_layers"]), **grids, links=links
+        saved["model"],
+        saved["device"],
+        int(saved["num_layers"]),
+        **grids,
+        links=links,
+        stitch_s=stitch_s,
     )
 
 

@@ -1,0 +1,122 @@
+"""A plan as text and as JSON: what is done, what else there was, what each would cost."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvweave.plan.plan import Decision, Option, Plan
+
+
+def plan_document(plan: "Plan") -> dict[str, Any]:
+    """The plan as JSON."""
+    return {
+        "chosen": plan.chosen.name,
+        "strategy": plan.strategy,
+        "ratio": plan.chosen.ratio,
+        "predicted_s": _rounded(plan.chosen.predicted_s),
+        "ordered_by": plan.ordered_by,
+        "options": [_option(option) for option in plan.options],
+        "spans": [
+            {
+                "kind": str(span.kind),
+                "start": span.start,
+                "tokens": span.num_tokens,
+                "chunk": span.chunk_id,
+                "tier": span.tier or None,
+                "load_bytes": span.load_bytes,
+                "reason": str(span.reason),
+            }
+            for span in plan.spans
+        ],
+    }
+
+
+def decision_document(decision: "Decision") -> dict[str, Any]:
+    """The same for a plan that was carried out, with how long it took."""
+    judged = decision.judged
+    return {
+        **plan_document(decision.plan),
+        "actual_s": _rounded(judged.actual_s),
+        "error": round(judged.error, 4),
+    }
+
+
+def decision_line(decision: "Decision") -> str:
+    """One line: which, why, and how good the prediction was."""
+    plan, judged = decision.plan, decision.judged
+    full = next(option for option in plan.options if option.name == "full")
+    others = sorted({str(o.reason) for o in plan.options if o.predicted_s is None})
+    told = [
+        f"auto took {judged.option} ({plan.chosen.reason}): predicted {judged.predicted_s:.3f} s, "
+        f"actual {judged.actual_s:.3f} s, full prefill priced {full.predicted_s:.3f} s",
+        *([f"declined: {', '.join(others)}"] if others else []),
+    ]
+    return " · ".join(told)
+
+
+def options_table(plan: "Plan") -> "Table":
+    """Priced options cheapest first, then the declined ones, those of one reason in one row."""
+    from rich.table import Table
+
+    table = Table(title="what each way would cost")
+    for name in ("option", "seconds", "rows", "load"):
+        table.add_column(name, justify="left" if name == "option" else "right")
+    table.add_column("why")
+    priced = [o for o in plan.options if o.predicted_s is not None]
+    for option in sorted(priced, key=lambda o: o.predicted_s or 0.0):
+        chosen = option == plan.chosen
+        table.add_row(
+            f"{'→ ' if chosen else '  '}{_name(option)}",
+            f"{option.predicted_s:.3f}",
+            f"{option.rows:,}",
+            f"{option.load_bytes / 1e6:.1f} MB" if option.load_bytes else "",
+            str(option.reason),
+            style="bold" if chosen else None,
+        )
+    declined: dict[str, list[str]] = {}
+    for option in plan.options:
+        if option.predicted_s is None:
+            declined.setdefault(str(option.reason), []).append(option.name.removeprefix("fused "))
+    for reason, names in declined.items():
+        table.add_row("  fused " + ", ".join(names), "", "", "", reason)
+    return table
+
+
+def spans_table(plan: "Plan") -> "Table":
+    """What becomes of each part of the prompt."""
+    from rich.table import Table
+
+    table = Table(title=f"what would be done: {_name(plan.chosen)}")
+    for name in ("part", "tokens", "fate", "from", "load"):
+        table.add_column(name, justify="right" if name in ("tokens", "load") else "left")
+    table.add_column("why")
+    place = 0
+    for span in plan.spans:
+        part = "preamble" if span.start == 0 else "question"
+        if span.chunk_id is not None:
+            place += 1
+            part = f"chunk {place}"
+        size = f"{span.load_bytes / 1e6:.1f} MB" if span.load_bytes else ""
+        reason = str(span.reason)
+        table.add_row(part, f"{span.num_tokens:,}", str(span.kind), span.tier, size, reason)
+    return table
+
+
+def _option(option: "Option") -> dict[str, Any]:
+    return {
+        "name": option.name,
+        "predicted_s": _rounded(option.predicted_s),
+        "ratio": option.ratio,
+        "rows": option.rows,
+        "load_bytes": option.load_bytes,
+        "reason": str(option.reason),
+    }
+
+
+def _name(option: "Option") -> str:
+    return option.name if option.ratio is None else f"{option.name} at {option.ratio:g}"
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

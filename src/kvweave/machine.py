@@ -1,0 +1,187 @@
+"""What this machine takes to compute and to load, measured with the real decoder and kept.
+
+    <home>/profiles/machine-<decoder>-<device>.json
+
+Measured the first time somebody asks for `reuse="auto"`, in seconds; every answer moves it. Part of
+the composition root: only `planning.py` uses it.
+"""
+
+import logging
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from kvweave import paths
+from kvweave.errors import ConfigError
+from kvweave.kernels.rope import rotate
+from kvweave.kv.codec import LayerKV, dtype_name, open_codec
+from kvweave.kv.layout import Shape
+from kvweave.kv.tree.node import HOST
+from kvweave.model.decoder import Decoder, Rows
+from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
+
+log = logging.getLogger(__name__)
+
+BUDGET_S = 8.0  # for all runs of the grids; large points are left out on a machine too slow for it
+CACHED = (0, 1024)  # exact tokens in front of what is computed
+NEW = (32, 128, 512, 1024)
+PROMPTS = (512, 2048)  # all tokens of a prompt of which some rows are computed
+ROWS = (32, 128, 512)
+QUICK_S = 0.1  # a run shorter than this is noisy: it is made three times
+COPIED_BYTES = 32 << 20
+
+Say = Callable[[str], None]
+
+
+def say_on_stderr(line: str) -> None:
+    print(f"kvweave: {line}", file=sys.stderr, flush=True)
+
+
+def profile_path(decoder: Decoder) -> Path:
+    """Where the profile of this decoder on this machine lies."""
+    name = re.sub(r"[^a-z0-9]+", "-", device_words(decoder).lower()).strip("-")
+    return paths.home() / "profiles" / f"machine-{decoder.revision[:16]}-{name}.json"
+
+
+def device_words(decoder: Decoder) -> str:
+    """What the decoder runs on: prices of one are none of another's."""
+    if decoder.device.type == "cuda":
+        return torch.cuda.get_device_name(decoder.device)
+    return f"cpu, {torch.get_num_threads()} threads"
+
+
+def open_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> MachineProfile:
+    """The saved profile, or a new one. Runs the decoder: call it on the thread that owns it."""
+    path = profile_path(decoder)
+    if path.is_file():
+        try:
+            found = load_profile(path)
+        except ConfigError as error:
+            log.warning("%s", error)
+        else:
+            if (found.model, found.num_layers) == (decoder.revision, decoder.spec.num_layers):
+                return found
+            log.warning("%s is of another model; measured anew", path)
+    say("measuring this machine for reuse 'auto', once …")
+    started_s = time.perf_counter()
+    profile = measure(decoder, codec)
+    save(profile, path)
+    say(f"measured in {time.perf_counter() - started_s:.1f} s: {path}")
+    return profile
+
+
+def save(profile: MachineProfile, path: Path) -> None:
+    """Keep it for the next start. A folder that cannot be written costs a new measurement then."""
+    try:
+        profile.save(path)
+    except OSError as error:
+        log.warning("cannot keep the machine profile %s: %s", path, error.strerror)
+
+
+def measure(decoder: Decoder, codec: str) -> MachineProfile:
+    """Prefill, recomputation, decoding of chunk KV and host memory. Tiers are measured when they
+    are first met, with a chunk that they hold: see planning.py."""
+    _prefill(decoder, 0, NEW[0])  # the first run of all pays for what later ones find warm
+    unit_s = _seconds(lambda: _prefill(decoder, 0, NEW[1])) / NEW[1]  # per token
+    cached, new = _affordable(decoder, CACHED, NEW, unit_s)
+    prompts, rows = _affordable(decoder, PROMPTS, ROWS, unit_s)
+    return MachineProfile(
+        decoder.revision,
+        device_words(decoder),
+        decoder.spec.num_layers,
+        _grid(cached, new, lambda x, y: _prefill(decoder, x, y)),
+        _grid(prompts, rows, lambda x, y: _recompute(decoder, x, y)),
+        {HOST.value: Link(_copy_bytes_per_s())},
+        _stitch_s(decoder, codec),
+    )
+
+
+def _affordable(
+    decoder: Decoder, xs: Sequence[int], ys: Sequence[int], unit_s: float
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Axes within the model's context whose points take half the budget at most."""
+    room = decoder.spec.max_context // 2
+    fitting = [tuple(sorted({min(value, room) for value in axis})) for axis in (xs, ys)]
+    first, second = fitting
+    while len(second) > 2 and len(first) * sum(second) * unit_s > BUDGET_S / 2:
+        second = second[:-1]
+    return first, second
+
+
+def _grid(xs: tuple[int, ...], ys: tuple[int, ...], run: Callable[[int, int], None]) -> Grid:
+    seconds = [[_seconds(lambda x=x, y=y: run(x, y)) for y in ys] for x in xs]  # type: ignore[misc]
+    return Grid(xs, ys, seconds)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """One run, or the median of three where one is over in no time."""
+    times: list[float] = []
+    while not times or (len(times) < 3 and times[0] < QUICK_S):
+        started_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
+def _prefill(decoder: Decoder, cached: int, new: int) -> None:
+    """`new` tokens behind `cached` ones. What the cached ones hold does not change the time."""
+    _run(decoder, cached + new, range(cached, cached + new))
+
+
+def _recompute(decoder: Decoder, total: int, rows: int) -> None:
+    """`rows` of `total` tokens, spread evenly, as a fused pass computes them."""
+    rows = min(rows, total)
+    _run(decoder, total, [i * total // rows for i in range(rows)])
+
+
+def _run(decoder: Decoder, total: int, positions: Sequence[int]) -> None:
+    kv = decoder.new_kv(total)
+    kv.reserve(total)
+    for layer in range(decoder.spec.num_layers):
+        kv.keys(layer).zero_()
+        kv.values(layer).zero_()
+    decoder.forward([Rows([1] * len(positions), positions, kv, [len(positions) - 1])])
+    wait_for(decoder)
+
+
+def wait_for(decoder: Decoder) -> None:
+    """Until the device has done what it was told: a clock read before that lies."""
+    if decoder.device.type == "cuda":
+        torch.cuda.synchronize(decoder.device)
+
+
+def _copy_bytes_per_s() -> float:
+    """Copies inside host memory: no load from the host tier is faster."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    target.copy_(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return COPIED_BYTES / _seconds(copy)
+
+
+@torch.inference_mode()
+def _stitch_s(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
+    """Seconds per stored token from bytes in host memory to its place in a prompt."""
+    spec, how = decoder.spec, open_codec(codec)
+    shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
+    kv = LayerKV(*torch.randn(2, *shape[:3]).to(decoder.dtype))
+    data = torch.empty(how.num_bytes(shape), dtype=torch.uint8)
+    how.encode(kv, data)
+    angles = decoder.angles(torch.arange(num_tokens, device=decoder.device))
+
+    def one_layer() -> None:
+        k, v = how.decode(data, shape)
+        rotate(k.to(decoder.device), angles)
+        v.to(decoder.device).clone()
+        wait_for(decoder)
+
+    one_layer()
+    return _seconds(one_layer) * spec.num_layers / num_tokens

@@ -1,0 +1,162 @@
+"""What the planner is told about one model and its chunk KV, as plain data.
+
+Strategies by what their selectors need, the gate by what calibration measured, and where chunk KV
+lies by what the store says. Part of the composition root: only `planning.py` uses it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from kvweave.errors import ConfigError
+from kvweave.fuse.anchors import SHARE
+from kvweave.fuse.calibration import Table, is_within
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.contexts import ISOLATED
+from kvweave.fuse.selectors.base import Needs
+from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
+from kvweave.kv.codec import open_codec
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.layout import Shape
+from kvweave.kv.residency import Peek, Residency
+from kvweave.kv.store import KVStore
+from kvweave.plan.cost import StrategyInfo
+from kvweave.plan.layout import Stored
+from kvweave.plan.plan import Reason
+from kvweave.plan.planner import Verdict
+from kvweave.types import ChunkId
+
+# A codec that gives back every bit, by the model's dtype; "raw" does for all.
+_SAME_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def is_lossless(codec: str, dtype: str) -> bool:
+    return codec == "raw" or _SAME_DTYPE.get(codec) == dtype
+
+
+def layer_bytes_per_token(encoder: ChunkEncoder) -> float:
+    """What one layer of one token takes in the store, without headers."""
+    spec, context = encoder.decoder.spec, encoder.context
+    shape = Shape(256, spec.num_kv_heads, spec.head_dim, context.dtype)
+    return open_codec(context.codec).num_bytes(shape) / shape.num_tokens
+
+
+def fusing_strategies(facts: ModelFacts) -> dict[str, Strategy]:
+    """Every strategy that can run on this model and reuses what is not exact."""
+    found: dict[str, Strategy] = {}
+    for name in NAMES:
+        try:
+            strategy = open_strategy(name, facts)
+        except ConfigError:  # it wants the critical layers, which nobody has looked for
+            continue
+        if strategy.reuses == "all":
+            found[name] = strategy
+    return found
+
+
+def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0.0) -> StrategyInfo:
+    """A strategy as the planner prices it. `stitch_s` is what each stored token costs to lay."""
+    num_layers = encoder.decoder.spec.num_layers
+    needs = strategy.needs(num_layers)
+    layers = _layers_first(needs)
+    layer_bytes = layer_bytes_per_token(encoder)
+    return StrategyInfo(
+        strategy.name,
+        variants=(str(encoder.preparation.variant),),
+        needs=frozenset(needs.extras),
+        selection_bytes_per_token=len(layers) * layer_bytes,
+        extra_bytes_per_token=_anchor_bytes(needs, encoder),
+        # scoring a layer reads the stored keys once more, about what a probe pays for a layer
+        probe_layers=needs.probe_depth + (len(needs.key_layers) if needs.probe != "none" else 0),
+        score_s_per_token=stitch_s,
+        full_width_layers=needs.full_width_layers,
+        waits_for_all=len(layers) >= num_layers,
+    )
+
+
+def _layers_first(needs: Needs) -> set[int]:
+    """Stored layers that must be there before the pass begins."""
+    if needs.full_width_layers:
+        return set()  # chosen inside the pass, from layers as they come
+    layers = {*needs.key_layers, *needs.value_layers}
+    return layers | set(range(needs.probe_depth)) if needs.probe == "full" else layers
+
+
+def _anchor_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
+    """Copies of anchors beside the chunk KV, per token: float16 keys and values of a share."""
+    spec = encoder.decoder.spec
+    copies = sum(name.startswith("anchors") for name in needs.extras)
+    return copies * SHARE * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
+
+
+class CalibratedGate:
+    """Lets a strategy through at the smallest ratio that was measured to be within the bound."""
+
+    def __init__(self, table: Table | None) -> None:
+        """`table` was measured with this very decoder and encoding context; None: nothing was."""
+        self._cells = table.cells if table is not None else ()
+
+    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+        cells = [cell for cell in self._cells if cell.strategy == strategy]
+        if not cells:
+            return Verdict(None, Reason.NOT_CALIBRATED)
+        ratios = [cell.ratio for cell in cells if is_within(cell, bound)]
+        return Verdict(min(ratios, default=None), Reason.BOUND_NOT_MET)
+
+
+class StoredChunkPeek:
+    """Says what the store has of the chunks of a prompt: behind their context, and isolated.
+
+    Isolated KV right behind the preamble is what full prefill computes there, but for the codec's
+    rounding. That is small (int8: 3e-5 nats per token on SmolLM2) and was never measured on the
+    user's model, so a rounded copy is offered to fusion alone, whose bound the user has set, and an
+    answer that is called exact is equal to full prefill.
+    """
+
+    def __init__(self, encoder: ChunkEncoder, store: KVStore) -> None:
+        self._encoder = encoder
+        self._store = store
+        self._chunks: Mapping[ChunkId, tuple[int, ...]] = {}
+        context = encoder.context
+        self._rounded = not is_lossless(context.codec, context.dtype)
+        self._token_bytes = layer_bytes_per_token(encoder) * encoder.decoder.spec.num_layers
+
+    def look_at(self, chunks: Mapping[ChunkId, tuple[int, ...]]) -> None:
+        """The token ids behind the names that will be asked for."""
+        self._chunks = chunks
+
+    def found(self) -> list[tuple[ChunkKey, Peek]]:
+        """All stored KV of the chunks, wherever it lies."""
+        keys = [key for ids in self._chunks.values() for key in self._keys(ids)]
+        return [
+            (key, peek)
+            for key, peek in zip(keys, self._store.peek(keys), strict=True)
+            if peek.residency is not Residency.ABSENT
+        ]
+
+    def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
+        stored: dict[ChunkId, list[Stored]] = {}
+        found = dict(self.found())
+        for chunk_id in chunk_ids:
+            ids = self._chunks[chunk_id]
+            for key in self._keys(ids):
+                if key in found:
+                    copy = self._stored(key, found[key], ids)
+                    stored.setdefault(chunk_id, []).append(copy)
+        return stored
+
+    def _keys(self, ids: tuple[int, ...]) -> list[ChunkKey]:
+        return list(dict.fromkeys((self._encoder.key(ids), self._encoder.exact_key(ids))))
+
+    def _stored(self, key: ChunkKey, peek: Peek, ids: tuple[int, ...]) -> Stored:
+        preparation = self._encoder.preparation
+        isolated = key == self._encoder.exact_key(ids)
+        # a chunk without neighbours has its isolated KV under both names
+        is_variant = key == self._encoder.key(ids)
+        size_bytes = peek.size_bytes  # not known while it is on its way for somebody else
+        return Stored(
+            variant=str(preparation.variant) if is_variant else ISOLATED,
+            tier=peek.tier or "",
+            size_bytes=int(len(ids) * self._token_bytes) if size_bytes is None else size_bytes,
+            exact_when_first=isolated,
+            rounded=isolated and self._rounded,
+            has=frozenset(preparation.extras),
+        )

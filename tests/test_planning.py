@@ -1,0 +1,399 @@
+"""`reuse="auto"`: the cheapest way the gate allows on this machine, and it says why."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvweave import Weave
+from kvweave.app import Answer, Sampling
+from kvweave.cli import planning as cli_planning
+from kvweave.errors import ConfigError, RequestError
+from kvweave.fuse.calibration import BOUND, Cell, Table
+from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.profiles import Profile, save_profile, user_path
+from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.kv.config import (
+    DiskTierConfig,
+    FaultPlan,
+    FaultyTierConfig,
+    HostTierConfig,
+    StoreConfig,
+    TierConfig,
+)
+from kvweave.kv.store import KVStore
+from kvweave.library import Library, make_encoder
+from kvweave.machine import profile_path
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.plan.plan import Reason, SpanKind
+from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
+from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
+from kvweave.prompt import SYSTEM
+from kvweave.tokenizer import Tokenizer
+from running import Run, run
+from tiny_corpus import make_text, open_kb
+from tiny_models import make_chat_model_folder
+
+__all__ = ["run"]
+
+TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(5)]
+QUESTION = "How do I drain a node and evict its pods?"
+GREEDY = Sampling(max_tokens=6)
+TOKEN_S = 0.01  # what the slow machine takes for a token: fusing is worth a lot
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
+    folder = make_chat_model_folder(
+        tmp_path_factory.mktemp("planning"), max_position_embeddings=4096
+    )
+    return load_decoder(folder, device="cpu"), Tokenizer(folder)
+
+
+@dataclass
+class World:
+    """A knowledge base with stored chunk KV, opened as often as wanted."""
+
+    folder: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    tier: TierConfig | None = None
+
+    def open(self) -> Weave:
+        kb = open_kb(self.folder, self.tokenizer, chunk_tokens=256)
+        tiers: tuple[TierConfig, ...] = (
+            HostTierConfig(1 << 26),
+            DiskTierConfig(self.folder / "kv"),
+        )
+        store = KVStore(StoreConfig(tiers=(self.tier,) if self.tier else tiers))
+        preparation = Preparation.parse("filler:1")
+        encoder = make_encoder(self.decoder, self.tokenizer, store, preparation, SYSTEM, kb, None)
+        library = Library(kb, store, self.decoder, encoder)
+        return Weave(self.decoder, self.tokenizer, "tiny", SYSTEM, library)
+
+    def calibrate(self, *cells: tuple[str, float, float]) -> None:
+        """Write a table of (strategy, ratio, KL)."""
+        table = Table(
+            encoding="filler:1",
+            revision=self.decoder.revision,
+            dtype="float32",
+            data="made up",
+            data_hash="0",
+            date="2026-01-01",
+            num_questions=100,
+            num_with_answers=0,
+            mean_prompt_tokens=1000.0,
+            noise=0.0,
+            full_f1=None,
+            full_em=None,
+            cells=tuple(make_cell(*cell) for cell in cells),
+        )
+        weights = self.decoder.weights.fingerprint
+        profile = Profile("tiny", weights, self.tokenizer.fingerprint, calibration=(table,))
+        save_profile(user_path(weights), profile)
+
+    def set_machine(self, token_s: float = TOKEN_S) -> Path:
+        """Write a machine profile on which a token takes this long, whatever stands in front."""
+        grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
+        again = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
+        links = {"host": Link(1e9), "disk": Link(1e9)}
+        decoder = self.decoder
+        profile = MachineProfile(
+            decoder.revision, "test", decoder.spec.num_layers, grid, again, links
+        )
+        profile.save(profile_path(decoder))
+        return profile_path(decoder)
+
+
+def make_cell(strategy: str, ratio: float, kl: float) -> Cell:
+    return Cell(
+        strategy, ratio, work=ratio, kl=kl, kl_low=kl, kl_high=kl, kl_p95=kl, kl_max=kl,
+        flips=0.0, top1=1.0, nll_gap=0.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[Decoder, Tokenizer]
+) -> World:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    return World(tmp_path / "kb", *model)
+
+
+@pytest.fixture
+def weave(world: World) -> Iterator[Weave]:
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        yield weave
+
+
+def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
+    return weave.ask(QUESTION, reuse=reuse, sampling=GREEDY, **settings)  # type: ignore[arg-type]
+
+
+def reasons(answer: Answer) -> dict[str, Reason]:
+    """Why each option was taken or not."""
+    assert answer.decision is not None
+    return {option.name.split()[-1]: option.reason for option in answer.decision.plan.options}
+
+
+def test_an_open_gate_fuses_with_the_smallest_ratio_within_the_bound(
+    world: World, weave: Weave
+) -> None:
+    world.calibrate(("epic", 0.05, 0.03), ("epic", 0.1, 0.01), ("epic", 0.3, 0.001))
+    world.set_machine()
+    answer = ask(weave)
+    assert answer.decision is not None
+    assert answer.explain is not None
+    assert answer.decision.plan.chosen.name == "fused epic"
+    assert (answer.explain.strategy, answer.explain.ratio) == ("epic", 0.1)
+    assert answer.explain.counts["reused"] > 256
+    assert answer.text == ask(weave, "epic", ratio=0.1).text
+    assert answer.explain.states == ask(weave, "epic", ratio=0.1).explain.states  # type: ignore[union-attr]
+    tighter = ask(weave, bound=0.005)
+    assert tighter.explain is not None
+    assert tighter.explain.ratio == 0.3
+
+
+def test_a_closed_gate_is_exact_and_equal_to_full(world: World, weave: Weave) -> None:
+    world.set_machine()
+    answer = ask(weave)
+    assert answer.explain is not None
+    assert answer.explain.counts["reused"] == answer.explain.counts["recomputed"] == 0
+    assert reasons(answer)["weave"] is Reason.NOT_CALIBRATED
+    assert answer.text == ask(weave, "full").text
+    prompt = weave.build_prompt("x").preamble
+    assert answer.explain.counts["exact"] == len(prompt), "int8 rounds: only the preamble is exact"
+
+
+def test_a_bound_that_no_ratio_meets_closes_the_gate(world: World, weave: Weave) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    answer = ask(weave, bound=0.001)
+    assert reasons(answer)["epic"] is Reason.BOUND_NOT_MET
+    assert answer.text == ask(weave, "full").text
+
+
+def test_a_small_gain_is_not_worth_an_approximation(world: World, weave: Weave) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine(token_s=1e-6)
+    answer = ask(weave)
+    assert reasons(answer)["epic"] is Reason.GAIN_TOO_SMALL
+    assert answer.text == ask(weave, "full").text
+
+
+def test_a_tier_slower_than_compute_is_left_and_the_record_says_why(
+    world: World, tmp_path: Path
+) -> None:
+    disk = DiskTierConfig(tmp_path / "slow")
+    world.tier = FaultyTierConfig(disk, FaultPlan())
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+        world.set_machine()
+        quick = ask(weave)
+        assert quick.explain is not None
+        assert quick.explain.counts["reused"] > 256
+        assert "faulty disk" in load_links(weave)
+    world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.3))
+    world.set_machine(token_s=1e-5)  # a token takes no time, a read takes long
+    with world.open() as weave:
+        slow = ask(weave)
+        assert slow.explain is not None
+        assert slow.explain.counts["reused"] == 0
+        assert not slow.explain.loaded_bytes
+        assert reasons(slow)["reuse"] is Reason.TIER_TOO_SLOW
+        assert slow.text == ask(weave, "full").text
+
+
+def load_links(weave: Weave) -> dict[str, Link]:
+    assert weave._planning is not None
+    return weave._planning.machine.links
+
+
+def test_single_chunks_of_a_slow_tier_are_computed_and_not_loaded(
+    world: World, weave: Weave
+) -> None:
+    world.calibrate(("reuse", 0.0, 0.0))
+    world.set_machine()
+    weave.plan(QUESTION)  # opens the planning
+    encoder, store = weave.library.encoder, weave.library.store
+    assert store.flush()
+    links = load_links(weave)
+    links["host"] = Link(2e4)  # bytes per second: about a third of the chunks in the compute time
+    mixed = ask(weave)
+    assert mixed.decision is not None
+    assert mixed.explain is not None
+    spans = [s for s in mixed.decision.plan.spans if s.chunk_id is not None]
+    kinds = {span.kind for span in spans}
+    assert kinds == {SpanKind.FUSED, SpanKind.COMPUTED}, mixed.decision.plan.options
+    for span, chunk in zip(spans, mixed.explain.chunks, strict=True):
+        assert (chunk.why is not None) == (span.kind is SpanKind.COMPUTED)
+        if span.kind is SpanKind.COMPUTED:
+            assert chunk.why == Reason.TIER_TOO_SLOW
+            assert chunk.tier is None
+    assert encoder.preparation.variant.kind == "filler"
+
+
+def test_the_answer_carries_predicted_and_actual_seconds(world: World, weave: Weave) -> None:
+    world.set_machine()
+    answer = ask(weave)
+    assert answer.decision is not None
+    judged, plan = answer.decision.judged, answer.decision.plan
+    assert judged.option == plan.chosen.name == "prefix"
+    assert judged.predicted_s == pytest.approx(plan.chosen.rows * TOKEN_S, rel=0.01)
+    assert 0 < judged.actual_s < answer.ttft_ms / 1e3
+    assert ask(weave, "full").decision is None
+
+
+def test_the_machine_is_measured_once_kept_and_moved_by_answers(
+    world: World, weave: Weave, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = profile_path(world.decoder)
+    ask(weave, "reuse")
+    assert not path.exists(), "measured for a request that did not ask for auto"
+    first = ask(weave)
+    assert "measuring this machine" in capsys.readouterr().err
+    measured = load_profile(path)
+    assert measured.model == world.decoder.revision
+    assert min(s for row in measured.prefill.seconds for s in row) > 0
+    assert measured.links["host"].bytes_per_s > 0
+    assert measured.stitch_s > 0
+    weave.close()
+    moved = load_profile(path)
+    assert moved.prefill.seconds != measured.prefill.seconds
+    with world.open() as again:
+        assert ask(again).text == first.text
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("damage", ["cut", "nan", "links"])
+def test_a_damaged_machine_profile_is_measured_again_with_one_log_line(
+    world: World, weave: Weave, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = world.set_machine()
+    saved = json.loads(path.read_text())
+    if damage == "nan":
+        saved["prefill"]["seconds"][0][0] = float("nan")
+    if damage == "links":
+        saved["links"] = []
+    path.write_text("{" if damage == "cut" else json.dumps(saved))
+    with caplog.at_level(logging.WARNING):
+        ask(weave)
+    assert [record.message for record in caplog.records if str(path) in record.message]
+    assert len(caplog.records) == 1
+    assert load_profile(path).device != "test"
+
+
+def test_a_free_order_is_a_permutation_and_keep_keeps(world: World, weave: Weave) -> None:
+    world.set_machine()
+    kept = weave.plan(QUESTION)
+    free = weave.plan(QUESTION, order="free")
+    assert kept.ordered_by == "given"
+    assert sorted(free.order) == sorted(kept.order)
+    assert len(kept.order) == len(TEXTS)
+
+
+def test_a_chunk_given_twice_stays_in_the_prompt_twice(world: World, weave: Weave) -> None:
+    world.set_machine()
+    documents = ["Drain the node.", "Cordon it.", "Drain the node."]
+    auto = ask(weave, documents=documents)
+    full = ask(weave, "full", documents=documents)
+    assert (auto.prompt_tokens, auto.text) == (full.prompt_tokens, full.text)
+
+
+def test_what_auto_cannot_take_is_refused(weave: Weave) -> None:
+    with pytest.raises(RequestError, match="chooses the ratio itself"):
+        ask(weave, ratio=0.1)
+    with pytest.raises(RequestError, match="bound -1 is no number"):
+        ask(weave, bound=-1.0)
+    with pytest.raises(RequestError, match="order 'any' is unknown; known: keep, free"):
+        ask(weave, order="any")
+    with pytest.raises(RequestError, match="belongs to the system prompt"):
+        ask(weave, system="Rhyme.")
+
+
+def test_without_a_knowledge_base_auto_names_the_way_to_one(
+    model: tuple[Decoder, Tokenizer],
+) -> None:
+    with pytest.raises(ConfigError, match="no knowledge base is open"):
+        ask(Weave(*model, "tiny", SYSTEM))
+
+
+def test_the_gate_knows_strategies_that_were_measured_and_no_others() -> None:
+    shut = CalibratedGate(None).min_ratio("epic", 1.0)
+    assert (shut.ratio, shut.reason) == (None, Reason.NOT_CALIBRATED)
+
+
+def test_only_codecs_that_keep_every_bit_are_lossless() -> None:
+    assert is_lossless("raw", "float32")
+    assert is_lossless("bf16", "bfloat16")
+    assert not is_lossless("bf16", "float32")
+    assert not is_lossless("int8", "float32")
+
+
+def test_strategies_are_priced_by_what_their_selectors_need(weave: Weave) -> None:
+    encoder = weave.library.encoder
+    facts = ModelFacts(encoder.decoder.spec.num_layers, (1, 2))
+    infos = {
+        name: strategy_info(open_strategy(name, facts), encoder)
+        for name in ("epic", "cacheblend", "prophetkv", "qcfuse", "reuse")
+    }
+    assert infos["epic"].selection_bytes_per_token == infos["epic"].probe_layers == 0
+    assert infos["cacheblend"].full_width_layers == 1
+    assert infos["prophetkv"].waits_for_all
+    assert infos["qcfuse"].needs == {"anchors:kvzip"}
+    assert infos["qcfuse"].extra_bytes_per_token > 0
+    assert {info.variants for info in infos.values()} == {("filler:1",)}
+
+
+def test_plan_prints_every_option_and_computes_no_answer(
+    world: World, weave: Weave, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    monkeypatch.setattr("kvweave.cli.plan.open_weave", lambda **_: weave)
+    monkeypatch.setattr("kvweave.engine.generate.continue_answer", None)
+    monkeypatch.setenv("COLUMNS", "160")
+    world.folder.mkdir(exist_ok=True)
+    ran = run("plan", QUESTION, "--kb", world.folder)
+    assert ran.code == 0, ran.err
+    for words in ("→ fused epic at 0.1", "full", "prefix", "not calibrated", "chunk 5", "question"):
+        assert words in ran.out, ran.out
+
+
+def test_plan_as_json_has_what_people_see(
+    world: World, weave: Weave, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    monkeypatch.setattr("kvweave.cli.plan.open_weave", lambda **_: weave)
+    ran = run("plan", QUESTION, "--kb", world.folder, "--json", "--bound", 0.001)
+    plan = json.loads(ran.out)
+    assert (plan["bound"], plan["order"], plan["chosen"]) == (0.001, "keep", "prefix")
+    options = {option["name"]: option for option in plan["options"]}
+    assert options["full"]["predicted_s"] > plan["predicted_s"] > 0
+    assert options["fused epic"]["reason"] == Reason.BOUND_NOT_MET
+    assert sum(span["tokens"] for span in plan["spans"]) == options["full"]["rows"]
+    assert [span["kind"] for span in plan["spans"]] == ["exact", *["computed"] * 6]
+
+
+def test_ask_explains_what_auto_did(
+    world: World, weave: Weave, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.set_machine()
+    monkeypatch.setattr("kvweave.cli.ask.open_weave", lambda **_: weave)
+    ran = run("ask", QUESTION, "--kb", world.folder, "--reuse", "auto", "--json", "--max-tokens", 2)
+    plan = json.loads(ran.out)["explain"]["plan"]
+    assert plan["chosen"] == "prefix"
+    assert plan["actual_s"] > 0
+    assert plan["predicted_s"] > 0
+
+
+def test_the_options_name_calibrations_bound() -> None:
+    assert cli_planning.BOUND == BOUND
