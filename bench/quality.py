@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import finish, result_header
-from kvweave.fuse.anchors import choose_anchors, extra_name, kvzip_scores, pack_anchors
-from kvweave.fuse.chunk_encoder import REPEAT
+from kvweave.fuse.anchors import REPEAT, choose_anchors, extra_name, kvzip_scores, pack_anchors
+from kvweave.fuse.answer_scores import exact_match, token_f1
 from kvweave.fuse.contexts import Variant, filler_ids, neighbour_prefix, parse_variant
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.fuse import fuse
@@ -51,7 +51,7 @@ from kvweave.model.locate import locate
 from kvweave.prompt import Document, chunk_text, split_template
 from kvweave.tokenizer import Tokenizer
 from quality_batch import Cell, batched_pass
-from quality_data import Question, exact_match, read_questions, token_f1
+from quality_data import Question, read_questions
 from quality_stats import FULL, Key, append_values, read_values, summarise
 
 SETS = ("2wiki", "hotpot", "musique")

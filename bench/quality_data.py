@@ -1,13 +1,11 @@
 """Questions over several passages, as prompts, for the quality benches."""
 
-import re
-import string
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import read_jsonl
+from kvweave.fuse.answer_scores import normalise
 from kvweave.prompt import Document, Prompt, build_prompt
 from kvweave.tokenizer import Tokenizer
 
@@ -53,26 +51,3 @@ def _records(data: Path, set_name: str) -> Iterator[dict[str, Any]]:
             if asked not in seen and any(a.strip() for a in record["answers"]):
                 seen.add(asked)
                 yield record
-
-
-def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and extra space."""
-    text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
-def exact_match(answer: str, golds: Sequence[str]) -> float:
-    return float(any(normalise(answer) == normalise(gold) for gold in golds))
-
-
-def token_f1(answer: str, golds: Sequence[str]) -> float:
-    """Overlap of words, best over the gold answers."""
-    return max(_f1(normalise(answer).split(), normalise(gold).split()) for gold in golds)
-
-
-def _f1(words: list[str], gold: list[str]) -> float:
-    common = sum((Counter(words) & Counter(gold)).values())
-    if not common:
-        return float(words == gold)
-    precision, recall = common / len(words), common / len(gold)
-    return 2 * precision * recall / (precision + recall)

@@ -75,7 +75,7 @@ class World:
         library = Library(kb, store, self.decoder, encoder)
         return Weave(self.decoder, self.tokenizer, "tiny", SYSTEM, library)
 
-    def calibrate(self, *cells: tuple[str, float, float]) -> None:
+    def calibrate(self, *cells: tuple[str, float, float], num_questions: int = 100) -> None:
         """Write a table of (strategy, ratio, KL)."""
         table = Table(
             encoding="filler:1",
@@ -84,7 +84,7 @@ class World:
             data="made up",
             data_hash="0",
             date="2026-01-01",
-            num_questions=100,
+            num_questions=num_questions,
             num_with_answers=0,
             mean_prompt_tokens=1000.0,
             noise=0.0,
@@ -175,6 +175,14 @@ def test_a_bound_that_no_ratio_meets_closes_the_gate(world: World, weave: Weave)
     world.set_machine()
     answer = ask(weave, bound=0.001)
     assert reasons(answer)["epic"] is Reason.BOUND_NOT_MET
+    assert answer.text == ask(weave, "full").text
+
+
+def test_a_table_of_few_questions_opens_no_gate(world: World, weave: Weave) -> None:
+    world.calibrate(("epic", 0.1, 0.01), num_questions=99)
+    world.set_machine()
+    answer = ask(weave)
+    assert reasons(answer)["epic"] is Reason.NOT_CALIBRATED
     assert answer.text == ask(weave, "full").text
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kvweave.errors import ConfigError
 from kvweave.fuse.anchors import SHARE
-from kvweave.fuse.calibration import Table, is_within
+from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Table, is_within
 from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.fuse.contexts import ISOLATED
 from kvweave.fuse.selectors.base import Needs
@@ -88,11 +88,15 @@ def _anchor_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
 
 
 class CalibratedGate:
-    """Lets a strategy through at the smallest ratio that was measured to be within the bound."""
+    """Lets a strategy through at the smallest ratio that was measured to be within the bound.
+
+    A table of few questions is no table: its intervals are too narrow for what they claim.
+    """
 
     def __init__(self, table: Table | None) -> None:
         """`table` was measured with this very decoder and encoding context; None: nothing was."""
-        self._cells = table.cells if table is not None else ()
+        is_enough = table is not None and table.num_questions >= ENOUGH_QUESTIONS
+        self._cells = table.cells if table is not None and is_enough else ()
 
     def min_ratio(self, strategy: str, bound: float) -> Verdict:
         cells = [cell for cell in self._cells if cell.strategy == strategy]

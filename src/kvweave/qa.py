@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import CorpusError
+from kvweave.fuse.anchors import REPEAT
 from kvweave.fuse.answer_scores import normalise
 from kvweave.fuse.case import Case
 from kvweave.prompt import SYSTEM, Document, chunk_text, lay_out, split_template
 from kvweave.tokenizer import Tokenizer
-
-REPEAT = "\n\nRepeat the previous context exactly."
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from kvweave.kernels.column_scores import column_scores
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.codec import LayerKV
 
+REPEAT = "\n\nRepeat the previous context exactly."  # what kvzip asks for
 RULES = ("sink", "knorm", "kvzip")
 SHARE = 0.10  # of a chunk's tokens
 NUM_SINKS = 4  # first keys of the prefix that take part in kvzip's softmax

@@ -9,6 +9,7 @@ import torch
 
 from kvweave.errors import ConfigError
 from kvweave.fuse.anchors import (
+    REPEAT,
     choose_anchors,
     extra_name,
     knorm_scores,
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
 # Token ids of a chunk to the ids of its neighbours, nearest first; None if nobody chose any yet.
 NeighboursOf = Callable[[Sequence[int]], Sequence[ChunkId] | None]
-REPEAT = "\n\nRepeat the previous context exactly."
 
 
 @dataclass(frozen=True, slots=True)
