@@ -199,3 +199,10 @@ def test_half_precision_anchors_of_a_real_chunk_are_close(tmp_path: Path) -> Non
         anchors = choose_anchors(layers, scores)
         back = unpack_anchors(pack_anchors(anchors))
         torch.testing.assert_close(back.keys.float(), anchors.keys, atol=1e-2, rtol=1e-3)
+
+
+def test_values_beyond_float16_stay_finite_in_the_blob() -> None:
+    layers = [LayerKV(torch.full((3, 1, 2), 1e6), torch.full((3, 1, 2), -1e6))]
+    anchors = unpack_anchors(pack_anchors(choose_anchors(layers, sink_scores(layers), 1.0)))
+    assert bool(anchors.keys.isfinite().all())
+    assert bool(anchors.values.isfinite().all())

@@ -139,10 +139,16 @@ def pack_anchors(anchors: Anchors) -> bytes:
     parts = [
         HEADER.pack(MAGIC, num_layers, count, heads, dim),
         anchors.indices.to(torch.int32).numpy().tobytes(),
-        anchors.keys.to("cpu", torch.float16).numpy().tobytes(),
-        anchors.values.to("cpu", torch.float16).numpy().tobytes(),
+        _halved(anchors.keys).numpy().tobytes(),
+        _halved(anchors.values).numpy().tobytes(),
     ]
     return b"".join(parts)
+
+
+def _halved(x: Tensor) -> Tensor:
+    """float16 on the host. What is beyond it is cut: anchors steer a choice, they are not served."""
+    largest = torch.finfo(torch.float16).max
+    return x.float().clamp(-largest, largest).to("cpu", torch.float16)
 
 
 def unpack_anchors(blob: bytes) -> Anchors:
