@@ -7,11 +7,13 @@ the composition root: only `planning.py` uses it.
 """
 
 import logging
+import math
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,12 +29,14 @@ from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
 
 log = logging.getLogger(__name__)
 
-BUDGET_S = 8.0  # for all runs of the grids; large points are left out on a machine too slow for it
+BUDGET_S = 12.0  # for both grids; large points are left out on a machine too slow for it
 CACHED = (0, 1024)  # exact tokens in front of what is computed
 NEW = (32, 128, 512, 1024)
 PROMPTS = (512, 2048)  # all tokens of a prompt of which some rows are computed
 ROWS = (32, 128, 512)
-QUICK_S = 0.1  # a run shorter than this is noisy: it is made three times
+QUICK_S = 0.25  # a run shorter than this is made three times
+STALLED = 4.0  # a run this many times slower than its tokens say met something else at work
+ROUNDS = 3  # at most
 COPIED_BYTES = 32 << 20
 
 Say = Callable[[str], None]
@@ -87,15 +91,15 @@ def measure(decoder: Decoder, codec: str) -> MachineProfile:
     """Prefill, recomputation, decoding of chunk KV and host memory. Tiers are measured when they
     are first met, with a chunk that they hold: see planning.py."""
     _prefill(decoder, 0, NEW[0])  # the first run of all pays for what later ones find warm
-    unit_s = _seconds(lambda: _prefill(decoder, 0, NEW[1])) / NEW[1]  # per token
+    unit_s = min(_seconds(lambda: _prefill(decoder, 0, NEW[1])) for _ in range(3)) / NEW[1]
     cached, new = _affordable(decoder, CACHED, NEW, unit_s)
     prompts, rows = _affordable(decoder, PROMPTS, ROWS, unit_s)
     return MachineProfile(
         decoder.revision,
         device_words(decoder),
         decoder.spec.num_layers,
-        _grid(cached, new, lambda x, y: _prefill(decoder, x, y)),
-        _grid(prompts, rows, lambda x, y: _recompute(decoder, x, y)),
+        _grid(cached, new, partial(_prefill, decoder), unit_s),
+        _grid(prompts, rows, partial(_recompute, decoder), unit_s),
         {HOST.value: Link(_copy_bytes_per_s())},
         _stitch_s(decoder, codec),
     )
@@ -113,19 +117,35 @@ def _affordable(
     return first, second
 
 
-def _grid(xs: tuple[int, ...], ys: tuple[int, ...], run: Callable[[int, int], None]) -> Grid:
-    seconds = [[_seconds(lambda x=x, y=y: run(x, y)) for y in ys] for x in xs]  # type: ignore[misc]
-    return Grid(xs, ys, seconds)
+def _grid(
+    xs: tuple[int, ...], ys: tuple[int, ...], run: Callable[[int, int], None], unit_s: float
+) -> Grid:
+    """Rounds over all points while the budget lasts: a slow spell then costs one sample of each
+    point it meets. The best sample counts, and no point is dearer than one with more to do."""
+    best = [[math.inf] * len(ys) for _ in xs]
+    began_s, round_s = time.perf_counter(), 0.0
+    for number in range(ROUNDS):
+        started_s = time.perf_counter()
+        if number and started_s - began_s + round_s > BUDGET_S / 2:
+            break
+        for (i, x), (j, y) in product(enumerate(xs), enumerate(ys)):
+            seconds = _seconds(partial(run, x, y), STALLED * unit_s * max(y, NEW[1]))
+            best[i][j] = min(best[i][j], seconds)
+        round_s = time.perf_counter() - started_s
+    for row in best:
+        for j in reversed(range(len(ys) - 1)):
+            row[j] = min(row[j], row[j + 1])
+    return Grid(xs, ys, best)
 
 
-def _seconds(run: Callable[[], None]) -> float:
-    """One run, or the median of three where one is over in no time."""
+def _seconds(run: Callable[[], None], stalled_s: float = math.inf) -> float:
+    """The best of three runs, or of one where it takes long, but not longer than it can."""
     times: list[float] = []
-    while not times or (len(times) < 3 and times[0] < QUICK_S):
+    while not times or (len(times) < 3 and not QUICK_S < min(times) < stalled_s):
         started_s = time.perf_counter()
         run()
         times.append(time.perf_counter() - started_s)
-    return statistics.median(times)
+    return min(times)
 
 
 def _prefill(decoder: Decoder, cached: int, new: int) -> None:
