@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.plan import Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
+from kvweave.planning import STALE_S
 from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
 from kvweave.prompt import SYSTEM
 from kvweave.tokenizer import Tokenizer
@@ -100,7 +102,7 @@ class World:
         """Write a machine profile on which a token takes this long, whatever stands in front."""
         grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
         again = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
-        links = {"host": Link(1e9), "disk": Link(1e9)}
+        links = {"host": Link(1e9), "disk": Link(1e9, seen_s=time.time())}
         decoder = self.decoder
         profile = MachineProfile(
             decoder.revision, "test", decoder.spec.num_layers, grid, again, links
@@ -217,6 +219,20 @@ def test_a_tier_slower_than_compute_is_left_and_the_record_says_why(
         assert not slow.explain.loaded_bytes
         assert reasons(slow)["reuse"] is Reason.TIER_TOO_SLOW
         assert slow.text == ask(weave, "full").text
+
+
+def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_path: Path) -> None:
+    world.tier = DiskTierConfig(tmp_path / "disk")
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+        world.set_machine()
+        weave.plan(QUESTION)
+        load_links(weave)["disk"] = Link(1.0, seen_s=time.time())  # a byte per second
+        assert reasons(ask(weave))["reuse"] is Reason.TIER_TOO_SLOW
+        load_links(weave)["disk"].seen_s -= STALE_S
+        assert ask(weave).decision.plan.strategy == "reuse"  # type: ignore[union-attr]
 
 
 def load_links(weave: Weave) -> dict[str, Link]:

@@ -7,11 +7,13 @@ the composition root: only `planning.py` uses it.
 """
 
 import logging
+import math
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,12 +29,13 @@ from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
 
 log = logging.getLogger(__name__)
 
-BUDGET_S = 8.0  # for all runs of the grids; large points are left out on a machine too slow for it
+BUDGET_S = 8.0  # per grid; large points are left out on a machine too slow for it
 CACHED = (0, 1024)  # exact tokens in front of what is computed
 NEW = (32, 128, 512, 1024)
 PROMPTS = (512, 2048)  # all tokens of a prompt of which some rows are computed
 ROWS = (32, 128, 512)
-QUICK_S = 0.1  # a run shorter than this is noisy: it is made three times
+QUICK_S = 0.25  # a run shorter than this is made three times
+STALLED = 3.0  # a run this many times slower than a smaller one says met something else at work
 COPIED_BYTES = 32 << 20
 
 Say = Callable[[str], None]
@@ -87,45 +90,49 @@ def measure(decoder: Decoder, codec: str) -> MachineProfile:
     """Prefill, recomputation, decoding of chunk KV and host memory. Tiers are measured when they
     are first met, with a chunk that they hold: see planning.py."""
     _prefill(decoder, 0, NEW[0])  # the first run of all pays for what later ones find warm
-    unit_s = _seconds(lambda: _prefill(decoder, 0, NEW[1])) / NEW[1]  # per token
-    cached, new = _affordable(decoder, CACHED, NEW, unit_s)
-    prompts, rows = _affordable(decoder, PROMPTS, ROWS, unit_s)
+    room = decoder.spec.max_context // 2
+    cached, new, prompts, rows = (
+        tuple(sorted({min(value, room) for value in axis})) for axis in (CACHED, NEW, PROMPTS, ROWS)
+    )
     return MachineProfile(
         decoder.revision,
         device_words(decoder),
         decoder.spec.num_layers,
-        _grid(cached, new, lambda x, y: _prefill(decoder, x, y)),
-        _grid(prompts, rows, lambda x, y: _recompute(decoder, x, y)),
+        _grid(cached, new, partial(_prefill, decoder)),
+        _grid(prompts, rows, partial(_recompute, decoder)),
         {HOST.value: Link(_copy_bytes_per_s())},
         _stitch_s(decoder, codec),
     )
 
 
-def _affordable(
-    decoder: Decoder, xs: Sequence[int], ys: Sequence[int], unit_s: float
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Axes within the model's context whose points take half the budget at most."""
-    room = decoder.spec.max_context // 2
-    fitting = [tuple(sorted({min(value, room) for value in axis})) for axis in (xs, ys)]
-    first, second = fitting
-    while len(second) > 2 and len(first) * sum(second) * unit_s > BUDGET_S / 2:
-        second = second[:-1]
-    return first, second
-
-
 def _grid(xs: tuple[int, ...], ys: tuple[int, ...], run: Callable[[int, int], None]) -> Grid:
-    seconds = [[_seconds(lambda x=x, y=y: run(x, y)) for y in ys] for x in xs]  # type: ignore[misc]
-    return Grid(xs, ys, seconds)
+    """As many of `ys` as the budget allows, two at least: beyond the last one, prices go on along
+    its slope. A run that met something else at work is made again while there is time."""
+    deadline_s = time.perf_counter() + BUDGET_S
+    columns: list[list[float]] = []
+    for y in ys:
+        more = y / ys[len(columns) - 1] if columns else math.inf  # than in the column before
+        if len(columns) >= 2 and time.perf_counter() + sum(columns[-1]) * more > deadline_s:
+            break
+        longest_s = STALLED * max(columns[-1]) * more if columns else math.inf
+        columns.append([_seconds(partial(run, x, y), longest_s, deadline_s) for x in xs])
+    for less, next_ in reversed(list(pairwise(columns))):  # no point is dearer than one with more
+        less[:] = map(min, less, next_)
+    return Grid(xs, ys[: len(columns)], [list(row) for row in zip(*columns, strict=True)])
 
 
-def _seconds(run: Callable[[], None]) -> float:
-    """One run, or the median of three where one is over in no time."""
+def _seconds(
+    run: Callable[[], None], longest_s: float = math.inf, deadline_s: float = math.inf
+) -> float:
+    """The best of three runs, or of one that takes a while; `longest_s` is more than it can."""
     times: list[float] = []
-    while not times or (len(times) < 3 and times[0] < QUICK_S):
+    while not times or (
+        len(times) < 3 and not QUICK_S < min(times) < longest_s and time.perf_counter() < deadline_s
+    ):
         started_s = time.perf_counter()
         run()
         times.append(time.perf_counter() - started_s)
-    return statistics.median(times)
+    return min(times)
 
 
 def _prefill(decoder: Decoder, cached: int, new: int) -> None:

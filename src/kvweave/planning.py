@@ -38,6 +38,7 @@ from kvweave.prompt import Prompt
 from kvweave.types import ChunkId
 
 PREAMBLE = ChunkId("preamble")
+STALE_S = 3600.0  # a tier that nothing came from for this long is measured again
 
 
 class Planned(NamedTuple):
@@ -86,8 +87,8 @@ class Planning:
         save(self.machine, self._path)
 
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
-        """What would be done for a prompt. Computes nothing, but loads one chunk of a tier that
-        was never measured."""
+        """What would be done for a prompt. Computes nothing, but loads one chunk of a tier whose
+        speed is not known."""
         chunks = _named(prompt)
         self._peek.look_at(chunks)
         self._meet_tiers()
@@ -146,10 +147,11 @@ class Planning:
         return open_strategy(plan.chosen.name, self._facts)
 
     def _meet_tiers(self) -> None:
-        """Load one chunk from every tier whose speed nobody knows yet."""
+        """Load one chunk from every tier whose speed nobody knows, or has seen for long: one that
+        was too slow is left alone by every plan and would never be found to have recovered."""
         links, store = self.machine.links, self._library.store
         for key, peek in self._peek.found():
-            if peek.tier is None or peek.tier in links:
+            if peek.tier is None or peek.tier == HOST or self._is_known(peek.tier):
                 continue
             with store.acquire([key]) as lease:
                 transfer = store.load(lease)
@@ -158,7 +160,11 @@ class Planning:
                 sizes = [header.total_bytes for header in transfer.headers().values()]
                 seconds = transfer.seconds().get(peek.tier, 0.0)
             if sizes and seconds > 0 and not transfer.lost:
-                links[peek.tier] = Link(sizes[0] / seconds)
+                links[peek.tier] = Link(sizes[0] / seconds, seen_s=time.time())
+
+    def _is_known(self, tier: str) -> bool:
+        link = self.machine.link(tier)
+        return link is not None and time.time() - link.seen_s < STALE_S
 
     def _observe(self, strategy: Strategy, record: FuseRecord, actual_s: float) -> None:
         """Move the prices towards what just happened."""
@@ -168,6 +174,7 @@ class Planning:
         for tier, seconds in record.arrived_s.items():
             if tier in machine.links:
                 machine.links[tier].observe(record.loaded_bytes.get(tier, 0), seconds)
+                machine.links[tier].seen_s = time.time()
         if not placed:
             machine.prefill.observe(counts["exact"], rows, actual_s)
             return

@@ -71,6 +71,7 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0  # per layer asked for
     pending_bytes: int = 0  # asked for by others and not yet here
+    seen_s: float = 0.0  # Unix time of the last transfer; a speed of long ago is worth little
 
     def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
         """A transfer finished. Its latency is left out of the bandwidth."""
