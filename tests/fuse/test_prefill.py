@@ -332,3 +332,99 @@ def test_passes_are_bounded_and_lose_no_chunk() -> None:
     assert [i for run in runs for i in run] == list(range(len(lengths)))
     assert all(len(run) == 1 or sum(lengths[i] for i in run) <= 20 for run in runs)
     assert list(passes([])) == []
+
+
+def test_filler_kv_is_the_chunk_behind_preamble_and_filler(
+    decoder: Decoder, store: KVStore
+) -> None:
+    filler = (5, 6, 7, 8)
+    encoder = ChunkEncoder(
+        decoder, store, context_of(decoder), Preparation.parse("filler:1"), Texts(filler=filler)
+    )
+    encoder.encode([make_chunk(ids) for ids in CHUNKS])
+    assert store.flush()
+    prefixes = {
+        encoder.key: encode_prefix(decoder, [*PREAMBLE, *filler]),
+        encoder.exact_key: encode_prefix(decoder, PREAMBLE),
+    }
+    for key_of, prefix in prefixes.items():
+        for ids, want in zip(CHUNKS, encode_chunks(decoder, prefix, CHUNKS), strict=True):
+            with store.acquire([key_of(ids)]) as lease:
+                transfer = store.load(lease)
+                for layer, kv in enumerate(want):
+                    got = transfer.wait_layer(layer)[key_of(ids)].decode()
+                    torch.testing.assert_close(got.k, kv.k, atol=1e-5, rtol=1e-5)
+                    torch.testing.assert_close(got.v, kv.v, atol=1e-5, rtol=1e-5)
+    isolated, filled = (encode_chunks(decoder, p, CHUNKS)[2][-1].v for p in prefixes.values())
+    assert not torch.allclose(isolated, filled, atol=1e-2)
+
+
+def test_drift_is_part_of_weave_in_the_store(decoder: Decoder, store: KVStore) -> None:
+    def logits(drift: float) -> torch.Tensor:
+        way = replace(open_strategy("weave", ModelFacts(decoder.spec.num_layers)), drift=drift)
+        encoder = ChunkEncoder(decoder, store, context_of(decoder))
+        encoder.encode([make_chunk(ids) for ids in CHUNKS])
+        assert store.flush()
+        named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
+        return prefill_from_store(
+            decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, 0.3
+        ).logits
+
+    assert open_strategy("weave", ModelFacts(3)).drift > 0
+    stored = answer(decoder, store, CHUNKS, saved=CHUNKS, strategy="weave", ratio=0.3).logits
+    assert torch.equal(stored, logits(open_strategy("weave", ModelFacts(3)).drift))
+    assert not torch.allclose(stored, logits(0.0), atol=1e-3)
+
+
+def test_the_record_counts_work_bytes_and_time(decoder: Decoder, store: KVStore) -> None:
+    answer(decoder, store, CHUNKS, saved=CHUNKS)
+    by_name = {
+        name: answer(decoder, store, CHUNKS, saved=[], strategy=name, ratio=0.3).record
+        for name in ("random", "weave", "cacheblend")
+    }
+    num_layers, total = decoder.spec.num_layers, len(prompt_of(CHUNKS))
+    rows = budget(27, 0.3) + len(QUESTION)
+    assert by_name["random"].work == pytest.approx(rows / total)
+    probe = (num_layers - 1) * len(QUESTION)
+    assert by_name["weave"].work == pytest.approx((num_layers * rows + probe) / num_layers / total)
+    wide = 27 + len(QUESTION)  # layer 0, and the products of layer 1
+    assert by_name["cacheblend"].work == pytest.approx((2 * wide + rows) / num_layers / total)
+    for record in by_name.values():
+        assert record.loaded_bytes["disk"] > 0
+        assert record.stages.load > 0
+        assert record.stages.compute > 0
+    assert by_name["weave"].stages.select > 0
+
+
+def test_other_extras_have_other_keys(decoder: Decoder, store: KVStore) -> None:
+    keys = set()
+    for extras in ([], ["inter"], ["inter", "anchors:sink"]):
+        preparation = Preparation.parse("isolated", extras)
+        encoder = ChunkEncoder(decoder, store, context_of(decoder), preparation)
+        keys |= {encoder.key(CHUNKS[0]), encoder.exact_key(CHUNKS[0])}
+    assert len(keys) == 3
+
+
+def test_behind_a_rounding_codec_the_first_chunk_is_exact_but_for_the_rounding(
+    decoder: Decoder, store: KVStore
+) -> None:
+    context = replace(context_of(decoder), codec="int8")
+    encoder = ChunkEncoder(decoder, store, context)
+    encoder.encode([make_chunk(CHUNKS[0])])
+    assert store.flush()
+    ids = tuple(CHUNKS[0])
+    way = open_strategy("prefix", ModelFacts(decoder.spec.num_layers))
+    got = prefill_from_store(
+        decoder,
+        encoder.preamble,
+        [PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids))],
+        QUESTION,
+        store,
+        decoder.new_kv(1),
+        way,
+        0.0,
+    )
+    assert got.record.chunks[0].state is State.EXACT
+    want = full_prefill(decoder, PREAMBLE + CHUNKS[0] + QUESTION).log_softmax(-1)
+    kl = (want.exp() * (want - got.logits.log_softmax(-1))).sum()
+    assert 0.0 < float(kl) < 1e-3

@@ -28,6 +28,7 @@ class Fused:
     logits: Tensor  # [V] of the last token
     recomputed: tuple[int, ...]  # hits that ran through every layer, ascending
     rows_per_layer: tuple[int, ...]
+    work: float  # rows through layers, the probe's included, as a share of full prefill's
     select_s: float  # choosing rows before the pass, probe included
     pass_s: float
     load_s: float  # waiting for chunk KV and decoding it; in neither of the other two
@@ -65,11 +66,14 @@ def fuse(
     passed = fused_pass(
         decoder, request, stitched, rows, kv, in_flight=in_flight, drift=mover, mask=mask
     )
+    if decoder.device.type == "cuda":
+        torch.cuda.synchronize(decoder.device)  # the caller draws from the logits next anyway
     finished_s = time.perf_counter()
     return Fused(
         passed.logits,
         _hits_among(passed, request),
         passed.rows_per_layer,
+        _work(decoder, request, passed, selector if 0 < count < len(hits) else None),
         chosen_s - started_s - loaded_s,
         finished_s - chosen_s - (stitched.load_s - loaded_s),
         stitched.load_s,
@@ -99,6 +103,19 @@ def _choose(
     chosen = selector.select(scene, count)
     assert len(chosen) == count, f"{selector} chose {len(chosen)} of {count}"
     return chosen.tolist(), None
+
+
+def _work(
+    decoder: Decoder,
+    request: FuseRequest,
+    passed: Passed,
+    selector: Selector | InFlightSelector | None,
+) -> float:
+    num_layers = decoder.spec.num_layers
+    rows = sum(passed.rows_per_layer)
+    if selector is not None and (needs := selector.needs(num_layers)).probe != "none":
+        rows += needs.probe_depth * (len(request.prompt_ids) - request.question_start)
+    return rows / (num_layers * len(request.prompt_ids))
 
 
 def _hits_among(passed: Passed, request: FuseRequest) -> tuple[int, ...]:

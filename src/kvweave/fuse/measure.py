@@ -141,8 +141,7 @@ class _Asking:
             judged = [judge(self._full, one, self._greedy) for one in followed]
             gold = self._against_gold(trials, first, None)
             for setting, how, each, known in zip(batch, fused, judged, gold, strict=True):
-                work = self._work(setting, how)
-                found.append(Outcome(each, each.nll - self._full_nll, work, known))
+                found.append(Outcome(each, each.nll - self._full_nll, how.work, known))
         return found
 
     def _prefill(
@@ -186,15 +185,6 @@ class _Asking:
             golds = self._case.answers
             scores.append(Gold(nll, token_f1(text, golds), exact_match(text, golds)))
         return scores
-
-    def _work(self, setting: Setting, fused: Fused) -> float:
-        """Rows through layers, probe included, as a share of full prefill's."""
-        num_layers = self._decoder.spec.num_layers
-        rows = sum(fused.rows_per_layer)
-        needs = setting.strategy.needs(num_layers)
-        if needs.probe != "none" and 0.0 < setting.ratio < 1.0:
-            rows += needs.probe_depth * len(self._case.question)
-        return rows / (num_layers * self._case.num_tokens)
 
     def _check_noise(self, check: Outcome) -> float:
         limit = NOISE_LIMITS[self._full_dtype()]

@@ -4,6 +4,7 @@ A chunk whose bytes turn out missing, damaged or late is computed like one that 
 a failing store costs time and never an answer.
 """
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -60,6 +61,7 @@ def prefill_from_store(
     """
     computed = computed or {}
     check_ratio(ratio)
+    started_s = time.perf_counter()
     named = _named(chunks, store, strategy, computed)
     wanted = [key for key, _ in named if key is not None]
     needs = strategy.needs(decoder.spec.num_layers)
@@ -78,6 +80,7 @@ def prefill_from_store(
                 asked=asked,
             )
             source = StoredChunks(decoder, request.placed, transfer)
+            tried_s = time.perf_counter()  # until here: waiting for headers, and for what was lost
             try:
                 stitched = Stitched(decoder, request, preamble, source, kv)
                 fused = fuse(
@@ -105,11 +108,10 @@ def prefill_from_store(
                 token_ids=request.prompt_ids,
                 states=token_states(request, fused.recomputed),
                 chunks=chunk_records(request, fused.recomputed, lease.tiers, missing, computed),
-                work=sum(fused.rows_per_layer)
-                / (len(request.prompt_ids) * len(fused.rows_per_layer)),
+                work=fused.work,
                 loaded_bytes=dict(loaded),
                 stages=Stages(
-                    load=fused.load_s * 1e3,
+                    load=(fused.load_s + tried_s - started_s) * 1e3,
                     select=fused.select_s * 1e3,
                     compute=fused.pass_s * 1e3,
                 ),

@@ -17,7 +17,7 @@ from kvweave.kv.keys import ChunkKey
 class State(StrEnum):
     """Where the KV of a token came from. What an explain record says of every token."""
 
-    EXACT = "exact"  # reused, and equal to full prefill
+    EXACT = "exact"  # reused where it was computed: full prefill, but for the codec's rounding
     REUSED = "reused"  # chunk KV as stored, turned to its place
     RECOMPUTED = "recomputed"  # stored, but computed again because it matters here
     COMPUTED = "computed"  # question and missing chunks
@@ -78,6 +78,7 @@ def classify(
     where it stands now; behind any other encoding context it is reused like the rest. `asked` is
     the part [start, end) of the question that the user wrote; all of it by default.
     """
+    assert all(tokens for _, tokens in chunks), "a chunk has tokens"
     ids = list(preamble_ids)
     spans = []
     for key, tokens in chunks:
