@@ -146,7 +146,7 @@ def pack_anchors(anchors: Anchors) -> bytes:
 
 
 def _halved(x: Tensor) -> Tensor:
-    """float16 on the host. What is beyond it is cut: anchors steer a choice, they are not served."""
+    """float16 on the host. What is beyond it is cut: anchors steer a choice, no more."""
     largest = torch.finfo(torch.float16).max
     return x.float().clamp(-largest, largest).to("cpu", torch.float16)
 

@@ -140,7 +140,7 @@ class _Asking:
             followed = trials.follow(first, self._greedy)  # [B, A, V]
             judged = [judge(self._full, one, self._greedy) for one in followed]
             gold = self._against_gold(trials, first, None)
-            for setting, how, each, known in zip(batch, fused, judged, gold, strict=True):
+            for how, each, known in zip(fused, judged, gold, strict=True):
                 found.append(Outcome(each, each.nll - self._full_nll, how.work, known))
         return found
 
