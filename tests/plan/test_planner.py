@@ -123,6 +123,17 @@ def test_a_chunk_stored_behind_the_preamble_is_exact_when_it_stands_there() -> N
     assert other.spans[1].kind is SpanKind.FUSED  # another encoding context
 
 
+def test_a_rounded_first_chunk_stands_in_fused_plans_and_in_no_exact_one() -> None:
+    stored = {n: c._replace(rounded=True) for n, c in on_disk("a300", "b300", first=True).items()}
+    plan = make_planner(stored=stored).plan(ask("a300", "b300"))
+    assert (plan.chosen.name, plan.chosen.rows) == ("fused epic", 10 + 30)  # none of the first
+    assert plan.spans[1].reason is Reason.FIRST_ROUNDED
+    assert [span.exact_after for span in plan.spans] == [True, False, False, False]
+    exact = make_planner(stored=stored, gate=OpenGate()).plan(ask("a300", "b300"))
+    assert kinds(exact) == ["exact", "computed", "computed", "computed"]
+    assert exact.spans[1].reason is Reason.NOT_EXACT
+
+
 def test_a_slow_tier_makes_it_full_prefill_and_the_plan_says_why() -> None:
     stored = on_disk("a300", "b300")
     assert make_planner(stored=stored).plan(ask("a300", "b300")).strategy == "epic"
