@@ -21,7 +21,7 @@ from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.neighbours import NeighbourTable
 from kvweave.fuse.prefill import PromptChunk, prefill_from_store
-from kvweave.fuse.preparation import Preparation, read_preparation, write_preparation
+from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
@@ -60,11 +60,6 @@ def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) ->
         preamble_ids=tuple(preamble_ids),
         rope=repr(decoder.spec.rope),
     )
-
-
-def prepared(folder: Path, wanted: Preparation | None) -> Preparation:
-    """How the knowledge base in `folder` prepares chunk KV: as wanted, as before, or as usual."""
-    return wanted or read_preparation(folder / KV_FOLDER) or Preparation.parse()
 
 
 def make_encoder(
@@ -111,12 +106,23 @@ class Encoding(NamedTuple):
 
 @contextmanager
 def chunk_encoder(
-    kb: KnowledgeBase, model: str, preparation: Preparation | None = None, *, refresh: bool = False
+    kb: KnowledgeBase,
+    model: str,
+    encoding: str | None = None,
+    extras: Sequence[str] | None = None,
+    *,
+    refresh: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    quant: str = "none",
 ) -> Iterator[Encoding]:
-    """An encoder for ingest without a Weave: loads the model, closes the store behind it."""
-    preparation = prepared(kb.folder, preparation)
+    """An encoder for ingest without a Weave: loads the model, closes the store behind it.
+
+    `encoding` and `extras` None are what the knowledge base has.
+    """
+    preparation = choose_preparation(kb.folder / KV_FOLDER, encoding, extras)
     model_folder = locate(model)
-    decoder = load_decoder(model_folder)
+    decoder = load_decoder(model_folder, device=device, dtype=dtype, quant=quant)
     with ExitStack() as stack:
         store = stack.enter_context(open_store(kb.folder))
         table = open_table(kb.folder, preparation)
@@ -173,9 +179,11 @@ class Library:
         tokenizer: Tokenizer,
         system: str = SYSTEM,
         embedder: str | None = None,
-        preparation: Preparation | None = None,
+        encoding: str | None = None,
+        extras: Sequence[str] | None = None,
     ) -> "Library":
         """Open or make the knowledge base; None is what it was made with."""
+        preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
         stored = read_settings(folder)
         name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
         kb = KnowledgeBase.open(
@@ -185,7 +193,6 @@ class Library:
             create=True,
         )
         store = open_store(folder)
-        preparation = prepared(folder, preparation)
         table = open_table(folder, preparation)
         encoder = make_encoder(decoder, tokenizer, store, preparation, system, kb, table)
         library = cls(kb, store, decoder, encoder, table)

@@ -43,7 +43,9 @@ MAX_LISTED = 20
 @click.option(
     "--encoding", help="isolated, filler:PASSAGES or neighbours:COUNT.  [default: filler]"
 )
-@click.option("--extras", multiple=True, metavar="NAME", help="inter or anchors:RULE. Repeatable.")
+@click.option(
+    "--extras", multiple=True, metavar="NAME", help="inter, anchors:RULE or none. Repeatable."
+)
 @click.option(
     "--refresh-neighbours",
     is_flag=True,
@@ -101,7 +103,10 @@ def command(
     ) as kb:
         try:
             with (
-                _encoding(kb, model, kv, encoding, extras, refresh_neighbours) as (encoder, upkeep),
+                _encoding(kb, model, kv, encoding, _extras(extras), refresh_neighbours) as (
+                    encoder,
+                    upkeep,
+                ),
                 _progress_bar() as progress,
             ):
                 report = ingest(
@@ -124,7 +129,7 @@ def _encoding(
     model: str,
     wanted: bool,
     encoding: str | None,
-    extras: tuple[str, ...],
+    extras: tuple[str, ...] | None,
     refresh: bool,
 ) -> "AbstractContextManager[tuple[Encoder | None, Upkeep | None]]":
     """Whoever computes chunk KV and whoever keeps what is there in step with the documents.
@@ -137,12 +142,14 @@ def _encoding(
 
     if not wanted:
         return upkeep_without_model(kb)
-    from kvweave.fuse.preparation import DEFAULT_ENCODING, Preparation
+    return chunk_encoder(kb, model, encoding, extras, refresh=refresh)
 
-    preparation = None
-    if encoding or extras:
-        preparation = Preparation.parse(encoding or DEFAULT_ENCODING, extras)
-    return chunk_encoder(kb, model, preparation, refresh=refresh)
+
+def _extras(given: tuple[str, ...]) -> tuple[str, ...] | None:
+    """None leaves the stored ones; the word none does without."""
+    if not given:
+        return None
+    return () if given == ("none",) else given
 
 
 def _show(kb: "KnowledgeBase", report: "IngestReport", as_json: bool) -> None:
