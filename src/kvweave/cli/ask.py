@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.explain import as_document, show
+from kvweave.cli.knowledge_bases import check_knowledge_base
 from kvweave.cli.loading import model_options, open_weave
 from kvweave.cli.plan_view import decision_document, decision_line
 from kvweave.cli.planning import planning_options
@@ -91,6 +92,8 @@ def command(
         raise RequestError("--reuse auto chooses the ratio itself; leave --ratio out")
     if ratio is not None and not 0.0 <= ratio <= 1.0:
         raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
+    if kb_folder is not None:
+        check_knowledge_base(kb_folder)
     documents = [read_document(name) for name in files]
     sampling = _sampling(drawing)
     # Everything the user typed has been judged; now the slow part.

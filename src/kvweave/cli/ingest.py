@@ -17,6 +17,7 @@ from kvweave.cli.knowledge_bases import (
     json_option,
     kb_option,
 )
+from kvweave.cli.loading import model_options
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ MAX_LISTED = 20
 @kb_option
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match. Repeatable.")
-@click.option("--model", default="smollm2", show_default=True, help="The model that will serve.")
 @click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
 @click.option("--embedder", help="Folder, embedded model or hub id.  [default: minilm]")
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
@@ -51,6 +51,7 @@ MAX_LISTED = 20
     is_flag=True,
     help="Compute KV behind neighbours again where others are nearer by now.",
 )
+@model_options
 @api_key_option
 @json_option
 @click.pass_context
@@ -60,7 +61,6 @@ def command(
     kb_folder: Path,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    model: str,
     chunk_tokens: int | None,
     embedder: str | None,
     index: str | None,
@@ -70,6 +70,10 @@ def command(
     encoding: str | None,
     extras: tuple[str, ...],
     refresh_neighbours: bool,
+    model: str,
+    device: str,
+    dtype: str,
+    quant: str,
     qdrant_api_key: str | None,
     as_json: bool,
 ) -> None:
@@ -84,8 +88,22 @@ def command(
     from kvweave.ingest.pipeline import IngestOptions, ingest
     from kvweave.ingest.sources import Selection
 
-    if refresh_neighbours and not kv:
-        raise ConfigError("--refresh-neighbours computes chunk KV; add --kv")
+    if not kv:
+        about_kv = {
+            "--encoding": encoding is not None,
+            "--extras": bool(extras),
+            "--refresh-neighbours": refresh_neighbours,
+            "--device": device != "auto",
+            "--dtype": dtype != "auto",
+            "--quant": quant != "none",
+        }
+        _refuse_without_kv([option for option, is_given in about_kv.items() if is_given])
+    elif encoding is not None or extras:
+        from kvweave.fuse.preparation import DEFAULT_ENCODING, Preparation
+
+        # judged before a knowledge base is made
+        Preparation.parse(DEFAULT_ENCODING if encoding is None else encoding, _extras(extras) or ())
+    machine = {"device": device, "dtype": dtype, "quant": quant}
     stored = read_settings(kb_folder)
     options = IngestOptions(
         selection=Selection(include, exclude),
@@ -103,10 +121,9 @@ def command(
     ) as kb:
         try:
             with (
-                _encoding(kb, model, kv, encoding, _extras(extras), refresh_neighbours) as (
-                    encoder,
-                    upkeep,
-                ),
+                _encoding(
+                    kb, model, kv, encoding, _extras(extras), refresh_neighbours, machine
+                ) as (encoder, upkeep),
                 _progress_bar() as progress,
             ):
                 report = ingest(
@@ -131,6 +148,7 @@ def _encoding(
     encoding: str | None,
     extras: tuple[str, ...] | None,
     refresh: bool,
+    machine: dict[str, str],
 ) -> "AbstractContextManager[tuple[Encoder | None, Upkeep | None]]":
     """Whoever computes chunk KV and whoever keeps what is there in step with the documents.
 
@@ -142,7 +160,13 @@ def _encoding(
 
     if not wanted:
         return upkeep_without_model(kb)
-    return chunk_encoder(kb, model, encoding, extras, refresh=refresh)
+    return chunk_encoder(kb, model, encoding, extras, refresh=refresh, **machine)
+
+
+def _refuse_without_kv(options: list[str]) -> None:
+    if options:
+        does = "is" if len(options) == 1 else "are"
+        raise ConfigError(f"{', '.join(options)} {does} for computing chunk KV; add --kv")
 
 
 def _extras(given: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -51,7 +51,7 @@ def choose_preparation(
 
     Raises ConfigError for what was typed before it looks at what is stored.
     """
-    wanted = Preparation.parse(encoding or DEFAULT_ENCODING, extras or ())
+    wanted = Preparation.parse(DEFAULT_ENCODING if encoding is None else encoding, extras or ())
     stored = read_preparation(folder) if encoding is None or extras is None else None
     if stored is None:
         return wanted
