@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.cli.explain import missing_line
 from kvweave.fuse.preparation import read_preparation
+from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
+from kvweave.fuse.request import State
+from kvweave.plan.plan import Reason
 from running import Ran, Run
 from tiny_corpus import WordEmbedder
 from tiny_models import make_chat_model_folder
@@ -115,3 +119,65 @@ def test_a_folder_without_a_knowledge_base_is_refused_and_left_alone(
     said = refused(run(command, "how?", "--kb", tmp_path, "--model", "no-such"))
     assert f"no knowledge base in {tmp_path}; make one: kvweave ingest PATH --kb" in said
     assert not any(tmp_path.iterdir())
+
+
+INGEST = "kvweave ingest PATH --kv --kb kb"
+
+
+def record_of(*whys: str | None) -> FuseRecord:
+    """A record of chunks that were computed for these reasons; None was not computed."""
+    chunks = tuple(
+        ChunkRecord(4 * i, 4, State.COMPUTED if why else State.REUSED, 0, None, why)
+        for i, why in enumerate(whys)
+    )
+    return FuseRecord("weave", 0.1, "filler:4", (), (), chunks, 1.0, {}, Stages())
+
+
+@pytest.mark.parametrize(
+    ("whys", "says"),
+    [
+        ((), None),
+        ((None, None), None),
+        (("not asked for", None), None),
+        ((str(Reason.FULL_IS_FASTER), str(Reason.TIER_TOO_SLOW)), None),
+        (
+            ("absent",) * 5,
+            f"5 of 5 chunks had no stored KV (absent) and were computed; `{INGEST}` stores it",
+        ),
+        (
+            ("absent", None, "corrupt", "absent"),
+            "3 of 4 chunks had no stored KV (2 absent, 1 corrupt) and were computed; "
+            f"`{INGEST}` stores it",
+        ),
+        (
+            ("absent",),
+            f"1 of 1 chunk had no stored KV (absent) and was computed; `{INGEST}` stores it",
+        ),
+        (("tier failed", None), "1 of 2 chunks had no stored KV (tier failed) and was computed"),
+    ],
+)
+def test_the_line_on_missing_kv_counts_what_was_wanted_and_not_there(
+    whys: tuple[str | None, ...], says: str | None
+) -> None:
+    assert missing_line(record_of(*whys), INGEST) == says
+
+
+@pytest.mark.parametrize("reuse", ["reuse", "weave", "prefix"])
+def test_reuse_of_nothing_is_said(world: World, reuse: str) -> None:
+    assert world.ingest().code == 0  # no chunk KV
+    ran = world.ask("--reuse", reuse)
+    assert ran.code == 0, ran.err
+    count = 1 if reuse == "prefix" else 2  # it asks for the first alone
+    said, stats = ran.err.splitlines()
+    assert said.startswith(f"{count} of 2 chunks had no stored KV (absent) and ")
+    assert f"`kvweave ingest PATH --kv --kb {world.kb} --model " in said
+    assert "prompt + 2 answer tokens" in stats
+    assert world.ask("--reuse", reuse, "--no-stats").err == ""
+    assert world.ask("--reuse", reuse, "--json").err == said + "\n"
+
+
+def test_kv_of_another_dtype_is_said_with_the_command_that_stores_it(world: World) -> None:
+    world.stored("--encoding", "isolated")
+    ran = world.ask("--reuse", "reuse", "--dtype", "bfloat16")
+    assert " --dtype bfloat16` stores it" in ran.err.splitlines()[0]
+    assert "stored KV" not in world.ask("--reuse", "reuse").err
