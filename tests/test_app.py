@@ -19,6 +19,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.prompt import build_prompt, chunk_text
 from kvweave.tokenizer import Tokenizer
+from tiny_models import make_chat_model_folder
 
 TEXTS = [
     ("Anna", "Anna lives in a red house by the sea and works as a marine biologist in Bergen."),
@@ -26,6 +27,12 @@ TEXTS = [
     ("Drain", "To drain a node, cordon it first, then evict its pods with kubectl drain."),
 ]
 GREEDY = Sampling(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like the one all tests share, with room for the filler that is usual."""
+    return make_chat_model_folder(tmp_path_factory.mktemp("chat"), max_position_embeddings=4096)
 
 
 @pytest.fixture
