@@ -9,6 +9,14 @@ from kvweave.cli.explain import missing_line
 from kvweave.fuse.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
+from kvweave.kv.config import (
+    DiskTierConfig,
+    FaultPlan,
+    FaultyTierConfig,
+    HostTierConfig,
+    StoreConfig,
+)
+from kvweave.kv.store import KVStore
 from kvweave.plan.plan import Reason
 from running import Ran, Run
 from tiny_corpus import WordEmbedder
@@ -181,3 +189,57 @@ def test_kv_of_another_dtype_is_said_with_the_command_that_stores_it(world: Worl
     ran = world.ask("--reuse", "reuse", "--dtype", "bfloat16")
     assert " --dtype bfloat16` stores it" in ran.err.splitlines()[0]
     assert "stored KV" not in world.ask("--reuse", "reuse").err
+
+
+def test_chunk_kv_that_was_saved_is_counted(world: World) -> None:
+    ran = world.stored("--encoding", "filler:1", "--json")
+    assert ran.err == ""
+    assert json.loads(ran.out)["chunk_kv"] == {"saved": 4, "dropped": 0, "reasons": []}
+    ran = world.stored("--json")
+    assert json.loads(ran.out)["chunk_kv"]["saved"] == 0  # it was there
+    assert json.loads(world.ingest("--json").out)["chunk_kv"] is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (FaultPlan(fail=1.0), "a write failed"),
+        (FaultPlan(drop=1.0), "no room"),
+    ],
+)
+def test_chunk_kv_that_could_not_be_saved_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch, plan: FaultPlan, why: str
+) -> None:
+    def broken_store(folder: Path) -> KVStore:
+        disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
+        return KVStore(StoreConfig(tiers=(HostTierConfig(), disk)))
+
+    monkeypatch.setattr("kvweave.library.open_store", broken_store)
+    ran = world.stored("--encoding", "isolated", "--json")
+    chunk_kv = json.loads(ran.out)["chunk_kv"]
+    assert (chunk_kv["saved"], chunk_kv["dropped"]) == (0, 2)
+    assert why in chunk_kv["reasons"]
+    (said,) = [line for line in ran.err.splitlines() if "could not be saved" in line]
+    assert said.startswith("2 of 2 chunk KV could not be saved (")
+    assert why in said
+
+
+def test_chunk_kv_in_memory_alone_is_not_saved(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
+    monkeypatch.setattr("kvweave.library.open_store", lambda _: KVStore(StoreConfig(tiers=tiers)))
+    ran = world.stored("--encoding", "isolated")
+    assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
+
+
+def test_chunk_kv_that_the_codec_cannot_hold_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("a value is not finite")
+
+    monkeypatch.setattr("kvweave.fuse.chunk_encoder.pack_chunk", refuse)
+    ran = world.stored("--encoding", "isolated")
+    assert "2 of 2 chunk KV could not be saved (not representable); questions" in ran.err

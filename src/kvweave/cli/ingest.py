@@ -22,7 +22,9 @@ from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.ingest.encoder import Encoder, Upkeep
+    from kvweave.fuse.chunk_encoder import ChunkEncoder
+    from kvweave.fuse.saves import Saves
+    from kvweave.ingest.encoder import Upkeep
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
@@ -129,6 +131,7 @@ def command(
                 report = ingest(
                     kb, paths, encoder, progress=progress, options=options, upkeep=upkeep
                 )
+                saves = None if encoder is None else encoder.saves()
         except KeyboardInterrupt:
             num_documents = kb.totals().num_documents
             click.echo(
@@ -136,7 +139,7 @@ def command(
                 err=True,
             )
             raise
-        _show(kb, report, as_json)
+        _show(kb, report, saves, as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
 
@@ -149,7 +152,7 @@ def _encoding(
     extras: tuple[str, ...] | None,
     refresh: bool,
     machine: dict[str, str],
-) -> "AbstractContextManager[tuple[Encoder | None, Upkeep | None]]":
+) -> "AbstractContextManager[tuple[ChunkEncoder | None, Upkeep | None]]":
     """Whoever computes chunk KV and whoever keeps what is there in step with the documents.
 
     Loading the model takes a moment, so only if it is wanted.
@@ -176,11 +179,28 @@ def _extras(given: tuple[str, ...]) -> tuple[str, ...] | None:
     return () if given == ("none",) else given
 
 
-def _show(kb: "KnowledgeBase", report: "IngestReport", as_json: bool) -> None:
+def unsaved_line(saves: "Saves | None") -> str | None:
+    """One line on chunk KV that was computed and could not be kept; None if all was."""
+    if saves is None or not saves.dropped:
+        return None
+    why = f" ({', '.join(saves.reasons)})" if saves.reasons else ""
+    return (
+        f"{saves.dropped:,} of {saves.saved + saves.dropped:,} chunk KV could not be saved{why}; "
+        "questions compute it, run the same command to try again"
+    )
+
+
+def _show(
+    kb: "KnowledgeBase", report: "IngestReport", saves: "Saves | None", as_json: bool
+) -> None:
     totals = kb.totals()
+    unsaved = unsaved_line(saves)
+    if unsaved is not None:
+        click.echo(unsaved, err=True)
     if as_json:
         outcome = asdict(report) | {"skipped": [s._asdict() for s in report.skipped]}
-        click.echo(json.dumps({"kb": str(kb.folder), **outcome, "totals": totals._asdict()}))
+        told = {"chunk_kv": None if saves is None else saves._asdict(), "totals": totals._asdict()}
+        click.echo(json.dumps({"kb": str(kb.folder), **outcome, **told}))
         return
     from rich.console import Console
     from rich.markup import escape

@@ -23,6 +23,7 @@ from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.inter_attention import inter_attention
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.saves import SaveBook, Saves
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.forget import CHUNK
@@ -96,6 +97,7 @@ class ChunkEncoder:
         self._isolated = replace(context, variant=ISOLATED + beside)
         self._context = replace(context, variant=name + beside)
         self._on_saved = on_saved
+        self._saves = SaveBook(store)
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
 
     @property
@@ -185,8 +187,13 @@ class ChunkEncoder:
         except ValueError as error:
             log.warning("chunk %s is not saved: %s", chunk.id, error)
             self.store.metrics.count("kv_saves_dropped_total", reason="not representable")
+            self._saves.add_dropped()
             return
-        self.store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
+        self._saves.add(self.store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S))
+
+    def saves(self) -> Saves:
+        """What became of all that it saved, since it was made. Waits for a slow disk."""
+        return self._saves.finish(SAVE_WAIT_S)
 
     def _prefix(self, context_ids: tuple[int, ...]) -> Prefix:
         if context_ids not in self._prefixes:
