@@ -19,6 +19,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.prompt import build_prompt, chunk_text
 from kvweave.tokenizer import Tokenizer
+from tiny_models import make_chat_model_folder
 
 TEXTS = [
     ("Anna", "Anna lives in a red house by the sea and works as a marine biologist in Bergen."),
@@ -26,6 +27,12 @@ TEXTS = [
     ("Drain", "To drain a node, cordon it first, then evict its pods with kubectl drain."),
 ]
 GREEDY = Sampling(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Like the one all tests share, with room for the filler that is usual."""
+    return make_chat_model_folder(tmp_path_factory.mktemp("chat"), max_position_embeddings=4096)
 
 
 @pytest.fixture
@@ -247,3 +254,18 @@ def test_control_tokens_in_users_words_stay_words(chat_model_folder: Path) -> No
     count = tokenizer.encode(end)[0]
     assert prompt.token_ids.count(count) == clean.token_ids.count(count)
     assert tokenizer.decode(prompt.chunks[0]) == chunk_text(Document(attack, attack))
+
+
+def test_extras_alone_keep_the_stored_encoding(tmp_path: Path, chat_model_folder: Path) -> None:
+    def opened(**wanted: object) -> Weave:
+        return Weave.open(tmp_path / "kb", model=str(chat_model_folder), device="cpu", **wanted)
+
+    with opened(encoding="filler:1") as weave:
+        weave.ingest(TEXTS[0], chunk_kv=True)
+    with opened(extras=["inter"]) as weave:
+        prepared = weave.library.encoder.preparation
+        assert (str(prepared.variant), prepared.extras) == ("filler:1", ("inter",))
+        weave.ingest(TEXTS[0], chunk_kv=True)
+    with opened(encoding="isolated") as weave:
+        prepared = weave.library.encoder.preparation
+        assert (str(prepared.variant), prepared.extras) == ("isolated", ("inter",))

@@ -639,7 +639,7 @@ def test_more_neighbours_than_positions_are_refused_before_any_work(
 ) -> None:
     with opened("neighbours:40") as library:
         with pytest.raises(
-            ConfigError, match=r"neighbours:40 of 64 tokens each do not fit .* or fewer"
+            ConfigError, match=r"neighbours:40 and chunks of 64 tokens do not fit .* or less"
         ):
             library.ingest([docs], chunk_kv=True)
         assert library.kb.totals().num_documents == 0

@@ -74,14 +74,15 @@ class Weave:
         system: str = SYSTEM,
         embedder: str | None = None,
         encoding: str | None = None,
-        extras: Sequence[str] = (),
+        extras: Sequence[str] | None = None,
     ) -> "Weave":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
         `kb` is the folder of a knowledge base, made if it is not there; None does without one.
         `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
         encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
-        stored beside it; None is what the knowledge base has, filler for a new one.
+        stored beside it; None, each for itself, is what the knowledge base has, filler without
+        extras for a new one.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
@@ -90,11 +91,9 @@ class Weave:
         name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
         library = None
         if kb is not None:
-            from kvweave.fuse.preparation import Preparation
             from kvweave.library import Library
 
-            wanted = None if encoding is None else Preparation.parse(encoding, extras)
-            library = Library.open(Path(kb), decoder, tokenizer, system, embedder, wanted)
+            library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
         return cls(decoder, tokenizer, name, system, library)
 
     def close(self) -> None:

@@ -17,12 +17,13 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.generate import FIRST_ROOM, continue_answer, room_for_answer
 from kvweave.engine.sampling import Choice, Sampling
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import RequestError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.neighbours import NeighbourTable
 from kvweave.fuse.prefill import PromptChunk, prefill_from_store
-from kvweave.fuse.preparation import Preparation, read_preparation, write_preparation
+from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
 from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.room import check_room
 from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
@@ -62,11 +63,6 @@ def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) ->
     )
 
 
-def prepared(folder: Path, wanted: Preparation | None) -> Preparation:
-    """How the knowledge base in `folder` prepares chunk KV: as wanted, as before, or as usual."""
-    return wanted or read_preparation(folder / KV_FOLDER) or Preparation.parse()
-
-
 def make_encoder(
     decoder: Decoder,
     tokenizer: Tokenizer,
@@ -90,18 +86,6 @@ def make_encoder(
     )
 
 
-def check_room(kb: KnowledgeBase, decoder: Decoder, encoder: ChunkEncoder) -> None:
-    """Refuse more neighbours than the model has positions for, before anything is computed."""
-    variant = encoder.preparation.variant
-    max_context, chunk_tokens = decoder.spec.max_context, kb.settings.chunk_tokens
-    room = (max_context - len(encoder.preamble_ids)) // chunk_tokens - 1
-    if variant.kind == "neighbours" and variant.size > room:
-        raise ConfigError(
-            f"{variant} of {chunk_tokens} tokens each do not fit into the {max_context:,} positions"
-            f" of this model; give neighbours:{max(room, 0)} or fewer, or --encoding filler"
-        )
-
-
 class Encoding(NamedTuple):
     """What ingest needs to make chunk KV and to keep it in step with the documents."""
 
@@ -111,12 +95,23 @@ class Encoding(NamedTuple):
 
 @contextmanager
 def chunk_encoder(
-    kb: KnowledgeBase, model: str, preparation: Preparation | None = None, *, refresh: bool = False
+    kb: KnowledgeBase,
+    model: str,
+    encoding: str | None = None,
+    extras: Sequence[str] | None = None,
+    *,
+    refresh: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    quant: str = "none",
 ) -> Iterator[Encoding]:
-    """An encoder for ingest without a Weave: loads the model, closes the store behind it."""
-    preparation = prepared(kb.folder, preparation)
+    """An encoder for ingest without a Weave: loads the model, closes the store behind it.
+
+    `encoding` and `extras` None are what the knowledge base has.
+    """
+    preparation = choose_preparation(kb.folder / KV_FOLDER, encoding, extras)
     model_folder = locate(model)
-    decoder = load_decoder(model_folder)
+    decoder = load_decoder(model_folder, device=device, dtype=dtype, quant=quant)
     with ExitStack() as stack:
         store = stack.enter_context(open_store(kb.folder))
         table = open_table(kb.folder, preparation)
@@ -124,7 +119,7 @@ def chunk_encoder(
             stack.callback(table.close)
         tokenizer = Tokenizer(model_folder)
         encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
-        check_room(kb, decoder, encoder)
+        check_room(encoder, decoder.spec.max_context, kb.settings.chunk_tokens)
         upkeep = Upkeep(kb, table, store, encoder, encodes=True, refresh=refresh)
         write_preparation(kb.folder / KV_FOLDER, preparation)
         yield Encoding(encoder, upkeep)
@@ -173,9 +168,11 @@ class Library:
         tokenizer: Tokenizer,
         system: str = SYSTEM,
         embedder: str | None = None,
-        preparation: Preparation | None = None,
+        encoding: str | None = None,
+        extras: Sequence[str] | None = None,
     ) -> "Library":
         """Open or make the knowledge base; None is what it was made with."""
+        preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
         stored = read_settings(folder)
         name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
         kb = KnowledgeBase.open(
@@ -185,7 +182,6 @@ class Library:
             create=True,
         )
         store = open_store(folder)
-        preparation = prepared(folder, preparation)
         table = open_table(folder, preparation)
         encoder = make_encoder(decoder, tokenizer, store, preparation, system, kb, table)
         library = cls(kb, store, decoder, encoder, table)
@@ -211,7 +207,8 @@ class Library:
         encoder = self.encoder if chunk_kv else None
         upkeep = self._upkeep(encodes=chunk_kv, refresh=refresh_neighbours)
         if chunk_kv:
-            check_room(self.kb, self._decoder, self.encoder)
+            max_context = self._decoder.spec.max_context
+            check_room(self.encoder, max_context, self.kb.settings.chunk_tokens)
             write_preparation(self.kb.folder / KV_FOLDER, self.encoder.preparation)
         return ingest(self.kb, sources, encoder, progress=progress, options=options, upkeep=upkeep)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvweave.cli.explain import as_document, show
+from kvweave.cli.explain import as_document, missing_line, show
+from kvweave.cli.knowledge_bases import check_knowledge_base
 from kvweave.cli.loading import model_options, open_weave
 from kvweave.cli.plan_view import decision_document, decision_line
 from kvweave.cli.planning import planning_options
@@ -91,6 +92,8 @@ def command(
         raise RequestError("--reuse auto chooses the ratio itself; leave --ratio out")
     if ratio is not None and not 0.0 <= ratio <= 1.0:
         raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
+    if kb_folder is not None:
+        check_knowledge_base(kb_folder)
     documents = [read_document(name) for name in files]
     sampling = _sampling(drawing)
     # Everything the user typed has been judged; now the slow part.
@@ -115,14 +118,22 @@ def command(
             out.flush()
     answer = answering.finish()
     weave.close()
+    missing = None
+    if stats and answer.explain is not None:
+        settings = {"--model": model, "--dtype": dtype, "--quant": quant, "--device": device}
+        missing = missing_line(answer.explain, _ingest_command(kb_folder, settings))
     if as_json:
         about = {"model": weave.model_name, "question": question, "documents": list(files)}
         out.write(json.dumps({**about, **_as_document(answer)}, indent=2) + "\n")
+        if missing is not None:
+            click.echo(missing, err=True)
         return
     out.write("\n")
     out.flush()
     if explain:
         click.echo(_explained(weave, answer), err=True)
+    if missing is not None:
+        click.echo(missing, err=True)
     if stats:
         click.echo(click.style(_stats(answer), dim=True), err=True)
 
@@ -199,6 +210,13 @@ def _explained(weave: "Weave", answer: "Answer") -> str:
     texts = weave.texts_of(answer.explain.token_ids)
     shown = show(answer.explain, texts, colour=sys.stderr.isatty())
     return shown if answer.decision is None else f"{shown}\n{decision_line(answer.decision)}"
+
+
+def _ingest_command(kb_folder: Path | None, settings: dict[str, str]) -> str:
+    """What stores the chunk KV that this very command would have found."""
+    usual = {"--model": "smollm2", "--device": "auto", "--dtype": "auto", "--quant": "none"}
+    given = [f"{name} {value}" for name, value in settings.items() if value != usual[name]]
+    return " ".join(["kvweave ingest PATH --kv", f"--kb {kb_folder}", *given])
 
 
 def _stats(answer: "Answer") -> str:

@@ -1,5 +1,6 @@
 """An explain record as coloured text: which tokens were reused, recomputed or computed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,27 @@ def as_document(record: "FuseRecord") -> dict[str, Any]:
             "compute": round(record.stages.compute, 1),
         },
     }
+
+
+def missing_line(record: "FuseRecord", way_out: str) -> str | None:
+    """One line if stored KV was wanted and not there; None if there is nothing to complain of.
+
+    What a strategy does not ask for and what a plan computes of its own accord is no complaint.
+    `way_out` is the command that stores chunk KV.
+    """
+    from kvweave.kv.residency import Miss
+
+    misses = {str(miss) for miss in Miss}
+    found = Counter(chunk.why for chunk in record.chunks if chunk.why in misses)
+    if not found:
+        return None
+    total, all_chunks = found.total(), len(record.chunks)
+    reasons = [f"{count} {why}" for why, count in sorted(found.items(), key=str)]
+    why = ", ".join(reasons) if len(found) > 1 else next(iter(found))
+    noun, verb = "chunk" if all_chunks == 1 else "chunks", "was" if total == 1 else "were"
+    said = f"{total} of {all_chunks} {noun} had no stored KV ({why}) and {verb} computed"
+    can_store = found.keys() & {str(Miss.ABSENT), str(Miss.CORRUPT)}  # the others: mend the tier
+    return f"{said}; `{way_out}` stores it" if can_store else said
 
 
 def _legend(record: "FuseRecord", colour: bool) -> str:

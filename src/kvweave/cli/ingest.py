@@ -17,11 +17,14 @@ from kvweave.cli.knowledge_bases import (
     json_option,
     kb_option,
 )
+from kvweave.cli.loading import model_options
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.ingest.encoder import Encoder, Upkeep
+    from kvweave.fuse.chunk_encoder import ChunkEncoder
+    from kvweave.fuse.saves import Saves
+    from kvweave.ingest.encoder import Upkeep
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
@@ -33,7 +36,6 @@ MAX_LISTED = 20
 @kb_option
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match. Repeatable.")
-@click.option("--model", default="smollm2", show_default=True, help="The model that will serve.")
 @click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
 @click.option("--embedder", help="Folder, embedded model or hub id.  [default: minilm]")
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
@@ -43,12 +45,15 @@ MAX_LISTED = 20
 @click.option(
     "--encoding", help="isolated, filler:PASSAGES or neighbours:COUNT.  [default: filler]"
 )
-@click.option("--extras", multiple=True, metavar="NAME", help="inter or anchors:RULE. Repeatable.")
+@click.option(
+    "--extras", multiple=True, metavar="NAME", help="inter, anchors:RULE or none. Repeatable."
+)
 @click.option(
     "--refresh-neighbours",
     is_flag=True,
     help="Compute KV behind neighbours again where others are nearer by now.",
 )
+@model_options
 @api_key_option
 @json_option
 @click.pass_context
@@ -58,7 +63,6 @@ def command(
     kb_folder: Path,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    model: str,
     chunk_tokens: int | None,
     embedder: str | None,
     index: str | None,
@@ -68,6 +72,10 @@ def command(
     encoding: str | None,
     extras: tuple[str, ...],
     refresh_neighbours: bool,
+    model: str,
+    device: str,
+    dtype: str,
+    quant: str,
     qdrant_api_key: str | None,
     as_json: bool,
 ) -> None:
@@ -82,8 +90,22 @@ def command(
     from kvweave.ingest.pipeline import IngestOptions, ingest
     from kvweave.ingest.sources import Selection
 
-    if refresh_neighbours and not kv:
-        raise ConfigError("--refresh-neighbours computes chunk KV; add --kv")
+    if not kv:
+        about_kv = {
+            "--encoding": encoding is not None,
+            "--extras": bool(extras),
+            "--refresh-neighbours": refresh_neighbours,
+            "--device": device != "auto",
+            "--dtype": dtype != "auto",
+            "--quant": quant != "none",
+        }
+        _refuse_without_kv([option for option, is_given in about_kv.items() if is_given])
+    elif encoding is not None or extras:
+        from kvweave.fuse.preparation import DEFAULT_ENCODING, Preparation
+
+        # judged before a knowledge base is made
+        Preparation.parse(DEFAULT_ENCODING if encoding is None else encoding, _extras(extras) or ())
+    machine = {"device": device, "dtype": dtype, "quant": quant}
     stored = read_settings(kb_folder)
     options = IngestOptions(
         selection=Selection(include, exclude),
@@ -101,12 +123,15 @@ def command(
     ) as kb:
         try:
             with (
-                _encoding(kb, model, kv, encoding, extras, refresh_neighbours) as (encoder, upkeep),
+                _encoding(
+                    kb, model, kv, encoding, _extras(extras), refresh_neighbours, machine
+                ) as (encoder, upkeep),
                 _progress_bar() as progress,
             ):
                 report = ingest(
                     kb, paths, encoder, progress=progress, options=options, upkeep=upkeep
                 )
+                saves = None if encoder is None else encoder.saves()
         except KeyboardInterrupt:
             num_documents = kb.totals().num_documents
             click.echo(
@@ -114,7 +139,7 @@ def command(
                 err=True,
             )
             raise
-        _show(kb, report, as_json)
+        _show(kb, report, saves, as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
 
@@ -124,9 +149,10 @@ def _encoding(
     model: str,
     wanted: bool,
     encoding: str | None,
-    extras: tuple[str, ...],
+    extras: tuple[str, ...] | None,
     refresh: bool,
-) -> "AbstractContextManager[tuple[Encoder | None, Upkeep | None]]":
+    machine: dict[str, str],
+) -> "AbstractContextManager[tuple[ChunkEncoder | None, Upkeep | None]]":
     """Whoever computes chunk KV and whoever keeps what is there in step with the documents.
 
     Loading the model takes a moment, so only if it is wanted.
@@ -137,19 +163,44 @@ def _encoding(
 
     if not wanted:
         return upkeep_without_model(kb)
-    from kvweave.fuse.preparation import DEFAULT_ENCODING, Preparation
-
-    preparation = None
-    if encoding or extras:
-        preparation = Preparation.parse(encoding or DEFAULT_ENCODING, extras)
-    return chunk_encoder(kb, model, preparation, refresh=refresh)
+    return chunk_encoder(kb, model, encoding, extras, refresh=refresh, **machine)
 
 
-def _show(kb: "KnowledgeBase", report: "IngestReport", as_json: bool) -> None:
+def _refuse_without_kv(options: list[str]) -> None:
+    if options:
+        does = "is" if len(options) == 1 else "are"
+        raise ConfigError(f"{', '.join(options)} {does} for computing chunk KV; add --kv")
+
+
+def _extras(given: tuple[str, ...]) -> tuple[str, ...] | None:
+    """None leaves the stored ones; the word none does without."""
+    if not given:
+        return None
+    return () if given == ("none",) else given
+
+
+def unsaved_line(saves: "Saves | None") -> str | None:
+    """One line on chunk KV that was computed and could not be kept; None if all was."""
+    if saves is None or not saves.dropped:
+        return None
+    why = f" ({', '.join(saves.reasons)})" if saves.reasons else ""
+    return (
+        f"{saves.dropped:,} of {saves.saved + saves.dropped:,} chunk KV could not be saved{why}; "
+        "questions compute it, run the same command to try again"
+    )
+
+
+def _show(
+    kb: "KnowledgeBase", report: "IngestReport", saves: "Saves | None", as_json: bool
+) -> None:
     totals = kb.totals()
+    unsaved = unsaved_line(saves)
+    if unsaved is not None:
+        click.echo(unsaved, err=True)
     if as_json:
         outcome = asdict(report) | {"skipped": [s._asdict() for s in report.skipped]}
-        click.echo(json.dumps({"kb": str(kb.folder), **outcome, "totals": totals._asdict()}))
+        told = {"chunk_kv": None if saves is None else saves._asdict(), "totals": totals._asdict()}
+        click.echo(json.dumps({"kb": str(kb.folder), **outcome, **told}))
         return
     from rich.console import Console
     from rich.markup import escape

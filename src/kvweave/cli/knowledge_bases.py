@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvweave.errors import CorpusError
+
 if TYPE_CHECKING:
     from kvweave.corpus.embedder import Embedder
     from kvweave.tokenizer import Tokenizer
@@ -21,6 +23,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 api_key_option = click.option(
     "--qdrant-api-key", envvar="QDRANT_API_KEY", help="For an index on a Qdrant server."
 )
+
+
+def check_knowledge_base(folder: Path) -> None:
+    """Refuse a folder that holds no knowledge base: who asks does not want an empty one made."""
+    from kvweave.corpus.settings import read_settings
+
+    if read_settings(folder) is None:
+        raise CorpusError(
+            f"no knowledge base in {folder}; make one: kvweave ingest PATH --kb {folder}"
+        )
 
 
 def find_tokenizer(model: str) -> "Tokenizer":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from kvweave.cli.knowledge_bases import check_knowledge_base
 from kvweave.cli.loading import model_options, open_weave
 from kvweave.cli.plan_view import options_table, plan_document, spans_table
 from kvweave.cli.planning import planning_options
@@ -41,6 +42,7 @@ def command(
     """Show how QUESTION would be answered with --reuse auto, without answering it."""
     if not question.strip():
         raise RequestError("the question is empty; ask something")
+    check_knowledge_base(kb_folder)
     settings = {"device": device, "dtype": dtype, "quant": quant}
     with open_weave(kb=kb_folder, model=model, **settings) as weave:
         plan = weave.plan(question, k=k, system=system, bound=bound, order=order)

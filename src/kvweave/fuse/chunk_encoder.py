@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -17,11 +18,12 @@ from kvweave.fuse.anchors import (
     pack_anchors,
     sink_scores,
 )
-from kvweave.fuse.contexts import ISOLATED, filler_ids, variant_name
+from kvweave.fuse.contexts import ISOLATED, filler_ids, filler_passages, variant_name
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.inter_attention import inter_attention
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.saves import SaveBook, Saves
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.forget import CHUNK
@@ -45,6 +47,7 @@ class Texts:
 
     filler: tuple[int, ...] = ()
     repeat: tuple[int, ...] = ()  # asks for a repetition, answer header included
+    passage_ends: tuple[int, ...] = ()  # tokens of filler:1, filler:2, … as far as there is any
 
     @classmethod
     def of(
@@ -52,8 +55,11 @@ class Texts:
     ) -> "Texts":
         """`closing` is what the chat template puts behind the user's words."""
         variant = preparation.variant
-        filler = filler_ids(tokenizer, variant.size) if variant.kind == "filler" else ()
-        return cls(filler, (*tokenizer.encode_text(REPEAT), *closing))
+        repeat = (*tokenizer.encode_text(REPEAT), *closing)
+        if variant.kind != "filler":
+            return cls(repeat=repeat)
+        lengths = (len(tokenizer.encode_text(passage)) for passage in filler_passages())
+        return cls(filler_ids(tokenizer, variant.size), repeat, tuple(accumulate(lengths)))
 
 
 class ChunkEncoder:
@@ -78,8 +84,8 @@ class ChunkEncoder:
         """`neighbours_of` knows what each chunk was or will be computed behind, for the encoding
         context of that name. `on_saved` hears how many chunks were handled each time some were."""
         self.preparation = preparation or Preparation.parse(ISOLATED)
-        self._texts = texts or Texts()
-        if self.preparation.variant.kind == "filler" and not self._texts.filler:
+        self.texts = texts or Texts()
+        if self.preparation.variant.kind == "filler" and not self.texts.filler:
             raise ConfigError("an encoder behind filler needs the filler's token ids")
         if self.preparation.variant.kind == "neighbours" and neighbours_of is None:
             raise ConfigError("an encoder behind neighbours needs to be told who they are")
@@ -87,10 +93,11 @@ class ChunkEncoder:
         self.store = store
         self._neighbours_of = neighbours_of
         beside = "".join(f"+{name}" for name in self.preparation.extras)  # other bytes, other key
-        name = variant_name(self.preparation.variant, self._texts.filler)
+        name = variant_name(self.preparation.variant, self.texts.filler)
         self._isolated = replace(context, variant=ISOLATED + beside)
         self._context = replace(context, variant=name + beside)
         self._on_saved = on_saved
+        self._saves = SaveBook(store)
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
 
     @property
@@ -142,7 +149,7 @@ class ChunkEncoder:
         """
         self._encode(chunks, self.exact_key, ())
         if self.preparation.variant.kind == "filler":
-            self._encode(chunks, self.key, self._texts.filler)
+            self._encode(chunks, self.key, self.texts.filler)
 
     def _encode(
         self,
@@ -180,8 +187,13 @@ class ChunkEncoder:
         except ValueError as error:
             log.warning("chunk %s is not saved: %s", chunk.id, error)
             self.store.metrics.count("kv_saves_dropped_total", reason="not representable")
+            self._saves.add_dropped()
             return
-        self.store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S)
+        self._saves.add(self.store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S))
+
+    def saves(self) -> Saves:
+        """What became of all that it saved, since it was made. Waits for a slow disk."""
+        return self._saves.finish(SAVE_WAIT_S)
 
     def _prefix(self, context_ids: tuple[int, ...]) -> Prefix:
         if context_ids not in self._prefixes:
@@ -206,7 +218,7 @@ class ChunkEncoder:
                 scores = [knorm_scores(layers) for layers in made]
             else:
                 ids = [chunk.token_ids for chunk in batch]
-                scores = kvzip_scores(self.decoder, prefix, ids, made, self._texts.repeat)
+                scores = kvzip_scores(self.decoder, prefix, ids, made, self.texts.repeat)
             for extras, layers, each in zip(found, made, scores, strict=True):
                 extras[name] = pack_anchors(choose_anchors(layers, each))
         return found

@@ -141,7 +141,9 @@ def _named(
             continue
         if i == 0 and chunk.key != chunk.exact_key:
             (peek,) = store.peek([chunk.exact_key])
-            key = chunk.exact_key if peek.residency is not Residency.ABSENT else chunk.key
+            is_stored = peek.residency is not Residency.ABSENT
+            # a strategy that takes nothing else asks all the same, so that the miss is on record
+            key = chunk.exact_key if is_stored or strategy.reuses == "exact" else chunk.key
         if strategy.reuses == "none" or (
             strategy.reuses == "exact" and not (i == 0 and key == chunk.exact_key)
         ):

@@ -37,12 +37,28 @@ class Preparation:
 def read_preparation(folder: Path) -> Preparation | None:
     """What the chunk KV in `folder` was prepared with; None if nothing was yet."""
     try:
-        stored = json.loads((folder / FILE).read_text())
-        return Preparation.parse(stored["encoding"], stored["extras"])
+        return _parse_stored(json.loads((folder / FILE).read_text()))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(f"{folder / FILE} cannot be read ({error}); delete it") from error
+
+
+def choose_preparation(
+    folder: Path, encoding: str | None = None, extras: Sequence[str] | None = None
+) -> Preparation:
+    """How to prepare chunk KV in `folder`: each part as given, else as stored, else as usual.
+
+    Raises ConfigError for what was typed before it looks at what is stored.
+    """
+    wanted = Preparation.parse(DEFAULT_ENCODING if encoding is None else encoding, extras or ())
+    stored = read_preparation(folder) if encoding is None or extras is None else None
+    if stored is None:
+        return wanted
+    return Preparation(
+        stored.variant if encoding is None else wanted.variant,
+        stored.extras if extras is None else wanted.extras,
+    )
 
 
 def write_preparation(folder: Path, preparation: Preparation) -> None:
@@ -51,3 +67,10 @@ def write_preparation(folder: Path, preparation: Preparation) -> None:
     temporary = folder / f"{FILE}.tmp"
     temporary.write_text(json.dumps(stored) + "\n")
     temporary.replace(folder / FILE)
+
+
+def _parse_stored(stored: object) -> Preparation:
+    match stored:
+        case {"encoding": str(encoding), "extras": list(extras)}:
+            return Preparation.parse(encoding, extras)
+    raise ValueError("it is no object with an encoding and a list of extras")

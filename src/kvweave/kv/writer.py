@@ -25,6 +25,12 @@ class Ticket:
             answered = self._changed.wait_for(lambda: self._open == 0, timeout_s)
             return answered and bool(self._kept)
 
+    @property
+    def is_answered(self) -> bool:
+        """Every tier has said whether it has the object."""
+        with self._changed:
+            return self._open == 0
+
     def expect(self) -> None:
         with self._changed:
             self._open += 1

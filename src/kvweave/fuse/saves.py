@@ -1,0 +1,72 @@
+"""What became of the chunk KV that an encoder has saved."""
+
+import time
+from typing import NamedTuple
+
+from kvweave.kv.store import KVStore
+from kvweave.kv.writer import Ticket
+from kvweave.metrics import Metrics
+
+SETTLE = 256  # open promises kept at a time before the answered ones are counted
+
+
+class Saves(NamedTuple):
+    """Objects by outcome: a chunk has one isolated and one behind its encoding context."""
+
+    saved: int
+    dropped: int  # no tier that outlives this process has them; requests compute them
+    reasons: tuple[str, ...] = ()  # of what was dropped, in words
+
+
+class SaveBook:
+    """Counts answered promises. For one thread, the encoder's."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._open: list[Ticket] = []
+        self._num_saved = self._num_dropped = 0
+
+    def add(self, ticket: Ticket) -> None:
+        self._open.append(ticket)
+        if len(self._open) >= SETTLE:
+            self._settle()
+
+    def add_dropped(self) -> None:
+        self._num_dropped += 1
+
+    def finish(self, timeout_s: float) -> Saves:
+        """Wait for what is under way. What no tier has answered by then is not saved."""
+        give_up_s = time.monotonic() + timeout_s
+        for ticket in self._open:
+            ticket.wait(max(0.0, give_up_s - time.monotonic()))
+        self._settle()
+        saved, dropped = self._num_saved, self._num_dropped + len(self._open)
+        metrics = self._store.metrics
+        reasons = _reasons(metrics) if dropped else ()
+        if self._open:
+            reasons = (*reasons, "the tier is too slow")
+        is_left_out = metrics.value("kv_tier_errors_total", verb="open") > 0
+        if saved and is_left_out and not metrics.value("kv_saves_total"):  # host memory alone
+            saved, dropped = 0, dropped + saved
+            reasons = (*reasons, "a tier could not be opened")
+        return Saves(saved, dropped, reasons)
+
+    def _settle(self) -> None:
+        answered = [ticket for ticket in self._open if ticket.is_answered]
+        self._open = [ticket for ticket in self._open if not ticket.is_answered]
+        kept = sum(ticket.wait(0.0) for ticket in answered)
+        self._num_saved += kept
+        self._num_dropped += len(answered) - kept
+
+
+def _reasons(metrics: Metrics) -> tuple[str, ...]:
+    """Why saves were dropped, as the store counted it."""
+    names = {"kv_saves_dropped_total", "kv_admissions_refused_total"}
+    found = set()
+    for sample in metrics.snapshot():
+        labels = dict(sample.labels)
+        if sample.name in names and labels.get("tier") != "host":
+            found.add(labels["reason"])
+        elif sample.name == "kv_tier_errors_total" and labels.get("verb") == "write":
+            found.add("a write failed")
+    return tuple(sorted(found))

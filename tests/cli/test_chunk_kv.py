@@ -1,0 +1,245 @@
+"""Chunk KV from the command line: what ingest stores, ask finds, and what is not found is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvweave.cli.explain import missing_line
+from kvweave.fuse.preparation import read_preparation
+from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
+from kvweave.fuse.request import State
+from kvweave.kv.config import (
+    DiskTierConfig,
+    FaultPlan,
+    FaultyTierConfig,
+    HostTierConfig,
+    StoreConfig,
+)
+from kvweave.kv.store import KVStore
+from kvweave.plan.plan import Reason
+from running import Ran, Run
+from tiny_corpus import WordEmbedder
+from tiny_models import make_chat_model_folder
+
+TEXTS = {
+    "drain": "To drain a node, cordon the node and evict each pod on the node.",
+    "volume": "A volume claim binds a volume of its size.",
+}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model_folder(tmp_path_factory.mktemp("model"), max_position_embeddings=1024)
+
+
+class World:
+    """A folder of documents, a knowledge base and a tiny model."""
+
+    def __init__(self, run: Run, folder: Path, model_folder: Path) -> None:
+        self._run = run
+        self.kb = folder / "kb"
+        self._docs = folder / "docs"
+        self._model = ["--kb", self.kb, "--model", model_folder]
+        self._docs.mkdir()
+        for name, text in TEXTS.items():
+            (self._docs / f"{name}.txt").write_text(text)
+
+    def ingest(self, *options: str) -> Ran:
+        return self._run("ingest", self._docs, *self._model, "--chunk-tokens", 64, *options)
+
+    def stored(self, *options: str) -> Ran:
+        ran = self.ingest("--kv", *options)
+        assert ran.code == 0, ran.err
+        return ran
+
+    def ask(self, *options: str) -> Ran:
+        return self._run("ask", "How do I drain a node?", *self._model, "--max-tokens", 2, *options)
+
+    def states(self, *options: str) -> list[str]:
+        ran = self.ask("--reuse", "reuse", "--json", *options)
+        assert ran.code == 0, ran.err
+        return [chunk["state"] for chunk in json.loads(ran.out)["explain"]["chunks"]]
+
+
+@pytest.fixture
+def world(run: Run, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda _: WordEmbedder())
+    monkeypatch.setattr("kvweave.library.SentenceEmbedder", lambda *_, **__: WordEmbedder())
+    monkeypatch.setattr("kvweave.library.locate", Path)
+    return World(run, tmp_path, model_folder)
+
+
+def refused(ran: Ran) -> str:
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1), ran
+    return ran.err
+
+
+@pytest.mark.parametrize("settings", [("--dtype", "bfloat16"), ("--quant", "int8")])
+def test_kv_is_found_by_who_asks_with_the_same_settings(
+    world: World, settings: tuple[str, str]
+) -> None:
+    world.stored("--encoding", "isolated", *settings)
+    assert world.states(*settings) == ["exact", "reused"]
+    assert world.states() == ["computed", "computed"]
+
+
+def test_what_is_not_given_stays_as_it_was_prepared(world: World) -> None:
+    def prepared() -> tuple[str, tuple[str, ...]]:
+        found = read_preparation(world.kb / "kv")
+        assert found is not None
+        return str(found.variant), found.extras
+
+    world.stored("--encoding", "neighbours:1")
+    world.stored("--extras", "inter")
+    assert prepared() == ("neighbours:1", ("inter",))
+    world.stored("--encoding", "isolated")
+    assert prepared() == ("isolated", ("inter",))
+    world.stored()
+    assert prepared() == ("isolated", ("inter",))
+    world.stored("--extras", "none")
+    assert prepared() == ("isolated", ())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--encoding", "isolated"], "--encoding is for computing chunk KV; add --kv"),
+        (["--encoding", "magic"], "add --kv"),
+        (["--extras", "inter"], "--extras is for computing chunk KV; add --kv"),
+        (["--dtype", "bfloat16", "--quant", "int8"], "--dtype, --quant are for"),
+        (["--kv", "--encoding", "magic"], "encoding 'magic' is unknown"),
+        (["--kv", "--encoding", ""], "encoding '' is unknown"),
+        (["--kv", "--extras", "magic"], "extra 'magic' is unknown"),
+    ],
+)
+def test_options_for_chunk_kv_are_judged_before_anything_is_made(
+    world: World, options: list[str], says: str
+) -> None:
+    assert says in refused(world.ingest(*options))
+    assert not world.kb.exists()
+
+
+@pytest.mark.parametrize("command", ["ask", "plan"])
+def test_a_folder_without_a_knowledge_base_is_refused_and_left_alone(
+    run: Run, tmp_path: Path, command: str
+) -> None:
+    said = refused(run(command, "how?", "--kb", tmp_path, "--model", "no-such"))
+    assert f"no knowledge base in {tmp_path}; make one: kvweave ingest PATH --kb" in said
+    assert not any(tmp_path.iterdir())
+
+
+INGEST = "kvweave ingest PATH --kv --kb kb"
+
+
+def record_of(*whys: str | None) -> FuseRecord:
+    """A record of chunks that were computed for these reasons; None was not computed."""
+    chunks = tuple(
+        ChunkRecord(4 * i, 4, State.COMPUTED if why else State.REUSED, 0, None, why)
+        for i, why in enumerate(whys)
+    )
+    return FuseRecord("weave", 0.1, "filler:4", (), (), chunks, 1.0, {}, Stages())
+
+
+@pytest.mark.parametrize(
+    ("whys", "says"),
+    [
+        ((), None),
+        ((None, None), None),
+        (("not asked for", None), None),
+        ((str(Reason.FULL_IS_FASTER), str(Reason.TIER_TOO_SLOW)), None),
+        (
+            ("absent",) * 5,
+            f"5 of 5 chunks had no stored KV (absent) and were computed; `{INGEST}` stores it",
+        ),
+        (
+            ("absent", None, "corrupt", "absent"),
+            "3 of 4 chunks had no stored KV (2 absent, 1 corrupt) and were computed; "
+            f"`{INGEST}` stores it",
+        ),
+        (
+            ("absent",),
+            f"1 of 1 chunk had no stored KV (absent) and was computed; `{INGEST}` stores it",
+        ),
+        (("tier failed", None), "1 of 2 chunks had no stored KV (tier failed) and was computed"),
+    ],
+)
+def test_the_line_on_missing_kv_counts_what_was_wanted_and_not_there(
+    whys: tuple[str | None, ...], says: str | None
+) -> None:
+    assert missing_line(record_of(*whys), INGEST) == says
+
+
+@pytest.mark.parametrize("reuse", ["reuse", "weave", "prefix"])
+def test_reuse_of_nothing_is_said(world: World, reuse: str) -> None:
+    assert world.ingest().code == 0  # no chunk KV
+    ran = world.ask("--reuse", reuse)
+    assert ran.code == 0, ran.err
+    count = 1 if reuse == "prefix" else 2  # it asks for the first alone
+    said, stats = ran.err.splitlines()
+    assert said.startswith(f"{count} of 2 chunks had no stored KV (absent) and ")
+    assert f"`kvweave ingest PATH --kv --kb {world.kb} --model " in said
+    assert "prompt + 2 answer tokens" in stats
+    assert world.ask("--reuse", reuse, "--no-stats").err == ""
+    assert world.ask("--reuse", reuse, "--json").err == said + "\n"
+
+
+def test_kv_of_another_dtype_is_said_with_the_command_that_stores_it(world: World) -> None:
+    world.stored("--encoding", "isolated")
+    ran = world.ask("--reuse", "reuse", "--dtype", "bfloat16")
+    assert " --dtype bfloat16` stores it" in ran.err.splitlines()[0]
+    assert "stored KV" not in world.ask("--reuse", "reuse").err
+
+
+def test_chunk_kv_that_was_saved_is_counted(world: World) -> None:
+    ran = world.stored("--encoding", "filler:1", "--json")
+    assert ran.err == ""
+    assert json.loads(ran.out)["chunk_kv"] == {"saved": 4, "dropped": 0, "reasons": []}
+    ran = world.stored("--json")
+    assert json.loads(ran.out)["chunk_kv"]["saved"] == 0  # it was there
+    assert json.loads(world.ingest("--json").out)["chunk_kv"] is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (FaultPlan(fail=1.0), "a write failed"),
+        (FaultPlan(drop=1.0), "no room"),
+    ],
+)
+def test_chunk_kv_that_could_not_be_saved_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch, plan: FaultPlan, why: str
+) -> None:
+    def broken_store(folder: Path) -> KVStore:
+        disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
+        return KVStore(StoreConfig(tiers=(HostTierConfig(), disk)))
+
+    monkeypatch.setattr("kvweave.library.open_store", broken_store)
+    ran = world.stored("--encoding", "isolated", "--json")
+    chunk_kv = json.loads(ran.out)["chunk_kv"]
+    assert (chunk_kv["saved"], chunk_kv["dropped"]) == (0, 2)
+    assert why in chunk_kv["reasons"]
+    (said,) = [line for line in ran.err.splitlines() if "could not be saved" in line]
+    assert said.startswith("2 of 2 chunk KV could not be saved (")
+    assert why in said
+
+
+def test_chunk_kv_in_memory_alone_is_not_saved(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
+    monkeypatch.setattr("kvweave.library.open_store", lambda _: KVStore(StoreConfig(tiers=tiers)))
+    ran = world.stored("--encoding", "isolated")
+    assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
+
+
+def test_chunk_kv_that_the_codec_cannot_hold_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("a value is not finite")
+
+    monkeypatch.setattr("kvweave.fuse.chunk_encoder.pack_chunk", refuse)
+    ran = world.stored("--encoding", "isolated")
+    assert "2 of 2 chunk KV could not be saved (not representable); questions" in ran.err

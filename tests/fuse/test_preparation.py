@@ -1,0 +1,60 @@
+"""preparation.json: each part stays as it was stored, and what is wrong in it is said by name."""
+
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import ConfigError
+from kvweave.fuse.preparation import (
+    FILE,
+    Preparation,
+    choose_preparation,
+    read_preparation,
+    write_preparation,
+)
+
+STORED = Preparation.parse("neighbours:2", ["inter"])
+
+
+@pytest.mark.parametrize(
+    ("encoding", "extras", "chosen"),
+    [
+        (None, None, STORED),
+        (None, ["anchors:sink"], Preparation.parse("neighbours:2", ["anchors:sink"])),
+        (None, [], Preparation.parse("neighbours:2")),
+        ("isolated", None, Preparation.parse("isolated", ["inter"])),
+        ("filler:1", [], Preparation.parse("filler:1")),
+    ],
+)
+def test_what_is_not_given_stays_as_stored(
+    tmp_path: Path, encoding: str | None, extras: list[str] | None, chosen: Preparation
+) -> None:
+    write_preparation(tmp_path, STORED)
+    assert choose_preparation(tmp_path, encoding, extras) == chosen
+
+
+def test_a_new_folder_has_filler_and_no_extras(tmp_path: Path) -> None:
+    assert choose_preparation(tmp_path) == Preparation.parse("filler")
+    inter = choose_preparation(tmp_path, extras=["inter"])
+    assert inter == Preparation.parse("filler", ["inter"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"encoding": 3}',
+        '{"encoding": 3, "extras": []}',
+        '{"encoding": "filler", "extras": "inter"}',
+        '{"encoding": "magic", "extras": []}',
+        '{"encoding": "filler", "extras": [3]}',
+        '{"encoding": "filler", "extras": [["inter"]]}',
+        "[]",
+        "{",
+        "",
+        "\xff",
+    ],
+)
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"preparation\.json cannot be read \(.+\); delete it"):
+        read_preparation(tmp_path)

@@ -1,0 +1,98 @@
+"""Chunks fit into the model's context while their KV is computed, or are refused by name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import ConfigError
+from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.contexts import filler_ids
+from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.room import check_room
+from kvweave.kv.config import HostTierConfig, StoreConfig
+from kvweave.kv.store import KVStore
+from kvweave.library import key_context
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.tokenizer import Tokenizer
+
+CHUNK = 50
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.decoder: Decoder = load_decoder(folder, device="cpu")
+        self.tokenizer = Tokenizer(folder)
+        self.context = key_context(self.decoder, self.tokenizer)
+        self.preamble_len = len(self.context.preamble_ids)
+
+    def check(self, max_context: int, encoding: str, *extras: str) -> None:
+        preparation = Preparation.parse(encoding, extras)
+        texts = Texts.of(self.tokenizer, preparation, (1, 2))
+        with KVStore(StoreConfig(tiers=(HostTierConfig(),))) as store:
+            encoder = ChunkEncoder(
+                self.decoder,
+                store,
+                self.context,
+                preparation,
+                texts,
+                neighbours_of=lambda _: None,
+            )
+            check_room(encoder, max_context, CHUNK)
+
+    def fillers(self, num_passages: int) -> int:
+        return len(filler_ids(self.tokenizer, num_passages))
+
+    def repeats(self) -> int:
+        texts = Texts.of(self.tokenizer, Preparation.parse("isolated"), (1, 2))
+        return len(texts.repeat) + CHUNK
+
+
+@pytest.fixture(scope="module")
+def world(chat_model_folder: Path) -> World:
+    return World(chat_model_folder)
+
+
+@pytest.mark.parametrize("extras", [(), ("inter",), ("anchors:kvzip",), ("inter", "anchors:kvzip")])
+@pytest.mark.parametrize("encoding", ["isolated", "filler:3", "neighbours:3"])
+def test_what_just_fits_is_let_through_and_one_position_less_is_refused(
+    world: World, encoding: str, extras: tuple[str, ...]
+) -> None:
+    context = {"isolated": 0, "filler:3": world.fillers(3), "neighbours:3": 3 * CHUNK}[encoding]
+    beside = world.repeats() if "anchors:kvzip" in extras else 0
+    needed = world.preamble_len + context + CHUNK + beside
+    world.check(needed, encoding, *extras)
+    with pytest.raises(ConfigError, match=f"do not fit into the {needed - 1:,} positions"):
+        world.check(needed - 1, encoding, *extras)
+
+
+@pytest.mark.parametrize("kind", ["filler", "neighbours"])
+@pytest.mark.parametrize("extras", [(), ("anchors:kvzip",)])
+def test_the_size_it_names_fits_and_the_next_does_not(
+    world: World, kind: str, extras: tuple[str, ...]
+) -> None:
+    beside = world.repeats() if extras else 0
+    context = world.fillers(2) if kind == "filler" else 2 * CHUNK
+    room = world.preamble_len + context + CHUNK + beside + 5
+    with pytest.raises(ConfigError, match=f"give {kind}:2 or less"):
+        world.check(room, f"{kind}:7", *extras)
+    world.check(room, f"{kind}:2", *extras)
+    with pytest.raises(ConfigError):
+        world.check(room, f"{kind}:3", *extras)
+
+
+def test_where_no_context_fits_isolated_is_named(world: World) -> None:
+    room = world.preamble_len + CHUNK
+    with pytest.raises(ConfigError, match="give --encoding isolated"):
+        world.check(room, "filler:1")
+    with pytest.raises(ConfigError, match="give --encoding isolated"):
+        world.check(room, "neighbours:1")
+
+
+def test_where_not_even_the_chunk_fits_a_smaller_one_is_named(world: World) -> None:
+    with pytest.raises(ConfigError, match=re.escape("--chunk-tokens 30 or fewer")):
+        world.check(world.preamble_len + 30, "filler:1")
+    room = world.preamble_len + world.repeats() - CHUNK + 61
+    with pytest.raises(ConfigError, match=r"--extras without it, or .* --chunk-tokens 30 or fewer"):
+        world.check(room, "isolated", "anchors:kvzip")
