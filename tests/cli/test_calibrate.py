@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvweave.fuse.profiles import Profile, find_profile
+from kvweave.fuse.profiles import Profile, find_profile, save_profile, user_path
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.load import load_decoder
 from kvweave.tokenizer import Tokenizer
@@ -174,9 +174,45 @@ def test_prompts_beyond_the_context_are_refused(
     assert "no prompt fits" in refused(run("calibrate", "--qa", qa_file, *options))
 
 
-def test_a_damaged_profile_is_one_line(
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no profile of kvweave"),
+        ('{"format": 99}', "has format 99"),
+        (None, "was measured with another tokenizer"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_replaced_and_kept_beside(
+    run: Run, chat_model_folder: Path, qa_file: Path, text: str | None, says: str
+) -> None:
+    weights = load_decoder(chat_model_folder, device="cpu").weights.fingerprint
+    path = user_path(weights)
+    save_profile(path, Profile("tiny", weights, "another"))
+    if text is not None:
+        path.write_text(text)
+    before = path.read_text()
+    options = ["--strategies", "reuse", "--limit", 1, "--model", chat_model_folder]
+    ran = run("calibrate", "--qa", qa_file, *options)
+    assert ran.code == 0, ran.err
+    warning, _, _ = ran.err.partition("\n")
+    assert str(path) in warning
+    assert says in warning
+    assert warning.endswith(f"measured anew, it is kept as {path.name}.old")
+    assert path.with_name(f"{path.name}.old").read_text() == before
+    profile = profile_of(chat_model_folder)
+    assert profile is not None
+    assert len(profile.calibration) == 1
+
+
+def test_another_profiles_damage_is_left_alone(
     run: Run, chat_model_folder: Path, qa_file: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "p.json").write_text("{")
-    options = ["--model", chat_model_folder, "--profile", tmp_path / "p.json"]
-    assert "no profile of kvweave" in refused(run("calibrate", "--qa", qa_file, *options))
+    path = user_path(load_decoder(chat_model_folder, device="cpu").weights.fingerprint)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    options = ["--strategies", "reuse", "--limit", 1, "--profile", tmp_path / "p.json"]
+    ran = run("calibrate", "--qa", qa_file, "--model", chat_model_folder, *options)
+    assert ran.code == 0, ran.err
+    assert "it is left alone" in ran.err
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert (tmp_path / "p.json").is_file()

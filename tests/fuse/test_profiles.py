@@ -79,6 +79,12 @@ def test_a_profile_of_other_weights_or_tokenizer_is_refused(path: Path) -> None:
         {"surprise": 1},
         {"weights": 7},
         {"layers": {**profiles.asdict(LAYERS), "all_layers": "much"}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": ["x"]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": [-7]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": [0.5]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": 3}},
+        {"layers": {**profiles.asdict(LAYERS), "recall": ["x"]}},
+        {"calibration": [{**profiles.asdict(make_table()), "num_questions": "many"}]},
     ],
 )
 def test_a_damaged_profile_is_refused_in_one_line(path: Path, changes: dict[str, object]) -> None:

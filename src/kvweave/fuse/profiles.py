@@ -6,6 +6,7 @@ on and is refused for any others.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -65,6 +66,11 @@ def find_profile(weights: str, tokenizer: str) -> Profile | None:
     path = user_path(weights)
     if path.is_file():
         return load_profile(path, weights, tokenizer)
+    return packaged_profile(weights, tokenizer)
+
+
+def packaged_profile(weights: str, tokenizer: str) -> Profile | None:
+    """The profile that comes with an embedded model; None for any other. Raises ConfigError."""
     for packaged in files("kvweave.fuse").joinpath("profiles").iterdir():
         if packaged.name.endswith(f"-{weights[:SHORT]}.json"):
             return _parse(packaged.name, packaged.read_text("utf-8"), weights, tokenizer)
@@ -78,6 +84,18 @@ def load_profile(path: Path, weights: str, tokenizer: str) -> Profile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the profile {path}: {error}") from error
     return _parse(str(path), text, weights, tokenizer)
+
+
+def set_aside(path: Path) -> None:
+    """Keep a profile that cannot be used beside itself, as NAME.old; one from before goes."""
+    try:
+        path.replace(aside(path))
+    except OSError as error:
+        raise ConfigError(f"cannot rename the profile {path}: {error.strerror}") from error
+
+
+def aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")
 
 
 def save_profile(path: Path, profile: Profile) -> None:
@@ -141,15 +159,19 @@ def _read(kind: type[Data], found: Mapping[str, Any]) -> Data:
         expected = str(known[name].type)
         if "str" in expected and not isinstance(value, str):
             raise ValueError(f"{kind.__name__}.{name} is {value!r}")
-        if "float" in expected and "tuple" not in expected and not _is_number(value, expected):
-            raise ValueError(f"{kind.__name__}.{name} is {value!r}")
+        if "float" in expected or "int" in expected:
+            for one in value if "tuple" in expected else [value]:
+                if not _is_number(one, expected):
+                    raise ValueError(f"{kind.__name__}.{name} has {one!r}")
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
 
 
 def _is_number(value: Any, expected: str) -> bool:
     if value is None:
         return "None" in expected
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, bool) or ("float" not in expected and not isinstance(value, int)):
+        return False
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _rounded(profile: Profile) -> Profile:
