@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvweave.fuse.preparation import Preparation, write_preparation
 from kvweave.fuse.profiles import Profile, find_profile, save_profile, user_path
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.load import load_decoder
@@ -91,7 +92,7 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
     )
     assert (ran.code, ran.err) == (0, "")
     said = json.loads(ran.out)
-    assert said["chosen"] == {"isolated": None}
+    assert said["chosen"] == {"filler:4": None}  # what ingest prepares unless told otherwise
     assert said["profile"] == str(path)
     assert [cell["strategy"] for cell in said["tables"][0]["cells"]] == ["reuse", "epic"]
     assert said["tables"][0]["num_questions"] == 2
@@ -113,6 +114,32 @@ def test_questions_are_asked_of_a_knowledge_base(
     assert ran.code == 0, ran.err
     assert "2 questions of q.txt" in ran.out
     assert "F1" not in ran.out  # nobody knows the answers
+    assert encodings_of(chat_model_folder) == ["filler:4"]  # what ingest --kv would make
+
+
+def encodings_of(model: Path) -> list[str]:
+    profile = profile_of(model)
+    return [] if profile is None else [table.encoding for table in profile.calibration]
+
+
+def test_the_encoding_that_is_measured_is_the_one_the_knowledge_base_is_prepared_with(
+    run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda name: WordEmbedder())
+    kb_folder = tmp_path / "kb"
+    with open_kb(kb_folder, Tokenizer(chat_model_folder)) as kb:
+        ingest(kb, [make_folder(tmp_path / "docs", 3)], None)
+    (tmp_path / "q.txt").write_text("how do I drain a node?\n")
+    options = ["--kb", kb_folder, "--chunks", 3, "--strategies", "reuse"]
+    asked = ["calibrate", "--questions", tmp_path / "q.txt", *options, "--model", chat_model_folder]
+    write_preparation(kb_folder / "kv", Preparation.parse("neighbours:3"))
+    assert "is prepared with neighbours:3, which calibrate cannot measure" in refused(run(*asked))
+    for encoding in ("isolated", "filler:2"):
+        write_preparation(kb_folder / "kv", Preparation.parse(encoding))
+        assert run(*asked).code == 0
+    assert encodings_of(chat_model_folder) == ["isolated", "filler:2"]
+    assert run(*asked, "--encodings", "filler:1").code == 0
+    assert encodings_of(chat_model_folder)[-1] == "filler:1"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 @click.option("--strategies", default=STRATEGIES, show_default=True, help="What to measure.")
 @click.option("--ratios", default=RATIOS, show_default=True, help="Shares to recompute.")
 @click.option(
-    "--encodings", default="isolated", show_default=True, help="isolated, filler:SIZE, or both."
+    "--encodings",
+    help="isolated, filler:SIZE, or both (what --kb is prepared with; filler for --qa).",
 )
 @limit_option
 @click.option(
@@ -84,7 +85,7 @@ def _calibrate(
     qa_file: Path | None,
     strategies: str,
     ratios: str,
-    encodings: str,
+    encodings: str | None,
     limit: int | None,
     context_tokens: int | None,
     bound: float | None,
@@ -102,7 +103,7 @@ def _calibrate(
         raise RequestError("--questions are asked of a knowledge base; give --kb DIR with them")
     shares = _ratios(ratios)
     names = _names(strategies)
-    variants = [parse_variant(name) for name in _split(encodings)]
+    variants = [parse_variant(n) for n in _split(encodings or _encoding_of(kb_folder))]
     bound = BOUND if bound is None else bound
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
@@ -131,7 +132,13 @@ def _calibrate(
 
     with progress_bar("questions", len(cases)) as advance:
         answered = measure(
-            subject.decoder, subject.tokenizer, cases, contexts, settings, on_case=advance
+            subject.decoder,
+            subject.tokenizer,
+            cases,
+            contexts,
+            settings,
+            bound=bound,
+            on_case=advance,
         )
     origin = Origin(subject.revision, subject.dtype, source.name, hash_cases(cases))
     tables = [tabulate(answered, settings, each.name, origin) for each in contexts]
@@ -246,6 +253,22 @@ def _settings(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -
         each = [0.0] if strategy.selector is None else ratios
         settings += [Setting(strategy, ratio) for ratio in each]
     return settings
+
+
+def _encoding_of(kb_folder: Path | None) -> str:
+    """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
+    from kvweave.fuse.preparation import DEFAULT_ENCODING, read_preparation
+    from kvweave.upkeep import KV_FOLDER
+
+    found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)
+    if found is None:
+        return DEFAULT_ENCODING
+    if found.variant.kind == "neighbours":
+        raise ConfigError(
+            f"{kb_folder} is prepared with {found.variant}, which calibrate cannot measure; it "
+            "can say what isolated or filler would cost: give --encodings"
+        )
+    return str(found.variant)
 
 
 def _names(text: str) -> list[str]:
