@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvweave import Weave
+from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.preparation import Preparation, write_preparation
 from kvweave.fuse.profiles import Profile, find_profile, save_profile, user_path
 from kvweave.ingest.pipeline import ingest
@@ -114,7 +116,14 @@ def test_questions_are_asked_of_a_knowledge_base(
     assert ran.code == 0, ran.err
     assert "2 questions of q.txt" in ran.out
     assert "F1" not in ran.out  # nobody knows the answers
-    assert encodings_of(chat_model_folder) == ["filler:4"]  # what ingest --kv would make
+    profile = profile_of(chat_model_folder)
+    assert profile is not None
+    (table,) = profile.calibration
+    assert table.num_chunk_tokens > 0
+    with Weave.open(tmp_path / "other", model=str(chat_model_folder), device="cpu") as weave:
+        encoder = weave.library.encoder  # of another knowledge base, prepared as by default
+        preamble = digest_ids(encoder.preamble_ids)
+        assert profile.table(table.revision, encoder.encoding_context, preamble) == table
 
 
 def encodings_of(model: Path) -> list[str]:

@@ -27,7 +27,7 @@ SETTINGS = [
     Setting(open_strategy("qcfuse", FACTS), 0.3),
     Setting(open_strategy("weave", FACTS), 0.97),
 ]
-ORIGIN = Origin("revision", "float32", "questions.txt", "hash")
+ORIGIN = Origin("revision", "float32", "questions.txt", "hash", "isolated", "preamble", 60)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def test_the_table_has_every_setting_and_plain_reuse_recovers_nothing(
     assert nearly_all.kl < reuse.kl
     assert (table.num_questions, table.num_with_answers) == (2, 1)
     assert 0.0 <= table.noise < 1e-5
+    assert (table.context, table.preamble, table.num_chunk_tokens) == ("isolated", "preamble", 60)
     assert table.full_f1 is not None
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +127,7 @@ def _calibrate(
     assert source is not None, "checked above"
 
     from kvweave.fuse.case import hash_cases
+    from kvweave.fuse.contexts import digest_ids
     from kvweave.fuse.measure import measure
     from kvweave.fuse.tabulate import Origin, tabulate
 
@@ -140,8 +141,19 @@ def _calibrate(
             bound=bound,
             on_case=advance,
         )
-    origin = Origin(subject.revision, subject.dtype, source.name, hash_cases(cases))
-    tables = [tabulate(answered, settings, each.name, origin) for each in contexts]
+    origin = Origin(
+        subject.revision,
+        subject.dtype,
+        source.name,
+        hash_cases(cases),
+        contexts[0].context,
+        digest_ids(cases[0].preamble),  # the same for all: it is the system prompt's
+        sum(case.num_chunk_tokens for case in cases),
+    )
+    tables = [
+        tabulate(answered, settings, each.name, replace(origin, context=each.context))
+        for each in contexts
+    ]
     path = subject.save(subject.profile.with_tables(*tables), profile_file)
     choices = {table.encoding: choose(table.cells, bound) for table in tables}
     if as_json:
@@ -186,8 +198,6 @@ def layers_command(
     if not marked:
         raise CorpusError(f"{qa_file.name} marks no answers; its passages need answer_spans")
     subject = load_subject(profile_file, **model)
-
-    from dataclasses import replace
 
     from kvweave.fuse.layer_profile import profile_layers
     from kvweave.qa import add_distractors, repeat_ids

@@ -20,7 +20,9 @@ from kvweave.fuse.calibration import Cell, Table
 from kvweave.fuse.layer_profile import LayerProfile
 from kvweave.fuse.strategy import ModelFacts
 
-FORMAT = 1
+FORMAT = 2
+# Tables of format 1 do not say what stood in front of the chunks: no gate could trust them.
+WITHOUT_CONTEXTS = 1
 SHORT = 12  # characters of the fingerprint in the name of a packaged profile
 Data = TypeVar("Data")
 
@@ -39,18 +41,23 @@ class Profile:
         """What strategies want to know."""
         return ModelFacts(num_layers, self.layers.critical if self.layers else ())
 
-    def table(self, revision: str, encoding: str) -> Table | None:
-        """What was measured with this very decoder and encoding context; None if nothing was."""
+    def table(self, revision: str, context: str, preamble: str) -> Table | None:
+        """What was measured with this very decoder, encoding context (`contexts.variant_name`) and
+        preamble (`contexts.digest_ids`); None if nothing was."""
         for table in self.calibration:
-            if (table.revision, table.encoding) == (revision, encoding):
+            if _measured(table) == (revision, context, preamble):
                 return table
         return None
 
     def with_tables(self, *tables: Table) -> "Profile":
-        """The same with these tables; one of the same decoder and encoding is replaced."""
-        fresh = {(table.revision, table.encoding) for table in tables}
-        kept = [t for t in self.calibration if (t.revision, t.encoding) not in fresh]
+        """The same with these tables; one of the same decoder, context and preamble goes."""
+        fresh = set(map(_measured, tables))
+        kept = [table for table in self.calibration if _measured(table) not in fresh]
         return replace(self, calibration=(*kept, *tables))
+
+
+def _measured(table: Table) -> tuple[str, str, str]:
+    return table.revision, table.context, table.preamble
 
 
 def user_path(weights: str) -> Path:
@@ -118,7 +125,9 @@ def _parse(name: str, text: str, weights: str, tokenizer: str) -> Profile:
         version = found.pop("format")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{name} is no profile of kvweave; delete it, then {again}") from error
-    if version != FORMAT:
+    if version == WITHOUT_CONTEXTS:
+        found["calibration"] = []
+    elif version != FORMAT:
         raise ConfigError(f"{name} has format {version}, this kvweave reads {FORMAT}; {again}")
     try:
         layers = found["layers"]
