@@ -39,7 +39,7 @@ from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.strategy import NEEDS_PROFILE, ModelFacts, Strategy, open_strategy
 from kvweave.fuse.trials import Trials, judge
 from kvweave.kernels.column_scores import causal_column_mass
 from kvweave.kernels.rope import rotate
@@ -52,7 +52,7 @@ from kvweave.prompt import Document, chunk_text, split_template
 from kvweave.tokenizer import Tokenizer
 from quality_batch import Cell, batched_pass
 from quality_data import Question, read_questions
-from quality_stats import FULL, Key, append_values, read_values, summarise
+from quality_stats import FULL, Key, append_values, open_values, summarise
 
 SETS = ("2wiki", "hotpot", "musique")
 RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
@@ -65,11 +65,13 @@ ANSWER_ROOM = 32
 
 def main() -> None:
     args = parse_args()
+    skipped = leave_out(args)
     started_s = time.perf_counter()
     tokenizer = Tokenizer(locate(args.model))
     per_set = [read_questions(args.data, tokenizer, s, args.questions, args.first) for s in SETS]
     questions = [q for same in zip(*per_set, strict=False) for q in same]
-    values = read_values(args.values)
+    same = ("model", "encodings", "strategies", "ratios", "layers")
+    values = open_values(args.values, {name: getattr(args, name) for name in same})
     done = {(v["set"], v["number"]) for v in values}
     questions = [q for q in questions if (q.set_name, q.number) not in done]
     for value in run_all(args, questions):
@@ -82,7 +84,8 @@ def main() -> None:
     for name in ("out", "values", "neighbours", "limit_s"):
         config.pop(name)
     config["seconds"] = round(time.perf_counter() - started_s)
-    finish({**result_header("quality", args.device), "config": config, "cells": results}, args.out)
+    header = result_header("quality", args.device)
+    finish({**header, "config": config, "skipped": skipped, "cells": results}, args.out)
 
 
 def parse_args() -> argparse.Namespace:
@@ -102,6 +105,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop asking after this long")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
+
+
+def leave_out(args: argparse.Namespace) -> list[str]:
+    """Take out of `args.strategies` what cannot run, and say so. Ends a run that cannot work."""
+    if "isolated" not in args.encodings.split(","):
+        raise SystemExit("recovery counts from reuse of isolated chunk KV; add it to --encodings")
+    names = args.strategies.split(",")
+    skipped = [name for name in names if name in NEEDS_PROFILE and not args.layers]
+    for name in skipped:
+        print(f"{name} is left out: it needs the critical layers; give --layers", flush=True)
+    args.strategies = ",".join(name for name in names if name not in skipped)
+    return skipped
 
 
 def run_all(args: argparse.Namespace, questions: list[Question]) -> Iterator[dict[Key, Any]]:
@@ -166,8 +181,7 @@ class Lab:
         self.decoder: Decoder = load_decoder(folder, device=args.device, dtype="float32")
         layers = tuple(int(i) for i in args.layers.split(",") if i)
         self.facts = ModelFacts(self.decoder.spec.num_layers, layers)
-        names = [n for n in args.strategies.split(",") if layers or n != "qcfuse"]
-        self.strategies = [open_strategy(name, self.facts) for name in names]
+        self.strategies = [open_strategy(name, self.facts) for name in args.strategies.split(",")]
         self.ratios = [float(r) for r in args.ratios.split(",")]
         self.variants = [parse_variant(text) for text in args.encodings.split(",")]
         self.near: dict[str, list[list[tuple[str, str]]]] = {}
@@ -197,6 +211,7 @@ class Lab:
             trials = Trials(decoder, num_cells, len(ids), ANSWER_ROOM)
             logits = [decoder.forward([Rows(ids, range(len(ids)), trials.kv(0), [len(ids) - 1])])]
             names: list[Key] = [FULL]
+            works = [1.0]
             request, stitched, chosen = self.prepare(question, variant, isolated, trials)
             groups: list[tuple[float, list[tuple[str, Cell]]]] = [(0.0, [("reuse", Cell(()))])]
             groups += [
@@ -212,8 +227,36 @@ class Lab:
                     self.verify(question, request, stitched, ratio, cells, got)
                 logits.append(got)
                 names += [(str(variant), name, ratio) for name, _ in cells]
-            found |= self.figures(question, trials, names, torch.cat(logits))
+                works += [self.work(request, name, cell) for name, cell in cells]
+            figures = self.figures(question, trials, names, torch.cat(logits))
+            for key, share in zip(names, works, strict=True):
+                figures[key]["work"] = share
+            found |= figures
         return {**found, "set": question.set_name, "number": question.number}  # type: ignore[dict-item]
+
+    def work(self, request: FuseRequest, name: str, cell: Cell) -> float:
+        """Rows through layers, probe included, as a share of full prefill's (see fuse/measure.py).
+
+        The batched pass gives selectors in flight their rows at once; what counts is what `fuse`
+        would run, every hit in the layers before they choose.
+        """
+        num_layers = self.decoder.spec.num_layers
+        num_hits = len(request.hits)
+        rows = num_layers * (len(cell.chosen) + len(request.must_compute))
+        strategy = next((s for s in self.strategies if s.name == name), None)
+        if strategy is not None and 0 < len(cell.chosen) < num_hits:
+            needs = strategy.needs(num_layers)
+            wide = needs.full_width_layers
+            # the layer in which they choose projects every hit before it narrows
+            rows += (wide + 1 if wide else 0) * (num_hits - len(cell.chosen))
+            rows += self.probed(request, strategy)
+        return rows / (num_layers * len(request.prompt_ids))
+
+    def probed(self, request: FuseRequest, strategy: Strategy) -> int:
+        """Rows through layers that a probe of the question costs."""
+        needs = strategy.needs(self.decoder.spec.num_layers)
+        length = len(request.prompt_ids) - request.question_start
+        return 0 if needs.probe == "none" else needs.probe_depth * length
 
     def prepare(
         self, question: Question, variant: Variant, isolated: list[list[LayerKV]], trials: Trials
@@ -343,9 +386,9 @@ class Lab:
         cells: list[tuple[str, Cell]],
         got: torch.Tensor,
     ) -> None:
-        """The batched pass is `fuse`: the same rows, the same logits."""
+        """The batched pass is `fuse`: the same rows, the same logits, the same work."""
         by_name = {s.name: s for s in self.strategies}
-        for (name, _), logits in zip(cells, got, strict=True):
+        for (name, cell), logits in zip(cells, got, strict=True):
             strategy = by_name.get(name)
             kv = self.decoder.new_kv(len(request.prompt_ids))
             again = Stitched(
@@ -353,10 +396,16 @@ class Lab:
             )
             selector = None if strategy is None else strategy.selector
             drift = 0.0 if strategy is None else strategy.drift
-            want = fuse(self.decoder, request, again, kv, selector, ratio, drift=drift).logits
-            worst = float((want - logits).abs().max())
+            want = fuse(self.decoder, request, again, kv, selector, ratio, drift=drift)
+            worst = float((want.logits - logits).abs().max())
             if worst > 0.02:
                 raise AssertionError(f"{name} at {ratio}: batched pass is off by {worst:.4f}")
+            rows = sum(want.rows_per_layer)
+            if strategy is not None:
+                rows += self.probed(request, strategy)
+            full = self.decoder.spec.num_layers * len(request.prompt_ids)
+            if abs(rows / full - self.work(request, name, cell)) > 1e-9:
+                raise AssertionError(f"{name} at {ratio}: its work is {rows / full:.4f}")
 
     def figures(
         self, question: Question, trials: Trials, names: list[Key], logits: torch.Tensor
@@ -408,7 +457,9 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
         if not rows:
             continue
         table = Table(title=f"{name}: KL gap recovered, % (95 % interval), n = {rows[0]['n']}")
-        for column in ("encoding", "strategy", "ratio", "recovered", "KL", "NLL gap %", "F1", "EM"):
+        for column in (
+            "encoding", "strategy", "ratio", "work", "recovered", "KL", "NLL gap %", "F1", "EM"
+        ):  # fmt: skip
             table.add_column(
                 column, justify="right" if column not in ("encoding", "strategy") else "left"
             )
@@ -416,10 +467,11 @@ def show(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
             if row["ratio"] not in (0.0, 0.15, 1.0):
                 continue
             low, high = row["recovered_ci"]
+            nll = row["nll_recovered"]
             table.add_row(
-                row["encoding"], row["strategy"], f"{row['ratio']:g}",
+                row["encoding"], row["strategy"], f"{row['ratio']:g}", f"{row['work']:.0%}",
                 f"{row['recovered']:.1f} ({low:.0f} to {high:.0f})", f"{row['kl']:.4f}",
-                f"{row['nll_recovered']:.0f}", f"{row['f1']:.3f}", f"{row['em']:.3f}",
+                "–" if nll is None else f"{nll:.0f}", f"{row['f1']:.3f}", f"{row['em']:.3f}",
             )  # fmt: skip
         Console(width=120).print(table)
 

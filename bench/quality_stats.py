@@ -10,12 +10,16 @@ import numpy as np
 Key = tuple[str, str, float]  # encoding, strategy, ratio
 FULL: Key = ("-", "full", 0.0)
 REUSE: Key = ("isolated", "reuse", 0.0)
-FIGURES = ("kl", "flips", "top1", "nll", "f1", "em")
+FIGURES = ("kl", "flips", "top1", "nll", "f1", "em", "work")
 DRAWS = 2000
+MIN_GAP_ERRORS = 2.0  # bootstrap standard errors; a share of less than that is a share of noise
 
 
 def summarise(values: Sequence[dict[Any, Any]]) -> list[dict[str, Any]]:
-    """One row per set and cell. Means over questions first, then ratios of means."""
+    """One row per set and cell. Means over questions first, then ratios of means.
+
+    `nll_recovered` is None where the gap it is a share of cannot be told from none.
+    """
     rows = []
     for name in dict.fromkeys(v["set"] for v in values):
         asked = [v for v in values if v["set"] == name]
@@ -25,15 +29,16 @@ def summarise(values: Sequence[dict[Any, Any]]) -> list[dict[str, Any]]:
         means = table.mean(0)
         drawn = np.stack([table[d].mean(0) for d in draws])  # [DRAWS, K, F]
         full, reuse = keys.index(FULL), keys.index(REUSE)
+        gap = means[reuse, 3] - means[full, 3]
+        gaps = drawn[:, reuse, 3] - drawn[:, full, 3]
+        has_gap = len(asked) > 1 and abs(gap) > MIN_GAP_ERRORS * gaps.std()
         for k, key in enumerate(keys):
             mean = dict(zip(FIGURES, means[k].tolist(), strict=True))
             recovered = 100 * (1 - drawn[:, k, 0] / drawn[:, reuse, 0])
-            gap = means[reuse, 3] - means[full, 3]
-            nll = (
-                100
-                * (drawn[:, reuse, 3] - drawn[:, k, 3])
-                / (drawn[:, reuse, 3] - drawn[:, full, 3])
-            )
+            nll, nll_ci = None, None
+            if has_gap:
+                nll = round(100 * (means[reuse, 3] - mean["nll"]) / gap, 2)
+                nll_ci = _interval(100 * (drawn[:, reuse, 3] - drawn[:, k, 3]) / gaps)
             rows.append(
                 {
                     "set": name,
@@ -43,8 +48,8 @@ def summarise(values: Sequence[dict[Any, Any]]) -> list[dict[str, Any]]:
                     "ratio": key[2],
                     "recovered": round(100 * (1 - mean["kl"] / means[reuse, 0]), 2),
                     "recovered_ci": _interval(recovered),
-                    "nll_recovered": round(100 * (means[reuse, 3] - mean["nll"]) / gap, 2),
-                    "nll_recovered_ci": _interval(nll),
+                    "nll_recovered": nll,
+                    "nll_recovered_ci": nll_ci,
                     "f1_ci": _interval(drawn[:, k, 4], 4),
                     **{f: round(v, 6) for f, v in mean.items()},
                 }
@@ -52,12 +57,26 @@ def summarise(values: Sequence[dict[Any, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def read_values(path: Path | None) -> list[dict[Any, Any]]:
-    """What earlier runs kept, a line per question."""
-    if path is None or not path.is_file():
+def open_values(path: Path | None, config: dict[str, Any]) -> list[dict[Any, Any]]:
+    """What earlier runs of the same `config` kept: that in the first line, then one per question.
+
+    A new file gets its first line here. Ends the program if the file is another run's.
+    """
+    if path is None:
         return []
+    if not path.is_file() or path.stat().st_size == 0:
+        path.write_text(json.dumps({"config": config}) + "\n")
+        return []
+    first, *lines = path.read_text().splitlines()
+    kept = json.loads(first).get("config", {})
+    for name, value in config.items():
+        if kept.get(name) != value:
+            raise SystemExit(
+                f"{path} was made with {name} {kept.get(name)!r}, this run has {value!r}; give "
+                "another --values file"
+            )
     found = []
-    for line in path.read_text().splitlines():
+    for line in lines:
         value = json.loads(line)
         cells = {(e, s, r): f for e, s, r, f in value.pop("cells")}
         found.append({**cells, **value})

@@ -11,6 +11,7 @@ import pytest
 from kvweave import Weave
 from kvweave.app import Document, Sampling
 from kvweave.errors import ConfigError, RequestError
+from kvweave.fuse.profiles import user_path
 from kvweave.ingest import IngestOptions
 from kvweave.ingest.sources import Selection
 from kvweave.kv.keys import make_chunk_key
@@ -269,3 +270,18 @@ def test_extras_alone_keep_the_stored_encoding(tmp_path: Path, chat_model_folder
     with opened(encoding="isolated") as weave:
         prepared = weave.library.encoder.preparation
         assert (str(prepared.variant), prepared.extras) == ("isolated", ("inter",))
+
+
+def test_a_damaged_profile_is_no_trouble_of_who_does_not_need_it(
+    weave: Weave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    weave.ingest(*TEXTS)
+    path = user_path(weave._decoder.weights.fingerprint)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    for reuse in ("full", "prefix", "weave"):
+        assert weave.ask("Where does Tom sail?", reuse=reuse, sampling=GREEDY).text
+    for reuse in ("qcfuse", "auto"):
+        with pytest.raises(ConfigError, match="no profile of kvweave"):
+            weave.ask("Where does Tom sail?", reuse=reuse, sampling=GREEDY)

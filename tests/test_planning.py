@@ -14,6 +14,7 @@ from kvweave.app import Answer, Sampling
 from kvweave.cli import planning as cli_planning
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND, Cell, Table
+from kvweave.fuse.contexts import Variant, digest_ids, filler_ids, variant_name
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.profiles import Profile, save_profile, user_path
 from kvweave.fuse.strategy import ModelFacts, open_strategy
@@ -34,7 +35,7 @@ from kvweave.plan.plan import Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
 from kvweave.planning import STALE_S
 from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
-from kvweave.prompt import SYSTEM
+from kvweave.prompt import SYSTEM, split_template
 from kvweave.tokenizer import Tokenizer
 from running import Run, run
 from tiny_corpus import make_text, open_kb
@@ -77,10 +78,22 @@ class World:
         library = Library(kb, store, self.decoder, encoder)
         return Weave(self.decoder, self.tokenizer, "tiny", SYSTEM, library)
 
-    def calibrate(self, *cells: tuple[str, float, float], num_questions: int = 100) -> None:
-        """Write a table of (strategy, ratio, KL)."""
+    def calibrate(
+        self,
+        *cells: tuple[str, float, float],
+        num_questions: int = 100,
+        filler: tuple[int, ...] | None = None,
+        preamble: tuple[int, ...] | None = None,
+    ) -> None:
+        """Write a table of (strategy, ratio, KL), behind the world's own filler and preamble."""
+        variant = Variant("filler", 1)
+        filler = filler_ids(self.tokenizer, 1) if filler is None else filler
+        preamble = split_template(self.tokenizer, SYSTEM)[0] if preamble is None else preamble
         table = Table(
             encoding="filler:1",
+            context=variant_name(variant, filler),
+            preamble=digest_ids(preamble),
+            num_chunk_tokens=90000,
             revision=self.decoder.revision,
             dtype="float32",
             data="made up",
@@ -178,6 +191,15 @@ def test_a_bound_that_no_ratio_meets_closes_the_gate(world: World, weave: Weave)
     answer = ask(weave, bound=0.001)
     assert reasons(answer)["epic"] is Reason.BOUND_NOT_MET
     assert answer.text == ask(weave, "full").text
+
+
+@pytest.mark.parametrize("other", [{"filler": (1, 2)}, {"preamble": (1, 2)}])
+def test_a_table_measured_behind_other_text_opens_no_gate(
+    world: World, weave: Weave, other: dict[str, tuple[int, ...]]
+) -> None:
+    world.set_machine()
+    world.calibrate(("epic", 0.1, 0.01), **other)  # type: ignore[arg-type]
+    assert reasons(ask(weave))["epic"] is Reason.NOT_CALIBRATED
 
 
 def test_a_table_of_few_questions_opens_no_gate(world: World, weave: Weave) -> None:

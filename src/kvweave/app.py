@@ -19,7 +19,7 @@ from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.profiles import Profile, find_profile
-from kvweave.fuse.strategy import NAMES, ModelFacts, chosen_ratio, open_strategy
+from kvweave.fuse.strategy import NAMES, NEEDS_PROFILE, ModelFacts, chosen_ratio, open_strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
@@ -220,7 +220,10 @@ class Weave:
                 raise RequestError("reuse 'auto' chooses the ratio itself; leave it out")
             strategy = None
         else:
-            strategy = open_strategy(reuse, self.facts)
+            # a damaged profile is no trouble of who does not use it
+            needed = reuse in NEEDS_PROFILE
+            facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
+            strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
         prompt = self._prompt(question, documents, system, k)
         retrieve_ms = (time.perf_counter() - called_s) * 1e3

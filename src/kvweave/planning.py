@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvweave.answering import Note
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.sampling import Choice, Sampling
+from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.profiles import Profile
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
@@ -73,7 +74,8 @@ class Planning:
         self._peek = StoredChunkPeek(encoder, library.store)
         table = None
         if profile is not None:
-            table = profile.table(decoder.revision, str(encoder.preparation.variant))
+            preamble = digest_ids(encoder.preamble_ids)
+            table = profile.table(decoder.revision, encoder.encoding_context, preamble)
         self._strategies = fusing_strategies(facts)
         self._planner = Planner(
             tree or _preamble_tree(library, self.machine),

@@ -94,7 +94,7 @@ class CalibratedGate:
     """
 
     def __init__(self, table: Table | None) -> None:
-        """`table` was measured with this very decoder and encoding context; None: nothing was."""
+        """`table` is of this very decoder, encoding context and preamble; None: there is none."""
         is_enough = table is not None and table.num_questions >= ENOUGH_QUESTIONS
         self._cells = table.cells if table is not None and is_enough else ()
 

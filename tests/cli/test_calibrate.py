@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvweave.fuse.profiles import Profile, find_profile
+from kvweave import Weave
+from kvweave.fuse.contexts import digest_ids
+from kvweave.fuse.preparation import Preparation, write_preparation
+from kvweave.fuse.profiles import Profile, find_profile, save_profile, user_path
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.load import load_decoder
 from kvweave.tokenizer import Tokenizer
@@ -91,7 +94,7 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
     )
     assert (ran.code, ran.err) == (0, "")
     said = json.loads(ran.out)
-    assert said["chosen"] == {"isolated": None}
+    assert said["chosen"] == {"filler:4": None}  # what ingest prepares unless told otherwise
     assert said["profile"] == str(path)
     assert [cell["strategy"] for cell in said["tables"][0]["cells"]] == ["reuse", "epic"]
     assert said["tables"][0]["num_questions"] == 2
@@ -113,6 +116,39 @@ def test_questions_are_asked_of_a_knowledge_base(
     assert ran.code == 0, ran.err
     assert "2 questions of q.txt" in ran.out
     assert "F1" not in ran.out  # nobody knows the answers
+    profile = profile_of(chat_model_folder)
+    assert profile is not None
+    (table,) = profile.calibration
+    assert table.num_chunk_tokens > 0
+    with Weave.open(tmp_path / "other", model=str(chat_model_folder), device="cpu") as weave:
+        encoder = weave.library.encoder  # of another knowledge base, prepared as by default
+        preamble = digest_ids(encoder.preamble_ids)
+        assert profile.table(table.revision, encoder.encoding_context, preamble) == table
+
+
+def encodings_of(model: Path) -> list[str]:
+    profile = profile_of(model)
+    return [] if profile is None else [table.encoding for table in profile.calibration]
+
+
+def test_the_encoding_that_is_measured_is_the_one_the_knowledge_base_is_prepared_with(
+    run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda name: WordEmbedder())
+    kb_folder = tmp_path / "kb"
+    with open_kb(kb_folder, Tokenizer(chat_model_folder)) as kb:
+        ingest(kb, [make_folder(tmp_path / "docs", 3)], None)
+    (tmp_path / "q.txt").write_text("how do I drain a node?\n")
+    options = ["--kb", kb_folder, "--chunks", 3, "--strategies", "reuse"]
+    asked = ["calibrate", "--questions", tmp_path / "q.txt", *options, "--model", chat_model_folder]
+    write_preparation(kb_folder / "kv", Preparation.parse("neighbours:3"))
+    assert "is prepared with neighbours:3, which calibrate cannot measure" in refused(run(*asked))
+    for encoding in ("isolated", "filler:2"):
+        write_preparation(kb_folder / "kv", Preparation.parse(encoding))
+        assert run(*asked).code == 0
+    assert encodings_of(chat_model_folder) == ["isolated", "filler:2"]
+    assert run(*asked, "--encodings", "filler:1").code == 0
+    assert encodings_of(chat_model_folder)[-1] == "filler:1"
 
 
 @pytest.mark.parametrize(
@@ -174,9 +210,45 @@ def test_prompts_beyond_the_context_are_refused(
     assert "no prompt fits" in refused(run("calibrate", "--qa", qa_file, *options))
 
 
-def test_a_damaged_profile_is_one_line(
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is no profile of kvweave"),
+        ('{"format": 99}', "has format 99"),
+        (None, "was measured with another tokenizer"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_replaced_and_kept_beside(
+    run: Run, chat_model_folder: Path, qa_file: Path, text: str | None, says: str
+) -> None:
+    weights = load_decoder(chat_model_folder, device="cpu").weights.fingerprint
+    path = user_path(weights)
+    save_profile(path, Profile("tiny", weights, "another"))
+    if text is not None:
+        path.write_text(text)
+    before = path.read_text()
+    options = ["--strategies", "reuse", "--limit", 1, "--model", chat_model_folder]
+    ran = run("calibrate", "--qa", qa_file, *options)
+    assert ran.code == 0, ran.err
+    warning, _, _ = ran.err.partition("\n")
+    assert str(path) in warning
+    assert says in warning
+    assert warning.endswith(f"measured anew, it is kept as {path.name}.old")
+    assert path.with_name(f"{path.name}.old").read_text() == before
+    profile = profile_of(chat_model_folder)
+    assert profile is not None
+    assert len(profile.calibration) == 1
+
+
+def test_another_profiles_damage_is_left_alone(
     run: Run, chat_model_folder: Path, qa_file: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "p.json").write_text("{")
-    options = ["--model", chat_model_folder, "--profile", tmp_path / "p.json"]
-    assert "no profile of kvweave" in refused(run("calibrate", "--qa", qa_file, *options))
+    path = user_path(load_decoder(chat_model_folder, device="cpu").weights.fingerprint)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    options = ["--strategies", "reuse", "--limit", 1, "--profile", tmp_path / "p.json"]
+    ran = run("calibrate", "--qa", qa_file, "--model", chat_model_folder, *options)
+    assert ran.code == 0, ran.err
+    assert "it is left alone" in ran.err
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert (tmp_path / "p.json").is_file()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.errors import ModelError
+from kvweave.errors import ConfigError, ModelError
 from kvweave.fuse import measure as measuring
 from kvweave.fuse.case import Case, hash_cases
 from kvweave.fuse.encode import encode_chunks, encode_prefix
@@ -27,7 +27,7 @@ SETTINGS = [
     Setting(open_strategy("qcfuse", FACTS), 0.3),
     Setting(open_strategy("weave", FACTS), 0.97),
 ]
-ORIGIN = Origin("revision", "float32", "questions.txt", "hash")
+ORIGIN = Origin("revision", "float32", "questions.txt", "hash", "isolated", "preamble", 60)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def test_the_table_has_every_setting_and_plain_reuse_recovers_nothing(
     assert nearly_all.kl < reuse.kl
     assert (table.num_questions, table.num_with_answers) == (2, 1)
     assert 0.0 <= table.noise < 1e-5
+    assert (table.context, table.preamble, table.num_chunk_tokens) == ("isolated", "preamble", 60)
     assert table.full_f1 is not None
 
 
@@ -132,6 +133,26 @@ def test_a_run_in_which_recomputing_everything_differs_is_void(
 
     with pytest.raises(ModelError, match="calibration is void"):
         measure(decoder, tokenizer, cases, [SaysExact()], SETTINGS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_type_whose_rounding_uses_up_the_bound_cannot_be_calibrated_to_it(
+    chat_model_folder: Path, tokenizer: Tokenizer, cases: list[Case], dtype: str
+) -> None:
+    half = load_decoder(chat_model_folder, device="cpu", dtype=dtype)
+    isolated = FixedContext(half, Prefixes(half), "isolated", (), repeat_ids(tokenizer))
+    answered = measure(half, tokenizer, cases, [isolated], SETTINGS[:1], bound=1e3)
+    noise = sum(each.noise["isolated"] for each in answered) / len(answered)
+    assert noise > 0.0
+    measure(half, tokenizer, cases, [isolated], SETTINGS[:1], bound=11 * noise)
+    with pytest.raises(ConfigError, match=f"{dtype} cannot be calibrated to .* take float32"):
+        measure(half, tokenizer, cases, [isolated], SETTINGS[:1], bound=9 * noise)
+
+
+def test_float32_is_calibrated_to_any_bound(
+    decoder: Decoder, tokenizer: Tokenizer, cases: list[Case], isolated: FixedContext
+) -> None:
+    assert measure(decoder, tokenizer, cases[:1], [isolated], SETTINGS[:1], bound=0.0)
 
 
 def test_another_question_is_another_hash(cases: list[Case]) -> None:

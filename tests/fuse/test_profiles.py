@@ -17,10 +17,13 @@ LAYERS = LayerProfile(
 CELL = Cell("weave", 0.15, 0.2, 0.01, 0.008, 0.012, 0.03, 0.2, 0.0, 0.98, -0.01, 0.6, None, 0.5)
 
 
-def make_table(encoding: str = "isolated", revision: str = "r1", kl: float = 0.01) -> Table:
+def make_table(
+    encoding: str = "isolated", revision: str = "r1", kl: float = 0.01, preamble: str = "p1"
+) -> Table:
     cell = Cell("reuse", 0.0, 0.05, kl, kl, kl, kl, kl, 0.0, 1.0, 0.0)
     names = ("float32", "q.txt", "cafe", "2026-01-01")
-    return Table(encoding, revision, *names, 24, 3, 812.25, 1e-8, 0.5, None, (cell, CELL))
+    where = (encoding, encoding, preamble, revision)
+    return Table(*where, *names, 24, 3, 9000, 812.25, 1e-8, 0.5, None, (cell, CELL))
 
 
 PROFILE = Profile("tiny", "abc" * 10, "def" * 10, LAYERS, (make_table(),))
@@ -58,9 +61,17 @@ def change(path: Path, **changes: object) -> None:
 
 
 def test_another_format_is_refused_with_the_way_out(path: Path) -> None:
-    change(path, format=2)
-    with pytest.raises(ConfigError, match="has format 2, this kvweave reads 1; make it again with"):
+    change(path, format=3)
+    with pytest.raises(ConfigError, match="has format 3, this kvweave reads 2; make it again with"):
         load(path)
+
+
+def test_of_format_1_the_layers_are_read_and_the_tables_are_not(path: Path) -> None:
+    old = profiles.asdict(make_table())
+    for name in ("context", "preamble", "num_chunk_tokens"):
+        del old[name]
+    change(path, format=1, calibration=[old])
+    assert load(path) == profiles.replace(PROFILE, calibration=())
 
 
 def test_a_profile_of_other_weights_or_tokenizer_is_refused(path: Path) -> None:
@@ -79,6 +90,12 @@ def test_a_profile_of_other_weights_or_tokenizer_is_refused(path: Path) -> None:
         {"surprise": 1},
         {"weights": 7},
         {"layers": {**profiles.asdict(LAYERS), "all_layers": "much"}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": ["x"]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": [-7]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": [0.5]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": 3}},
+        {"layers": {**profiles.asdict(LAYERS), "recall": ["x"]}},
+        {"calibration": [{**profiles.asdict(make_table()), "num_questions": "many"}]},
     ],
 )
 def test_a_damaged_profile_is_refused_in_one_line(path: Path, changes: dict[str, object]) -> None:
@@ -96,12 +113,17 @@ def test_what_is_no_profile_is_refused(path: Path, text: str) -> None:
 
 
 def test_a_fresh_table_replaces_the_one_of_its_decoder_and_encoding() -> None:
-    more = PROFILE.with_tables(make_table(kl=0.5), make_table("filler:4"))
-    assert [t.encoding for t in more.calibration] == ["isolated", "filler:4"]
-    table = more.table("r1", "isolated")
+    more = PROFILE.with_tables(make_table(kl=0.5), make_table("filler:4:aa"))
+    assert [t.encoding for t in more.calibration] == ["isolated", "filler:4:aa"]
+    table = more.table("r1", "isolated", "p1")
     assert table is not None
     assert table.cells[0].kl == 0.5
-    assert more.table("another decoder", "isolated") is None
+    assert more.table("another decoder", "isolated", "p1") is None
+    assert more.table("r1", "filler:4:bb", "p1") is None
+    assert more.table("r1", "isolated", "p2") is None
+    both = more.with_tables(make_table(preamble="p2"))
+    assert len(both.calibration) == 3
+    assert both.table("r1", "isolated", "p2") is not None
 
 
 def test_the_users_profile_wins_over_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +150,4 @@ def test_embedded_models_come_with_a_profile_that_loads(
     assert profile.model == "smollm2"
     assert profile.layers is not None
     assert profile.facts(30).critical_layers
+    assert stored["format"] == profiles.FORMAT

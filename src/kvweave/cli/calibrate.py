@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 @click.option("--strategies", default=STRATEGIES, show_default=True, help="What to measure.")
 @click.option("--ratios", default=RATIOS, show_default=True, help="Shares to recompute.")
 @click.option(
-    "--encodings", default="isolated", show_default=True, help="isolated, filler:SIZE, or both."
+    "--encodings",
+    help="isolated, filler:SIZE, or both (what --kb is prepared with; filler for --qa).",
 )
 @limit_option
 @click.option(
@@ -84,7 +85,7 @@ def _calibrate(
     qa_file: Path | None,
     strategies: str,
     ratios: str,
-    encodings: str,
+    encodings: str | None,
     limit: int | None,
     context_tokens: int | None,
     bound: float | None,
@@ -102,7 +103,7 @@ def _calibrate(
         raise RequestError("--questions are asked of a knowledge base; give --kb DIR with them")
     shares = _ratios(ratios)
     names = _names(strategies)
-    variants = [parse_variant(name) for name in _split(encodings)]
+    variants = [parse_variant(n) for n in _split(encodings or _encoding_of(kb_folder))]
     bound = BOUND if bound is None else bound
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
@@ -126,15 +127,33 @@ def _calibrate(
     assert source is not None, "checked above"
 
     from kvweave.fuse.case import hash_cases
+    from kvweave.fuse.contexts import digest_ids
     from kvweave.fuse.measure import measure
     from kvweave.fuse.tabulate import Origin, tabulate
 
     with progress_bar("questions", len(cases)) as advance:
         answered = measure(
-            subject.decoder, subject.tokenizer, cases, contexts, settings, on_case=advance
+            subject.decoder,
+            subject.tokenizer,
+            cases,
+            contexts,
+            settings,
+            bound=bound,
+            on_case=advance,
         )
-    origin = Origin(subject.revision, subject.dtype, source.name, hash_cases(cases))
-    tables = [tabulate(answered, settings, each.name, origin) for each in contexts]
+    origin = Origin(
+        subject.revision,
+        subject.dtype,
+        source.name,
+        hash_cases(cases),
+        contexts[0].context,
+        digest_ids(cases[0].preamble),  # the same for all: it is the system prompt's
+        sum(case.num_chunk_tokens for case in cases),
+    )
+    tables = [
+        tabulate(answered, settings, each.name, replace(origin, context=each.context))
+        for each in contexts
+    ]
     path = subject.save(subject.profile.with_tables(*tables), profile_file)
     choices = {table.encoding: choose(table.cells, bound) for table in tables}
     if as_json:
@@ -179,8 +198,6 @@ def layers_command(
     if not marked:
         raise CorpusError(f"{qa_file.name} marks no answers; its passages need answer_spans")
     subject = load_subject(profile_file, **model)
-
-    from dataclasses import replace
 
     from kvweave.fuse.layer_profile import profile_layers
     from kvweave.qa import add_distractors, repeat_ids
@@ -246,6 +263,22 @@ def _settings(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -
         each = [0.0] if strategy.selector is None else ratios
         settings += [Setting(strategy, ratio) for ratio in each]
     return settings
+
+
+def _encoding_of(kb_folder: Path | None) -> str:
+    """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
+    from kvweave.fuse.preparation import DEFAULT_ENCODING
+    from kvweave.library import prepared
+
+    if kb_folder is None:
+        return DEFAULT_ENCODING
+    found = prepared(kb_folder, None)
+    if found.variant.kind == "neighbours":
+        raise ConfigError(
+            f"{kb_folder} is prepared with {found.variant}, which calibrate cannot measure; it "
+            "can say what isolated or filler would cost: give --encodings"
+        )
+    return str(found.variant)
 
 
 def _names(text: str) -> list[str]:

@@ -29,6 +29,7 @@ class Subject:
     decoder: "Decoder"
     tokenizer: "Tokenizer"
     profile: "Profile"
+    unusable: Path | None = None  # a profile that cannot be read; kept as .old when one is written
 
     @property
     def revision(self) -> str:
@@ -73,9 +74,11 @@ class Subject:
         return FixedContext(self.decoder, Prefixes(self.decoder), str(variant), ids, repeat)
 
     def save(self, profile: "Profile", path: Path | None) -> Path:
-        from kvweave.fuse.profiles import save_profile, user_path
+        from kvweave.fuse.profiles import save_profile, set_aside, user_path
 
         path = path or user_path(self.decoder.weights.fingerprint)
+        if path == self.unusable:
+            set_aside(path)
         save_profile(path, profile)
         return path
 
@@ -83,8 +86,12 @@ class Subject:
 def load_subject(
     profile_file: Path | None, *, model: str, device: str, dtype: str, quant: str
 ) -> Subject:
-    """Load a model, and its profile if it has one: from `profile_file` where that is there."""
-    from kvweave.fuse.profiles import Profile, find_profile, load_profile
+    """Load a model, and its profile if it has one: from `profile_file` where that is there.
+
+    A profile that cannot be used is no reason to stop: measuring again is the way out that every
+    other command names. A line on stderr says so.
+    """
+    from kvweave.fuse.profiles import Profile, aside, load_profile, packaged_profile, user_path
     from kvweave.model.load import load_decoder
     from kvweave.model.locate import locate
     from kvweave.tokenizer import Tokenizer
@@ -95,11 +102,21 @@ def load_subject(
     weights = decoder.weights.fingerprint
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
-    if profile_file is not None and profile_file.exists():
-        known: Profile | None = load_profile(profile_file, weights, tokenizer.fingerprint)
-    else:
-        known = find_profile(weights, tokenizer.fingerprint)
-    return Subject(name, decoder, tokenizer, known or Profile(name, weights, tokenizer.fingerprint))
+    written = profile_file or user_path(weights)
+    source = written if written.exists() else user_path(weights)
+    known: Profile | None = None
+    unusable = None
+    try:
+        if source.is_file():
+            known = load_profile(source, weights, tokenizer.fingerprint)
+    except ConfigError as error:
+        reason = str(error).rpartition("; ")[0] or str(error)  # the way out is being walked
+        kept = f"it is kept as {aside(source).name}" if source == written else "it is left alone"
+        click.echo(f"{reason}: measured anew, {kept}", err=True)
+        unusable = source
+    known = known or packaged_profile(weights, tokenizer.fingerprint)
+    fresh = Profile(name, weights, tokenizer.fingerprint)
+    return Subject(name, decoder, tokenizer, known or fresh, unusable)
 
 
 @contextmanager

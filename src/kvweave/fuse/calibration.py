@@ -38,7 +38,9 @@ class Cell:
 class Table:
     """Cells measured together: one model, one encoding context, one set of questions."""
 
-    encoding: str
+    encoding: str  # "filler:4", for people
+    context: str  # the same with a digest of the filler's tokens, see contexts.variant_name
+    preamble: str  # digest of the tokens that stood in front of all chunks
     revision: str  # of the decoder: weights, settings and precision
     dtype: str  # the same for people
     data: str  # name of the questions' file
@@ -46,6 +48,7 @@ class Table:
     date: str  # ISO
     num_questions: int
     num_with_answers: int  # questions that f1, em and gold_nll_gap come from
+    num_chunk_tokens: int  # in all prompts together
     mean_prompt_tokens: float
     noise: float  # highest mean KL of a question when everything is recomputed
     full_f1: float | None  # of full prefill

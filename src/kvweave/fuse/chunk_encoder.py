@@ -94,6 +94,7 @@ class ChunkEncoder:
         self._neighbours_of = neighbours_of
         beside = "".join(f"+{name}" for name in self.preparation.extras)  # other bytes, other key
         name = variant_name(self.preparation.variant, self.texts.filler)
+        self.encoding_context = name  # with a digest of the filler, and nothing of what lies beside
         self._isolated = replace(context, variant=ISOLATED + beside)
         self._context = replace(context, variant=name + beside)
         self._on_saved = on_saved

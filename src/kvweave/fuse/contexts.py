@@ -73,8 +73,12 @@ def variant_name(variant: Variant, ids: Sequence[int] = ()) -> str:
     """What a key says of an encoding context: kind, size and a digest of the filler's tokens."""
     if variant.kind != "filler":
         return str(variant)
-    digest = hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=6).hexdigest()
-    return f"{variant}:{digest}"
+    return f"{variant}:{digest_ids(ids)}"
+
+
+def digest_ids(ids: Sequence[int]) -> str:
+    """A short name for some token ids."""
+    return hashlib.blake2b(",".join(map(str, ids)).encode(), digest_size=6).hexdigest()
 
 
 def neighbour_prefix(

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from kvweave.fuse.anchors import SHARE, choose_anchors, extra_name, kvzip_scores, pack_anchors
 from kvweave.fuse.case import Case
+from kvweave.fuse.contexts import parse_variant, variant_name
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.sources import ComputedChunks
@@ -69,6 +70,7 @@ class FixedContext:
         self.name = name
         self._decoder = decoder
         self._prefixes = prefixes
+        self.context = variant_name(parse_variant(name), context_ids)
         self._context = tuple(context_ids)
         self._repeat = tuple(repeat_ids)
         self._anchor_share = anchor_share

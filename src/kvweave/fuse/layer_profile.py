@@ -50,6 +50,13 @@ class LayerProfile:
     full_context: float  # the same with a probe that sees the whole context: the reference
     critical: tuple[int, ...]  # the beginning of `order` that is worth it
 
+    def __post_init__(self) -> None:
+        """A profile is a file that people edit. Raises ValueError."""
+        for name in ("order", "critical"):
+            for layer in getattr(self, name):
+                if layer < 0:
+                    raise ValueError(f"LayerProfile.{name} has {layer}, which is no layer")
+
 
 def profile_layers(
     decoder: Decoder,

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.errors import ModelError
+from kvweave.errors import ConfigError, ModelError
 from kvweave.fuse.answer_scores import exact_match, token_f1
+from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.case import Case
 from kvweave.fuse.encodings import Encoding, Prefixes
 from kvweave.fuse.fuse import Fused, fuse
@@ -29,9 +30,11 @@ from kvweave.tokenizer import Tokenizer
 
 MAX_ANSWER_TOKENS = 32
 BATCH_BYTES = 1 << 30  # KV of trials that are judged together
-# Mean KL of one answer when everything is recomputed. Float32 gives 1e-9 to 1e-7 here; the half
-# types round the same numbers in another order where a chunk is taken from the store.
+# Mean KL of one answer when everything is recomputed: beyond this something is wrong. Float32 gives
+# 1e-9 to 1e-7 here; the half types round the same numbers in another order where a chunk is taken
+# from the store.
 NOISE_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+NOISE_SHARE = 0.1  # of the bound that the mean noise over all questions may use up
 
 
 class Setting(NamedTuple):
@@ -77,17 +80,21 @@ def measure(
     encodings: Sequence[Encoding],
     settings: Sequence[Setting],
     *,
+    bound: float = BOUND,
     on_case: Callable[[int], None] | None = None,
 ) -> list[Answered]:
     """Try every setting behind every encoding on every case. `on_case` hears how many are done.
 
     Raises ModelError as soon as recomputing everything is not full prefill: nothing measured on
-    such a machine means anything.
+    such a machine means anything. Raises ConfigError as soon as the rounding of a half type is sure
+    to use up more than NOISE_SHARE of `bound`: what is measured then is the rounding.
     """
     prefixes = Prefixes(decoder)
-    answered = []
+    cases = list(cases)
+    answered: list[Answered] = []
     for case in cases:
         answered.append(_Asking(decoder, tokenizer, prefixes, case).run(encodings, settings))
+        _check_precision(answered, len(cases), _dtype_of(decoder), bound)
         if on_case is not None:
             on_case(len(answered))
     return answered
@@ -187,7 +194,7 @@ class _Asking:
         return scores
 
     def _check_noise(self, check: Outcome) -> float:
-        limit = NOISE_LIMITS[self._full_dtype()]
+        limit = NOISE_LIMITS[_dtype_of(self._decoder)]
         kl = check.judged.kl_mean
         if not kl <= limit:  # a NaN is no noise either
             raise ModelError(
@@ -196,10 +203,6 @@ class _Asking:
             )
         return kl
 
-    def _full_dtype(self) -> torch.dtype:
-        zero = torch.zeros(1, dtype=torch.int64, device=self._decoder.device)
-        return self._decoder.embed(zero).dtype
-
     def _trials(self, count: int) -> Trials:
         return Trials(self._decoder, count, self._case.num_tokens, MAX_ANSWER_TOKENS)
 
@@ -207,7 +210,28 @@ class _Asking:
         spec = self._decoder.spec
         tokens = self._case.num_tokens + MAX_ANSWER_TOKENS
         values = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * tokens
-        return max(1, BATCH_BYTES // (values * self._full_dtype().itemsize))
+        return max(1, BATCH_BYTES // (values * _dtype_of(self._decoder).itemsize))
+
+
+def _dtype_of(decoder: Decoder) -> torch.dtype:
+    return decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.device)).dtype
+
+
+def _check_precision(
+    answered: Sequence[Answered], num_cases: int, dtype: torch.dtype, bound: float
+) -> None:
+    """Float32 is held to its own limit, question by question, which no sane bound comes near."""
+    if dtype == torch.float32:
+        return
+    for encoding in answered[0].noise:
+        # those that are to come can only add, so this much is sure already
+        noise = sum(each.noise[encoding] for each in answered) / num_cases
+        if noise > NOISE_SHARE * bound:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} cannot be calibrated to {bound:g} nats per token: rounding alone makes "
+                f"{noise:.2g} ({encoding}), more than a tenth; take float32 or a higher bound"
+            )
 
 
 def _batches(settings: Sequence[Setting], size: int) -> Iterator[Sequence[Setting]]:

@@ -6,6 +6,7 @@ on and is refused for any others.
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
@@ -19,7 +20,9 @@ from kvweave.fuse.calibration import Cell, Table
 from kvweave.fuse.layer_profile import LayerProfile
 from kvweave.fuse.strategy import ModelFacts
 
-FORMAT = 1
+FORMAT = 2
+# Tables of format 1 do not say what stood in front of the chunks: no gate could trust them.
+WITHOUT_CONTEXTS = 1
 SHORT = 12  # characters of the fingerprint in the name of a packaged profile
 Data = TypeVar("Data")
 
@@ -38,18 +41,23 @@ class Profile:
         """What strategies want to know."""
         return ModelFacts(num_layers, self.layers.critical if self.layers else ())
 
-    def table(self, revision: str, encoding: str) -> Table | None:
-        """What was measured with this very decoder and encoding context; None if nothing was."""
+    def table(self, revision: str, context: str, preamble: str) -> Table | None:
+        """What was measured with this very decoder, encoding context (`contexts.variant_name`) and
+        preamble (`contexts.digest_ids`); None if nothing was."""
         for table in self.calibration:
-            if (table.revision, table.encoding) == (revision, encoding):
+            if _measured(table) == (revision, context, preamble):
                 return table
         return None
 
     def with_tables(self, *tables: Table) -> "Profile":
-        """The same with these tables; one of the same decoder and encoding is replaced."""
-        fresh = {(table.revision, table.encoding) for table in tables}
-        kept = [t for t in self.calibration if (t.revision, t.encoding) not in fresh]
+        """The same with these tables; one of the same decoder, context and preamble goes."""
+        fresh = set(map(_measured, tables))
+        kept = [table for table in self.calibration if _measured(table) not in fresh]
         return replace(self, calibration=(*kept, *tables))
+
+
+def _measured(table: Table) -> tuple[str, str, str]:
+    return table.revision, table.context, table.preamble
 
 
 def user_path(weights: str) -> Path:
@@ -65,6 +73,11 @@ def find_profile(weights: str, tokenizer: str) -> Profile | None:
     path = user_path(weights)
     if path.is_file():
         return load_profile(path, weights, tokenizer)
+    return packaged_profile(weights, tokenizer)
+
+
+def packaged_profile(weights: str, tokenizer: str) -> Profile | None:
+    """The profile that comes with an embedded model; None for any other. Raises ConfigError."""
     for packaged in files("kvweave.fuse").joinpath("profiles").iterdir():
         if packaged.name.endswith(f"-{weights[:SHORT]}.json"):
             return _parse(packaged.name, packaged.read_text("utf-8"), weights, tokenizer)
@@ -78,6 +91,18 @@ def load_profile(path: Path, weights: str, tokenizer: str) -> Profile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the profile {path}: {error}") from error
     return _parse(str(path), text, weights, tokenizer)
+
+
+def set_aside(path: Path) -> None:
+    """Keep a profile that cannot be used beside itself, as NAME.old; one from before goes."""
+    try:
+        path.replace(aside(path))
+    except OSError as error:
+        raise ConfigError(f"cannot rename the profile {path}: {error.strerror}") from error
+
+
+def aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.old")
 
 
 def save_profile(path: Path, profile: Profile) -> None:
@@ -100,7 +125,9 @@ def _parse(name: str, text: str, weights: str, tokenizer: str) -> Profile:
         version = found.pop("format")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{name} is no profile of kvweave; delete it, then {again}") from error
-    if version != FORMAT:
+    if version == WITHOUT_CONTEXTS:
+        found["calibration"] = []
+    elif version != FORMAT:
         raise ConfigError(f"{name} has format {version}, this kvweave reads {FORMAT}; {again}")
     try:
         layers = found["layers"]
@@ -141,15 +168,19 @@ def _read(kind: type[Data], found: Mapping[str, Any]) -> Data:
         expected = str(known[name].type)
         if "str" in expected and not isinstance(value, str):
             raise ValueError(f"{kind.__name__}.{name} is {value!r}")
-        if "float" in expected and "tuple" not in expected and not _is_number(value, expected):
-            raise ValueError(f"{kind.__name__}.{name} is {value!r}")
+        if "float" in expected or "int" in expected:
+            for one in value if "tuple" in expected else [value]:
+                if not _is_number(one, expected):
+                    raise ValueError(f"{kind.__name__}.{name} has {one!r}")
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
 
 
 def _is_number(value: Any, expected: str) -> bool:
     if value is None:
         return "None" in expected
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, bool) or ("float" not in expected and not isinstance(value, int)):
+        return False
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _rounded(profile: Profile) -> Profile:

@@ -88,6 +88,7 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
 }
 _DRIFT = {"weave": STRENGTH}
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
+NEEDS_PROFILE = frozenset({"qcfuse"})  # cannot be opened without the critical layers
 
 
 def chosen_ratio(strategy: Strategy, ratio: float | None) -> float:

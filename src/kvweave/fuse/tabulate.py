@@ -22,6 +22,9 @@ class Origin:
     dtype: str
     data: str  # name of the questions' file
     data_hash: str
+    context: str  # of the encoding, see contexts.variant_name
+    preamble: str  # digest
+    num_chunk_tokens: int
 
 
 def tabulate(
@@ -36,6 +39,8 @@ def tabulate(
     )
     return Table(
         encoding=encoding,
+        context=origin.context,
+        preamble=origin.preamble,
         revision=origin.revision,
         dtype=origin.dtype,
         data=origin.data,
@@ -43,6 +48,7 @@ def tabulate(
         date=date.today().isoformat(),
         num_questions=len(answered),
         num_with_answers=sum(gold is not None for gold in golds),
+        num_chunk_tokens=origin.num_chunk_tokens,
         mean_prompt_tokens=float(np.mean([each.num_tokens for each in answered])),
         noise=noise_of(answered, encoding),
         full_f1=_mean([gold.f1 for gold in golds if gold is not None]),

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from kvweave.errors import ModelError
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import FuseRequest, Span, State
@@ -85,7 +86,10 @@ def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
     """
     scores = scores.float().cpu()
     if bool(scores.isnan().any()):
-        raise FloatingPointError("a selector's scores hold NaN; the model or its KV is broken")
+        raise ModelError(
+            "the scores of the stored tokens hold NaN: the model or its chunk KV is broken; "
+            "run `kvweave cache verify`, or ask with reuse 'full'"
+        )
     order = torch.sort(scores, descending=True, stable=True).indices[:count]
     return positions[order].sort().values
 

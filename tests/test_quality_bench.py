@@ -1,0 +1,77 @@
+"""The quality bench's bookkeeping: what is left out is said, and nothing is mixed or made up."""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+CONFIG = {"model": "tiny", "encodings": "isolated", "ratios": "0.15"}
+
+
+@pytest.fixture
+def stats(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    import quality_stats
+
+    return quality_stats
+
+
+@pytest.fixture
+def quality(stats: ModuleType) -> ModuleType:
+    import quality
+
+    return quality
+
+
+def value(number: int, full_nll: float, reuse_nll: float) -> dict[Any, Any]:
+    def figures(nll: float, kl: float) -> dict[str, float]:
+        return {
+            "kl": kl, "flips": 0.0, "top1": 1.0, "nll": nll, "f1": 0.0, "em": 0.0, "work": 0.5
+        }  # fmt: skip
+
+    cells = {
+        ("-", "full", 0.0): figures(full_nll, 0.0),
+        ("isolated", "reuse", 0.0): figures(reuse_nll, 0.2),
+    }
+    return {**cells, "set": "2wiki", "number": number}
+
+
+def test_a_run_goes_on_only_with_figures_of_the_same_settings(
+    stats: ModuleType, tmp_path: Path
+) -> None:
+    path = tmp_path / "values.jsonl"
+    assert stats.open_values(path, CONFIG) == []
+    stats.append_values(path, value(3, 1.0, 2.0))
+    assert stats.open_values(path, CONFIG) == [value(3, 1.0, 2.0)]
+    with pytest.raises(SystemExit, match=r"made with ratios '0.15', this run has '0.3'"):
+        stats.open_values(path, {**CONFIG, "ratios": "0.3"})
+    path.write_text(json.dumps({"set": "2wiki", "number": 3, "cells": []}) + "\n")
+    with pytest.raises(SystemExit, match="made with model None"):
+        stats.open_values(path, CONFIG)
+
+
+def test_no_share_is_given_of_a_gap_that_is_noise(stats: ModuleType) -> None:
+    noise = [value(i, 1.0, 1.0 + (-1) ** i * 0.5) for i in range(9)]
+    real = [value(i, 1.0, 2.0 + (-1) ** i * 0.5) for i in range(9)]
+    assert {row["nll_recovered"] for row in stats.summarise(noise)} == {None}
+    assert {row["nll_recovered_ci"] for row in stats.summarise(noise)} == {None}
+    assert [row["nll_recovered"] for row in stats.summarise(real)] == [100.0, 0.0]
+    assert [row["work"] for row in stats.summarise(real)] == [0.5, 0.5]
+
+
+def test_what_cannot_run_is_named_and_a_run_without_its_zero_is_refused(
+    quality: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = Namespace(encodings="isolated,filler:4", strategies="epic,qcfuse,weave", layers="")
+    assert quality.leave_out(args) == ["qcfuse"]
+    assert args.strategies == "epic,weave"
+    assert "qcfuse is left out" in capsys.readouterr().out
+    assert quality.leave_out(Namespace(**{**vars(args), "layers": "1"})) == []
+    with pytest.raises(SystemExit, match="add it to --encodings"):
+        quality.leave_out(Namespace(**{**vars(args), "encodings": "filler:4"}))
