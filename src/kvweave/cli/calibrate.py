@@ -267,12 +267,12 @@ def _settings(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -
 
 def _encoding_of(kb_folder: Path | None) -> str:
     """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
-    from kvweave.fuse.preparation import DEFAULT_ENCODING
-    from kvweave.library import prepared
+    from kvweave.fuse.preparation import DEFAULT_ENCODING, read_preparation
+    from kvweave.library import KV_FOLDER
 
-    if kb_folder is None:
+    found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)
+    if found is None:
         return DEFAULT_ENCODING
-    found = prepared(kb_folder, None)
     if found.variant.kind == "neighbours":
         raise ConfigError(
             f"{kb_folder} is prepared with {found.variant}, which calibrate cannot measure; it "
