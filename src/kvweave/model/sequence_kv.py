@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvweave.model.spec import ModelSpec
 
-
 HUGE_BYTES = 8 << 20  # from here on
 
 
