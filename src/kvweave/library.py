@@ -38,7 +38,8 @@ from kvweave.model.locate import locate
 from kvweave.prompt import SYSTEM, Prompt, split_template
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import DocumentId
-from kvweave.upkeep import KV_FOLDER, Upkeep, neighbours_of, open_table, remove_documents
+from kvweave.upkeep import KV_FOLDER as KV_FOLDER
+from kvweave.upkeep import Upkeep, neighbours_of, open_table, remove_documents
 
 # 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
 CODEC = "int8"

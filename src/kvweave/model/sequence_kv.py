@@ -51,7 +51,7 @@ class SequenceKV:
 def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that nobody has written yet; on a CPU in huge pages where there are any.
 
-    A long prompt touches 100 MB here for the first time. Filling 71 MB, one thread of a 2-core Xeon:
+    A long prompt touches 100 MB here for the first time. Filling 71 MB, one thread of a Xeon:
     42 ms in small pages, 18 ms in huge ones.
     """
     size = math.prod(shape) * dtype.itemsize
