@@ -60,6 +60,16 @@ def test_observations_move_the_grid_to_the_truth() -> None:
     assert grid.at(0, 256) <= 2 * seconds(0, 256)
 
 
+@pytest.mark.parametrize("x", [0, 300, 5000])
+@pytest.mark.parametrize("y", [1, 100, 256, 5000])
+def test_observations_move_the_grid_at_its_edges_too(x: int, y: int) -> None:
+    grid = make_grid()
+    want = 3 * grid.at(x, y)
+    for _ in range(400):
+        grid.observe(x, y, want)
+    assert grid.at(x, y) == pytest.approx(want, rel=0.05)
+
+
 def test_one_outlier_moves_little() -> None:
     grid = make_grid()
     grid.observe(128, 64, 1.5 * seconds(128, 64))

@@ -57,9 +57,10 @@ class Grid:
         error = seconds / expected - 1
         xl, xh, u = _bracket(self.xs, x)
         yl, yh, v = _bracket(self.ys, y)
-        shares = {(xl, yl): (1 - u) * (1 - v), (xl, yh): (1 - u) * v}
-        for place, share in (((xh, yl), u * (1 - v)), ((xh, yh), u * v)):
-            shares[place] = shares.get(place, 0.0) + share
+        shares: dict[tuple[int, int], float] = {}  # at the edge of the grid corners fall together
+        for i, a in ((xl, 1 - u), (xh, u)):
+            for j, b in ((yl, 1 - v), (yh, v)):
+                shares[i, j] = shares.get((i, j), 0.0) + a * b
         for (i, j), share in shares.items():
             self.seconds[i][j] *= max(0.1, 1 + gain * share * error)  # one outlier cannot zero it
 
