@@ -234,6 +234,8 @@ def test_a_free_order_may_use_a_stored_path_and_a_kept_one_may_not() -> None:
     free = planner.plan(ask("a300", "b300", order=OrderPermission.FREE))
     assert (kept.ordered_by, kept.exact_tokens) == ("given", 4)
     assert (free.ordered_by, free.exact_tokens) == ("tree", 604)
+    off = planner.plan(ask("a300", "b300", order=OrderPermission.FREE, reuse=Reuse.OFF))
+    assert [chunk.id for chunk in off.order] == [c.id for c in ask("a300", "b300").chunks]
     fixed = planner.plan(ask("a300", "b300", order=OrderPermission.FREE, fixed=frozenset({0})))
     assert fixed.order == kept.order
 

@@ -18,7 +18,14 @@ from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.dedup import ChunkMap, Deduped
 from kvweave.plan.layout import Layout, Stored, lay_out
 from kvweave.plan.options import Candidate, Hits, Limits, find_hits, price_fused, price_prefix
-from kvweave.plan.ordering import PROMOTION, AccessTable, Ordering, choose_order, num_promotable
+from kvweave.plan.ordering import (
+    PROMOTION,
+    AccessTable,
+    Ordering,
+    OrderPermission,
+    choose_order,
+    num_promotable,
+)
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
 from kvweave.types import ChunkId
 
@@ -131,7 +138,7 @@ class Planner:
             root,
             chunks,
             self.accesses,
-            request.order,
+            OrderPermission.KEEP if request.reuse is Reuse.OFF else request.order,
             exact_tokens,
             first,
             fixed,
