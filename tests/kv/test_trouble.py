@@ -1,6 +1,7 @@
 """The store on a bad day: tiers that drip or hang, objects it cannot read, deletes that fail."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from kvweave.errors import TierError
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.io_pool import IoPool
+from kvweave.kv.locate import Locator
 from kvweave.kv.objects import PackedChunk, pack_chunk
 from kvweave.kv.places import make_place
 from kvweave.kv.residency import Miss, Residency
@@ -16,6 +18,7 @@ from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.writer import Ticket, Writer
+from kvweave.metrics import Metrics
 from kvworld import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key, make_layers
 from servers import running_redis
 
@@ -239,4 +242,23 @@ def test_a_bug_in_an_io_job_is_counted(caplog: pytest.LogCaptureFixture) -> None
     pool.submit(raises)
     pool.close(5)
     assert bugs == [1]
+    assert "nobody foresaw" in caplog.text
+
+
+def test_a_bug_while_a_tier_is_asked_for_a_chunk_is_counted_and_a_miss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = make_config(tmp_path, host_chunks=None)
+    tier = open_tier(cfg.tiers[0])
+
+    def size(_: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    tier.size = size  # type: ignore[method-assign]
+    metrics, place = Metrics(), make_place(tier, None, cfg)
+    place.pool.on_bug = partial(metrics.count, "kv_tier_errors_total", tier="disk", verb="bug")
+    locator = Locator(0.5, metrics)
+    assert locator.locate([place], [KEY]) == {}
+    locator.close()
+    assert metrics.value("kv_tier_errors_total", tier="disk", verb="bug") == 1
     assert "nobody foresaw" in caplog.text

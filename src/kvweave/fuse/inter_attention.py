@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode import Prefix, behind
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.rope import rotate
@@ -31,10 +31,10 @@ def inter_attention(
     last = decoder.spec.num_layers - 1
     for layer in range(last):
         q = rotate(decoder.qkv(layer, h).q, angles)
-        keys, values = _with_prefix(prefix, layer, rotate(layers[layer].k, angles), layers[layer].v)
+        keys, values = behind(prefix, layer, rotate(layers[layer].k, angles), layers[layer].v)
         h = decoder.finish(layer, h, attend(q, positions, [Segment(0, count, keys, values)]))
     q = rotate(decoder.qkv(last, h).q, angles).float()
-    keys, _ = _with_prefix(prefix, last, rotate(layers[last].k, angles), layers[last].v)
+    keys, _ = behind(prefix, last, rotate(layers[last].k, angles), layers[last].v)
     group = q.shape[1] // keys.shape[1]
     spread = keys.float().repeat_interleave(group, dim=1)  # [start + T, Hq, D]
     logits = torch.einsum("thd,khd->htk", q, spread) * q.shape[-1] ** -0.5
@@ -42,10 +42,3 @@ def inter_attention(
     probs = logits.masked_fill(hidden.to(logits.device), float("-inf")).softmax(-1)
     outside: Tensor = probs[..., :start].sum((0, 2))
     return outside
-
-
-def _with_prefix(prefix: Prefix, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    if not prefix.layers:
-        return k, v
-    front = prefix.layers[layer]
-    return torch.cat([front.k, k]), torch.cat([front.v, v])

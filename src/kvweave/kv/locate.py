@@ -65,7 +65,8 @@ class Locator:
     def _pool_of(self, place: Place) -> IoPool:
         with self._lock:
             if place.name not in self._pools:
-                self._pools[place.name] = IoPool(f"{place.name}-locate", _THREADS)
+                pool = self._pools[place.name] = IoPool(f"{place.name}-locate", _THREADS)
+                pool.on_bug = place.pool.on_bug  # counted like the tier's other bugs
             return self._pools[place.name]
 
     def _gets_on(self, place: Place) -> bool:
