@@ -1,0 +1,268 @@
+"""The engine: one thread that computes for everybody.
+
+    submit ─► inbox ─► waiting ─► running ─► tokens
+                         ▲           │ pages run out
+                         └───────────┘
+
+Requests come from any thread and are computed together, a few rows of each per step. Between two
+steps requests come and go; within one nothing changes. An error of one request is that request's.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+from kvweave.engine.config import EngineConfig, num_pages
+from kvweave.engine.generate import check_prompt
+from kvweave.engine.live import Live
+from kvweave.engine.placing import Placing
+from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.runner import Ran, run
+from kvweave.engine.sampling import Choice, Sampler
+from kvweave.engine.scheduler import Scheduler
+from kvweave.errors import EngineClosed, RequestError
+from kvweave.metrics import Metrics
+from kvweave.model.decoder import Decoder
+from kvweave.model.paged_kv import KVPool, PagedKV
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Engine:
+    """Computes requests of one model. Close it, or use it as a context manager.
+
+    The thread starts with the first work and ends when there was none for a while, so an engine
+    that nobody uses costs nothing.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cfg: EngineConfig | None = None, metrics: Metrics | None = None
+    ) -> None:
+        self.cfg = cfg or EngineConfig()
+        self.metrics = metrics or Metrics()
+        self._decoder = decoder
+        pages = num_pages(self.cfg, decoder)
+        pool = KVPool(decoder.spec, pages, self.cfg.page_tokens, decoder.dtype, decoder.device)
+        self._placing = Placing(pool)
+        self._scheduler: Scheduler[Live] = Scheduler(
+            self.cfg,
+            self._placing.lengths,
+            self._placing.admit,
+            self._placing.grow,
+            self._placing.retire,
+        )
+        self._lives: dict[Ticket, Live] = {}
+        self._arrivals = 0
+        self._inbox: deque[Ticket | Callable[[], None]] = deque()
+        self._changed = threading.Condition()  # guards the inbox, the thread and closed
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # ---- any thread
+
+    def submit(self, request: EngineRequest, *, held: bool = False) -> Ticket:
+        """Compute a request. Raises RequestError at once when it cannot be computed here.
+
+        `held` computes the prompt and gives nothing out until `Ticket.release`.
+        """
+        ids = request.prompt_ids
+        check_prompt(ids, self._decoder.spec.vocab_size, self._decoder.spec.max_context)
+        most = self._placing.pool.num_pages * self.cfg.page_tokens
+        if len(ids) >= most:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the KV pool holds {most} with the answer; "
+                "send less text or give the engine more pool_tokens"
+            )
+        ticket = Ticket(request, held, self._notify)
+        self._post(ticket)
+        return ticket
+
+    def run_alone(self, job: Callable[[], T]) -> T:
+        """Run a job on the engine thread, between two steps; wait for it and give its result."""
+        if threading.current_thread() is self._thread:
+            return job()
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:  # whoever waits must hear of it
+                future.set_exception(error)
+
+        self._post(work)
+        return future.result()
+
+    def stats(self) -> dict[str, float]:
+        """How full the engine is, and what it has done since it was made. Any thread; the numbers
+        of a moment, perhaps not of the same one."""
+        pages, scheduler = self._placing.pages, self._scheduler
+        return {
+            "pages_used": pages.num_used,
+            "pages_free": pages.num_free,
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "parked": len(scheduler.parked),
+            "preemptions": scheduler.preemptions,
+        }
+
+    def pending_prefills(self) -> int:
+        """Requests whose prompt is not computed yet. Speculation starts when there are few."""
+        running = sum(live.needed > 1 for live in list(self._scheduler.running))
+        return running + len(self._scheduler.waiting) + len(self._inbox)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all books balance. On the engine thread: see `run_alone`."""
+        self._placing.check_integrity(list(self._lives.values()))
+
+    def close(self) -> None:
+        """End what runs with EngineClosed and stop the thread. Harmless the second time."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _notify(self, ticket: Ticket) -> None:
+        """A ticket changed. A closed engine has ended it already, or is about to."""
+        with suppress(EngineClosed):
+            self._post(ticket)
+
+    def _post(self, item: Ticket | Callable[[], None]) -> None:
+        """Something for the engine thread: a ticket that changed, or a job."""
+        with self._changed:
+            if self._closed:
+                raise EngineClosed("the engine is closed; open another one to ask")
+            self._inbox.append(item)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    # ---- the engine thread
+
+    def step(self) -> bool:
+        """One round: news, who computes what, compute it, hand it out. False: nothing to do."""
+        self._take_in()
+        works = self._scheduler.next_step()
+        if not works:
+            return False
+        started_s = time.perf_counter()
+        for ran in run(self._decoder, works):
+            self._hand_out(ran, time.perf_counter() - started_s)
+        return True
+
+    def _work(self) -> None:
+        """The thread: steps while there is work, then waits for some, then ends."""
+        while True:
+            busy = self._guarded_step()
+            with self._changed:
+                if not busy and not self._inbox and not self._closed:
+                    self._changed.wait(self.cfg.idle_s)
+                if self._closed or not (busy or self._inbox):
+                    ending = self._closed
+                    if ending or not self._lives:
+                        self._thread = None
+                        break
+        if ending:
+            self._end_all(EngineClosed("the engine was closed before the answer was finished"))
+
+    def _guarded_step(self) -> bool:
+        """A step whose own failure, which would be a bug, ends all requests and not the thread."""
+        try:
+            return self.step()
+        except Exception as error:
+            log.exception("a step failed in a way nobody foresaw")
+            self._end_all(error)
+            return False
+
+    def _take_in(self) -> None:
+        with self._changed:
+            news = list(self._inbox)
+            self._inbox.clear()
+        for item in news:
+            if not isinstance(item, Ticket):
+                item()
+            elif item.is_cancelled:
+                self._end(item)
+            elif item in self._lives:
+                self._release(self._lives[item])
+            elif not item.is_done:
+                self._begin(item)
+
+    def _begin(self, ticket: Ticket) -> None:
+        request, ids = ticket.request, ticket.request.prompt_ids
+        pool = self._placing.pool
+        most = min(self._decoder.spec.max_context, pool.num_pages * pool.page_tokens)
+        self._arrivals += 1
+        live = Live(
+            self._arrivals,
+            len(ids),
+            ticket.is_held,
+            request=request,
+            ticket=ticket,
+            prompt_len=len(ids),
+            ids=ids,
+            room=min(request.sampling.max_tokens, most - len(ids)),
+            sampler=Sampler(request.sampling),
+            kv=PagedKV(pool),
+        )
+        self._lives[ticket] = live
+        self._scheduler.add(live)
+
+    def _release(self, live: Live) -> None:
+        """A held request was released."""
+        logits = live.logits
+        live.logits = None
+        self._scheduler.release(live)
+        if logits is not None:
+            self._answer(live, live.choose(logits))
+
+    def _hand_out(self, ran: Ran, seconds: float) -> None:
+        live = ran.work.seq
+        if ran.error is not None:
+            self._end(live.ticket, ran.error)
+            return
+        live.computed += ran.work.num_rows
+        if not live.answered:
+            live.ticket.timeline.computing_s += seconds
+        if ran.logits is None:
+            return
+        if live.held:
+            live.logits = ran.logits.clone()
+            return
+        self._answer(live, live.choose(ran.logits, ran.likeliest))
+
+    def _answer(self, live: Live, choice: Choice) -> None:
+        if live.take(choice):
+            self._end(live.ticket)
+
+    def _end(self, ticket: Ticket, error: BaseException | None = None) -> None:
+        """A request is finished, cancelled or failed: everything it holds goes back."""
+        live = self._lives.pop(ticket, None)
+        if live is not None:
+            self._scheduler.remove(live)
+            self._placing.retire(live)
+        ticket.end(error)
+
+    def _end_all(self, error: BaseException) -> None:
+        with self._changed:
+            news = list(self._inbox)
+            self._inbox.clear()
+        for ticket in [*self._lives, *(item for item in news if isinstance(item, Ticket))]:
+            self._end(ticket, error)
+        for item in news:
+            if not isinstance(item, Ticket):
+                item()
