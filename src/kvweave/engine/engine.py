@@ -21,6 +21,7 @@ from kvweave.engine.config import EngineConfig, num_pages
 from kvweave.engine.generate import check_prompt
 from kvweave.engine.live import Live
 from kvweave.engine.placing import Placing
+from kvweave.engine.prefixes import Cost, guessed_cost_s, path_of
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import Ran, run
 from kvweave.engine.sampling import Choice, Sampler
@@ -42,14 +43,20 @@ class Engine:
     """
 
     def __init__(
-        self, decoder: Decoder, cfg: EngineConfig | None = None, metrics: Metrics | None = None
+        self,
+        decoder: Decoder,
+        cfg: EngineConfig | None = None,
+        metrics: Metrics | None = None,
+        *,
+        cost_s: Cost = guessed_cost_s,
     ) -> None:
+        """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps."""
         self.cfg = cfg or EngineConfig()
         self.metrics = metrics or Metrics()
         self._decoder = decoder
         pages = num_pages(self.cfg, decoder)
         pool = KVPool(decoder.spec, pages, self.cfg.page_tokens, decoder.dtype, decoder.device)
-        self._placing = Placing(pool)
+        self._placing = Placing(self.cfg, pool, cost_s)
         self._scheduler: Scheduler[Live] = Scheduler(
             self.cfg,
             self._placing.lengths,
@@ -218,6 +225,7 @@ class Engine:
             room=min(request.sampling.max_tokens, most - len(ids)),
             sampler=Sampler(request.sampling),
             kv=PagedKV(pool),
+            path=path_of(request.namespace, request.preamble, request.chunks),
         )
         self._lives[ticket] = live
         self._scheduler.add(live)
@@ -236,6 +244,7 @@ class Engine:
             self._end(live.ticket, ran.error)
             return
         live.computed += ran.work.num_rows
+        self._placing.offer(live)
         if not live.answered:
             live.ticket.timeline.computing_s += seconds
         if ran.logits is None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampler
 from kvweave.engine.scheduler import Seq
+from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Rows
 from kvweave.model.paged_kv import PagedKV
 
@@ -23,6 +24,11 @@ class Live(Seq):
     room: int  # tokens the answer may have at most
     sampler: Sampler
     kv: PagedKV
+    path: tuple[ChunkRef, ...] = ()  # its preamble and chunks in the knowledge tree
+    lease: TreeLease | None = None  # on the part of the path that it reads, or offers behind
+    offered: int = 0  # chunks of the path that the tree has or was offered
+    cached: int = 0  # tokens it took from the tree
+    counted: bool = False  # the tree counted its access
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
     answered: int = field(default=0)  # tokens given out
 

@@ -1,13 +1,14 @@
 """Who holds which page of the KV pool: plain ints, no tensors.
 
 A page is held by as many as count it: sequences that read it, and nodes of the knowledge tree. It
-is free when nobody does. Pages that lie side by side are one piece of memory, and attention over one
-piece needs no gather, so runs are kept long: a sequence grows where it ended, a new one starts in
-the largest gap.
+is free when nobody does. Pages that lie side by side are one piece of memory, and attention over a
+single piece needs no gather, so runs are kept long: a sequence grows where it ended, a new one
+starts in the largest gap.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import pairwise
 
 from kvweave.errors import ConfigError
 
@@ -78,7 +79,7 @@ class PageAllocator:
         free = [page for start, end in self._gaps for page in range(start, end)]
         assert free == [page for page, refs in enumerate(self._refs) if not refs], "gaps are wrong"
         assert len(free) == self.num_free, f"{len(free)} pages are free, books say {self.num_free}"
-        touching = zip(self._gaps, self._gaps[1:], strict=False)
+        touching = pairwise(self._gaps)
         assert all(a[1] < b[0] for a, b in touching), "gaps that touch are one"
 
     def _gap_at(self, page: int) -> int | None:

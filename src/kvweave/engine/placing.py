@@ -1,52 +1,88 @@
-"""Gives sequences their pages and takes them back."""
+"""Gives sequences their pages, from the knowledge tree where it has them, and takes them back."""
 
 from collections import Counter
 from collections.abc import Sequence
 
+from kvweave.engine.config import EngineConfig
 from kvweave.engine.live import Live
 from kvweave.engine.pages import PageAllocator
+from kvweave.engine.prefixes import Cost, Prefixes, guessed_cost_s
+from kvweave.kv.tree import TreeLease
 from kvweave.model.paged_kv import KVPool, PagedKV
+
+# Who was sent back so often goes on alone: a leased path keeps a page more than its reader uses,
+# and in a pool that the reader fills up that page is the one it lacks.
+PATIENCE = 3
 
 
 class Placing:
     """Not thread-safe: the engine thread owns it."""
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, cfg: EngineConfig, pool: KVPool, cost_s: Cost = guessed_cost_s) -> None:
         self.pool = pool
         self.pages = PageAllocator(pool.num_pages)
+        self.prefixes = Prefixes(cfg, pool, self.pages, cost_s)
         self.num_running = 0  # sequences that may want a page more
 
     def lengths(self, live: Live) -> tuple[int, int]:
         """Tokens of it that are cached, and that must be computed."""
-        return 0, live.known
+        cached = 0
+        if live.request.use_tree:
+            cached = self.prefixes.tree.match_tokens(live.path)
+        return cached, live.known - cached
 
     def admit(self, live: Live) -> bool:
         """Pages for all it knows, and one for everybody else to grow; False: not now."""
-        wanted = -(-live.known // self.pool.page_tokens)
-        if self.pages.num_free < wanted + self.num_running:
+        lease, shared, cached = self._match(live)
+        page = self.pool.page_tokens
+        whole = cached // page  # pages that it reads and never writes
+        wanted = -(-live.known // page) - whole
+        if not self._make_free(wanted + self.num_running):
+            if lease is not None:
+                lease.release()
             return False
-        pages = self.pages.take(wanted)
-        assert pages is not None, "there were enough"
-        live.kv = PagedKV(self.pool, pages)
-        live.pages = len(pages)
+        own = self.pages.take(wanted, shared[whole - 1] if whole else None)
+        assert own is not None, "there were enough"
+        if cached % page:
+            self.pool.copy_rows(shared[whole], own[0], cached % page)
+        self.pages.hold(shared[:whole])
+        live.kv = PagedKV(self.pool, [*shared[:whole], *own])
+        live.kv.reserve(cached)
+        live.lease, live.pages, live.computed, live.cached = lease, whole + wanted, cached, cached
+        live.offered = 0 if lease is None else len(lease.nodes) - 1
         self.num_running += 1
         return True
 
     def grow(self, live: Live, count: int) -> bool:
         """More pages; False: there are none."""
+        if not self._make_free(count):
+            return False
         table = live.kv.page_table
         pages = self.pages.take(count, table[-1] if table else None)
-        if pages is None:
-            return False
+        assert pages is not None, "there were enough"
         live.kv.append(pages)
         live.pages += len(pages)
         return True
+
+    def offer(self, live: Live) -> None:
+        """Offer the tree the chunks whose last row was computed since."""
+        while live.lease is not None and live.offered < len(live.path):
+            chunk = live.path[live.offered]
+            start = live.lease.num_tokens
+            if live.computed < start + chunk.num_tokens:
+                return
+            live.offered += 1
+            if not self.prefixes.offer(live.lease, chunk, start, live.kv):
+                live.offered = len(live.path)
 
     def retire(self, live: Live) -> None:
         """Take everything back. Harmless for one that has nothing."""
         if live.kv.page_table:
             self.pages.release(live.kv.page_table)
             self.num_running -= 1
+        if live.lease is not None:
+            live.lease.release()
+        live.lease = None
         live.kv = PagedKV(self.pool)
         live.pages = 0
         live.logits = None
@@ -54,6 +90,25 @@ class Placing:
     def check_integrity(self, lives: Sequence[Live]) -> None:
         """Raise AssertionError unless every page is held by exactly those who say so."""
         self.pages.check_integrity()
+        self.prefixes.tree.check_integrity()
         held = Counter(page for live in lives for page in live.kv.page_table)
+        held.update(self.prefixes.held_pages())
         for page in range(self.pool.num_pages):
-            assert self.pages.refs(page) == held[page], f"page {page} is held by somebody unknown"
+            refs = self.pages.refs(page)
+            assert refs == held[page], f"page {page}: {refs} holds, {held[page]} holders"
+
+    def _match(self, live: Live) -> tuple[TreeLease | None, list[int], int]:
+        """A lease to read from or to offer behind, the pages it gives, and how many tokens."""
+        prefixes = self.prefixes
+        if not prefixes.is_on or not live.path or live.preempted >= PATIENCE:
+            return None, [], 0
+        if not live.request.use_tree:  # all is computed; what is exact may still be offered
+            return prefixes.acquire((), 0, count=False), [], 0
+        rest = live.prompt_len - sum(chunk.num_tokens for chunk in live.path)
+        lease = prefixes.acquire(live.path, rest, count=not live.counted)
+        live.counted = True
+        cached = min(lease.num_tokens, live.known - 1)  # the last row is always computed
+        return lease, prefixes.table(lease), cached
+
+    def _make_free(self, count: int) -> bool:
+        return self.prefixes.reclaim(lambda: self.pages.num_free >= count)

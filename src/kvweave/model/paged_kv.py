@@ -7,6 +7,7 @@ Who holds which page is decided elsewhere, in plain ints; here are the bytes. On
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -121,4 +122,4 @@ class PagedPlaces(NamedTuple):
 
 
 def _ascends(slots: Sequence[int]) -> bool:
-    return all(b - a == 1 for a, b in zip(slots, slots[1:], strict=False))
+    return all(b - a == 1 for a, b in pairwise(slots))
