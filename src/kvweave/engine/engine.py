@@ -18,18 +18,20 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvweave.engine.config import EngineConfig, num_pages
+from kvweave.engine.desk import Desk
 from kvweave.engine.generate import check_prompt
 from kvweave.engine.live import Live
+from kvweave.engine.loading import CostOf, Loading
 from kvweave.engine.placing import Placing
-from kvweave.engine.prefixes import Cost, guessed_cost_s, path_of
+from kvweave.engine.prefixes import Cost, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket
-from kvweave.engine.runner import Ran, run
-from kvweave.engine.sampling import Choice, Sampler
+from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
 from kvweave.errors import EngineClosed, RequestError
+from kvweave.kv.tree import KnowledgeTree
 from kvweave.metrics import Metrics
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import KVPool
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,8 +51,10 @@ class Engine:
         metrics: Metrics | None = None,
         *,
         cost_s: Cost = guessed_cost_s,
+        load_cost: CostOf = lambda _: None,
     ) -> None:
-        """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps."""
+        """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps.
+        `load_cost` says how long a fused request loads and computes, if anybody knows."""
         self.cfg = cfg or EngineConfig()
         self.metrics = metrics or Metrics()
         self._decoder = decoder
@@ -64,8 +68,8 @@ class Engine:
             self._placing.grow,
             self._placing.retire,
         )
-        self._lives: dict[Ticket, Live] = {}
-        self._arrivals = 0
+        self._loading = Loading(decoder.spec.num_layers, self._post)
+        self._desk = Desk(decoder, self._scheduler, self._placing, self._loading, load_cost)
         self._inbox: deque[Ticket | Callable[[], None]] = deque()
         self._changed = threading.Condition()  # guards the inbox, the thread and closed
         self._thread: threading.Thread | None = None
@@ -105,6 +109,11 @@ class Engine:
         self._post(work)
         return future.result()
 
+    @property
+    def tree(self) -> KnowledgeTree:
+        """Exact KV by path. Others than the engine thread may only `match`."""
+        return self._placing.prefixes.tree
+
     def stats(self) -> dict[str, float]:
         """How full the engine is, and what it has done since it was made. Any thread; the numbers
         of a moment, perhaps not of the same one."""
@@ -116,6 +125,8 @@ class Engine:
             "running": len(scheduler.running),
             "parked": len(scheduler.parked),
             "preemptions": scheduler.preemptions,
+            "tree_nodes": len(self.tree),
+            **self._desk.counts.snapshot(),
         }
 
     def pending_prefills(self) -> int:
@@ -125,7 +136,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all books balance. On the engine thread: see `run_alone`."""
-        self._placing.check_integrity(list(self._lives.values()))
+        self._placing.check_integrity(list(self._desk.lives.values()))
 
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
@@ -135,6 +146,7 @@ class Engine:
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        self._loading.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -166,9 +178,14 @@ class Engine:
         works = self._scheduler.next_step()
         if not works:
             return False
+        if works[0].seq.own_step:
+            self._desk.weave(works[0].seq)
+            return True
         started_s = time.perf_counter()
-        for ran in run(self._decoder, works):
-            self._hand_out(ran, time.perf_counter() - started_s)
+        ran = run(self._decoder, works)
+        seconds = time.perf_counter() - started_s
+        for each in ran:
+            self._desk.hand_out(each, seconds, shared=len(works) > 1)
         return True
 
     def _work(self) -> None:
@@ -180,7 +197,7 @@ class Engine:
                     self._changed.wait(self.cfg.idle_s)
                 if self._closed or not (busy or self._inbox):
                     ending = self._closed
-                    if ending or not self._lives:
+                    if ending or not self._desk.lives:
                         self._thread = None
                         break
         if ending:
@@ -200,78 +217,19 @@ class Engine:
             news = list(self._inbox)
             self._inbox.clear()
         for item in news:
-            if not isinstance(item, Ticket):
+            if isinstance(item, Ticket):
+                self._desk.heard_of(item)
+            else:
                 item()
-            elif item.is_cancelled:
-                self._end(item)
-            elif item in self._lives:
-                self._release(self._lives[item])
-            elif not item.is_done:
-                self._begin(item)
-
-    def _begin(self, ticket: Ticket) -> None:
-        request, ids = ticket.request, ticket.request.prompt_ids
-        pool = self._placing.pool
-        most = min(self._decoder.spec.max_context, pool.num_pages * pool.page_tokens)
-        self._arrivals += 1
-        live = Live(
-            self._arrivals,
-            len(ids),
-            ticket.is_held,
-            request=request,
-            ticket=ticket,
-            prompt_len=len(ids),
-            ids=ids,
-            room=min(request.sampling.max_tokens, most - len(ids)),
-            sampler=Sampler(request.sampling),
-            kv=PagedKV(pool),
-            path=path_of(request.namespace, request.preamble, request.chunks),
-        )
-        self._lives[ticket] = live
-        self._scheduler.add(live)
-
-    def _release(self, live: Live) -> None:
-        """A held request was released."""
-        logits = live.logits
-        live.logits = None
-        self._scheduler.release(live)
-        if logits is not None:
-            self._answer(live, live.choose(logits))
-
-    def _hand_out(self, ran: Ran, seconds: float) -> None:
-        live = ran.work.seq
-        if ran.error is not None:
-            self._end(live.ticket, ran.error)
-            return
-        live.computed += ran.work.num_rows
-        self._placing.offer(live)
-        if not live.answered:
-            live.ticket.timeline.computing_s += seconds
-        if ran.logits is None:
-            return
-        if live.held:
-            live.logits = ran.logits.clone()
-            return
-        self._answer(live, live.choose(ran.logits, ran.likeliest))
-
-    def _answer(self, live: Live, choice: Choice) -> None:
-        if live.take(choice):
-            self._end(live.ticket)
-
-    def _end(self, ticket: Ticket, error: BaseException | None = None) -> None:
-        """A request is finished, cancelled or failed: everything it holds goes back."""
-        live = self._lives.pop(ticket, None)
-        if live is not None:
-            self._scheduler.remove(live)
-            self._placing.retire(live)
-        ticket.end(error)
 
     def _end_all(self, error: BaseException) -> None:
+        """Every request ends with `error`; jobs that were asked for still run."""
         with self._changed:
             news = list(self._inbox)
             self._inbox.clear()
-        for ticket in [*self._lives, *(item for item in news if isinstance(item, Ticket))]:
-            self._end(ticket, error)
         for item in news:
             if not isinstance(item, Ticket):
                 item()
+        new = [item for item in news if isinstance(item, Ticket)]
+        for ticket in [*self._desk.lives, *new]:
+            self._desk.end(ticket, error)

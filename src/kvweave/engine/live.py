@@ -8,6 +8,7 @@ from torch import Tensor
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampler
 from kvweave.engine.scheduler import Seq
+from kvweave.fuse.prefill import StoredPrompt
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Rows
 from kvweave.model.paged_kv import PagedKV
@@ -29,6 +30,7 @@ class Live(Seq):
     offered: int = 0  # chunks of the path that the tree has or was offered
     cached: int = 0  # tokens it took from the tree
     counted: bool = False  # the tree counted its access
+    stored: StoredPrompt | None = None  # a fused request's leased bytes, if they came ahead
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
     answered: int = field(default=0)  # tokens given out
 

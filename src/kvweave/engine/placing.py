@@ -1,5 +1,6 @@
 """Gives sequences their pages, from the knowledge tree where it has them, and takes them back."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -26,6 +27,15 @@ class Placing:
 
     def lengths(self, live: Live) -> tuple[int, int]:
         """Tokens of it that are cached, and that must be computed."""
+        part = live.request.fused
+        if part is not None:
+            stored = sum(
+                len(chunk.token_ids)
+                for place, chunk in enumerate(part.chunks)
+                if place not in part.computed
+            )
+            reused = int(stored * (1 - part.ratio))
+            return reused, live.known - reused
         cached = 0
         if live.request.use_tree:
             cached = self.prefixes.tree.match_tokens(live.path)
@@ -33,6 +43,8 @@ class Placing:
 
     def admit(self, live: Live) -> bool:
         """Pages for all it knows, and one for everybody else to grow; False: not now."""
+        if live.own_step:
+            return self._admit_run(live)
         lease, shared, cached = self._match(live)
         page = self.pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
@@ -48,10 +60,41 @@ class Placing:
         self.pages.hold(shared[:whole])
         live.kv = PagedKV(self.pool, [*shared[:whole], *own])
         live.kv.reserve(cached)
-        live.lease, live.pages, live.computed, live.cached = lease, whole + wanted, cached, cached
+        live.lease, live.pages, live.computed = lease, whole + wanted, cached
         live.offered = 0 if lease is None else len(lease.nodes) - 1
-        self.num_running += 1
+        self._admitted(live, cached)
         return True
+
+    def _admit_run(self, live: Live) -> bool:
+        """A fused request gets pages side by side, and they are its own: a dense buffer."""
+        count = -(-live.known // self.pool.page_tokens)
+        free = count + self.num_running
+        lease = self._match(live)[0] if live.request.use_tree else None
+        pages = None
+        if self.prefixes.reclaim(
+            lambda: self.pages.num_free >= free and self.pages.longest_run() >= count
+        ):
+            pages = self.pages.take_run(count)
+        if pages is None:
+            if lease is not None:
+                lease.release()
+            return False
+        live.kv = PagedKV(self.pool, pages)
+        live.lease, live.pages = lease, count
+        self._admitted(live, 0)
+        return True
+
+    def _admitted(self, live: Live, cached: int) -> None:
+        if not live.preempted:
+            live.cached = cached
+            live.ticket.timeline.admitted_s = time.perf_counter()
+        self.num_running += 1
+
+    def woven(self, live: Live) -> None:
+        """The prompt of a fused request is in its pages."""
+        live.computed = live.prompt_len
+        live.own_step = False
+        self._let_go(live)
 
     def grow(self, live: Live, count: int) -> bool:
         """More pages; False: there are none."""
@@ -65,7 +108,8 @@ class Placing:
         return True
 
     def offer(self, live: Live) -> None:
-        """Offer the tree the chunks whose last row was computed since."""
+        """Offer the tree the chunks whose last row was computed since. Exact ones only."""
+        assert live.request.fused is None or live.lease is None, "fused KV stays out of the tree"
         while live.lease is not None and live.offered < len(live.path):
             chunk = live.path[live.offered]
             start = live.lease.num_tokens
@@ -80,12 +124,17 @@ class Placing:
         if live.kv.page_table:
             self.pages.release(live.kv.page_table)
             self.num_running -= 1
-        if live.lease is not None:
-            live.lease.release()
-        live.lease = None
+        self._let_go(live)
         live.kv = PagedKV(self.pool)
         live.pages = 0
         live.logits = None
+        live.own_step = live.request.fused is not None
+        live.ticket.timeline.preempted = live.preempted
+
+    def _let_go(self, live: Live) -> None:
+        if live.lease is not None:
+            live.lease.release()
+            live.lease = None
 
     def check_integrity(self, lives: Sequence[Live]) -> None:
         """Raise AssertionError unless every page is held by exactly those who say so."""

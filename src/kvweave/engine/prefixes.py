@@ -23,7 +23,15 @@ from torch import Tensor
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk
-from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig, TreeLease, TreeTier
+from kvweave.kv.tree import (
+    ChunkRef,
+    Extended,
+    KnowledgeTree,
+    Pages,
+    TreeConfig,
+    TreeLease,
+    TreeTier,
+)
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.types import ChunkId

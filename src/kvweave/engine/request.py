@@ -75,12 +75,19 @@ class Timeline:
     first_token_s: float | None = None
     finished_s: float | None = None
     preempted: int = 0  # times its pages were taken away
+    shared: bool = False  # others were computed in the same steps
 
     @property
     def queued_s(self) -> float:
         """From submit to admission; until now if that has not come."""
         until = time.perf_counter() if self.admitted_s is None else self.admitted_s
         return until - self.submitted_s
+
+    def stepped(self, seconds: float, shared: bool) -> None:
+        """It took part in a step."""
+        if self.first_token_s is None:
+            self.computing_s += seconds
+            self.shared = self.shared or shared
 
 
 class Ticket(Iterator[Choice]):
