@@ -2,12 +2,14 @@
 
 import logging
 import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from kvweave.engine.counting import Counts, tree_record
+from kvweave.engine.generate import check_prompt
 from kvweave.engine.live import Live
-from kvweave.engine.loading import CostOf, Loaded, Loading, waits_outside
+from kvweave.engine.loading import Loaded, Loading, waits_outside
 from kvweave.engine.placing import Placing
 from kvweave.engine.prefixes import path_of
 from kvweave.engine.request import Ticket
@@ -15,6 +17,7 @@ from kvweave.engine.runner import Ran
 from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.weaving import weave
+from kvweave.errors import RequestError
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import PagedKV
@@ -31,13 +34,11 @@ class Desk:
         scheduler: Scheduler[Live],
         placing: Placing,
         loading: Loading,
-        cost_of: CostOf,
     ) -> None:
         self._decoder = decoder
         self._scheduler = scheduler
         self._placing = placing
         self._loading = loading
-        self._cost_of = cost_of
         self._arrivals = 0
         self.lives: dict[Ticket, Live] = {}
         self.counts = Counts()
@@ -53,7 +54,13 @@ class Desk:
             self._begin(ticket)
 
     def _begin(self, ticket: Ticket) -> None:
-        request, ids = ticket.request, ticket.request.prompt_ids
+        try:
+            request = ticket.make()
+            ids = request.prompt_ids
+            self.check(ids)
+        except Exception as error:  # the planner's, or what it planned cannot be computed
+            ticket.end(error)
+            return
         self._arrivals += 1
         live = Live(
             self._arrivals,
@@ -71,15 +78,25 @@ class Desk:
         )
         self.lives[ticket] = live
         others = bool(self._scheduler.running or self._scheduler.waiting)
-        if request.fused is not None and waits_outside(self._cost_of(request), others):
+        if request.fused is not None and waits_outside(request.fused.expected, others):
             started_s = time.perf_counter()
             self._loading.start(request.fused, lambda got: self._loaded(live, got, started_s))
         else:
             self._scheduler.add(live)
 
+    def check(self, prompt_ids: Sequence[int]) -> None:
+        """Raise RequestError unless a prompt can be computed here. Any thread."""
+        spec = self._decoder.spec
+        check_prompt(prompt_ids, spec.vocab_size, spec.max_context)
+        most = self._placing.most_tokens
+        if len(prompt_ids) >= most:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {most} with the "
+                "answer; send less text or give the engine more pool_tokens"
+            )
+
     def _most_tokens(self) -> int:
-        pool = self._placing.pool
-        return min(self._decoder.spec.max_context, pool.num_pages * pool.page_tokens)
+        return min(self._decoder.spec.max_context, self._placing.most_tokens)
 
     def _loaded(self, live: Live, got: Loaded, started_s: float) -> None:
         """The bytes of a request are there, or will never be."""

@@ -19,15 +19,15 @@ from typing import TypeVar
 
 from kvweave.engine.config import EngineConfig, num_pages
 from kvweave.engine.desk import Desk
-from kvweave.engine.generate import check_prompt
 from kvweave.engine.live import Live
-from kvweave.engine.loading import CostOf, Loading
+from kvweave.engine.loading import Loading
 from kvweave.engine.placing import Placing
 from kvweave.engine.prefixes import Cost, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
-from kvweave.errors import EngineClosed, RequestError
+from kvweave.errors import EngineClosed
+from kvweave.fuse.encode import Prefix
 from kvweave.kv.tree import KnowledgeTree
 from kvweave.metrics import Metrics
 from kvweave.model.decoder import Decoder
@@ -51,10 +51,8 @@ class Engine:
         metrics: Metrics | None = None,
         *,
         cost_s: Cost = guessed_cost_s,
-        load_cost: CostOf = lambda _: None,
     ) -> None:
-        """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps.
-        `load_cost` says how long a fused request loads and computes, if anybody knows."""
+        """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps."""
         self.cfg = cfg or EngineConfig()
         self.metrics = metrics or Metrics()
         self._decoder = decoder
@@ -69,7 +67,7 @@ class Engine:
             self._placing.retire,
         )
         self._loading = Loading(decoder.spec.num_layers, self._post)
-        self._desk = Desk(decoder, self._scheduler, self._placing, self._loading, load_cost)
+        self._desk = Desk(decoder, self._scheduler, self._placing, self._loading)
         self._inbox: deque[Ticket | Callable[[], None]] = deque()
         self._changed = threading.Condition()  # guards the inbox, the thread and closed
         self._thread: threading.Thread | None = None
@@ -77,22 +75,25 @@ class Engine:
 
     # ---- any thread
 
-    def submit(self, request: EngineRequest, *, held: bool = False) -> Ticket:
+    def submit(
+        self, request: EngineRequest | Callable[[], EngineRequest], *, held: bool = False
+    ) -> Ticket:
         """Compute a request. Raises RequestError at once when it cannot be computed here.
 
-        `held` computes the prompt and gives nothing out until `Ticket.release`.
+        A function instead of a request is called on the engine thread right before it begins: a
+        plan sees the tree as it is then. What it raises, the ticket raises. `held` computes the
+        prompt and gives nothing out until `Ticket.release`.
         """
-        ids = request.prompt_ids
-        check_prompt(ids, self._decoder.spec.vocab_size, self._decoder.spec.max_context)
-        most = self._placing.pool.num_pages * self.cfg.page_tokens
-        if len(ids) >= most:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, the KV pool holds {most} with the answer; "
-                "send less text or give the engine more pool_tokens"
-            )
-        ticket = Ticket(request, held, self._notify)
+        if isinstance(request, EngineRequest):
+            self._desk.check(request.prompt_ids)
+        make = (lambda: request) if isinstance(request, EngineRequest) else request
+        ticket = Ticket(make, held, self._notify)
         self._post(ticket)
         return ticket
+
+    def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
+        """Keep a preamble's exact KV in the tree for good. On the engine thread. False: no room."""
+        return self._placing.prefixes.pin(namespace, preamble)
 
     def run_alone(self, job: Callable[[], T]) -> T:
         """Run a job on the engine thread, between two steps; wait for it and give its result."""

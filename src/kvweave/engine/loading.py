@@ -11,24 +11,13 @@ alone. `waits_outside` is the rule between them.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
-from kvweave.engine.request import EngineRequest, FusedPart
+from kvweave.engine.request import FusedPart, LoadCost
 from kvweave.errors import EngineClosed
 from kvweave.fuse.prefill import StoredPrompt
 
 THREADS = 8  # they only wait: the store's own pools read
 SLOW_LOAD = 4.0  # a layer's bytes take so many times its computing: the pass would stand still
-
-
-class LoadCost(NamedTuple):
-    """What a fused request is expected to take on this machine."""
-
-    load_s: float  # until all its bytes are in host memory
-    compute_s: float  # of its pass
-
-
-CostOf = Callable[[EngineRequest], LoadCost | None]  # None: nobody knows
 
 
 def waits_outside(cost: LoadCost | None, others_ready: bool) -> bool:

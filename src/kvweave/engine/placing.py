@@ -25,6 +25,11 @@ class Placing:
         self.prefixes = Prefixes(cfg, pool, self.pages, cost_s)
         self.num_running = 0  # sequences that may want a page more
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that one sequence can have at most, all others gone."""
+        return (self.pool.num_pages - self.prefixes.pinned_pages) * self.pool.page_tokens
+
     def lengths(self, live: Live) -> tuple[int, int]:
         """Tokens of it that are cached, and that must be computed."""
         part = live.request.fused

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk
+from kvweave.fuse.encode import Prefix
 from kvweave.kv.tree import (
     ChunkRef,
     Extended,
@@ -110,6 +111,8 @@ class Prefixes:
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
         self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
+        self.pinned_pages = 0
+        self._pins: list[TreeLease] = []  # for as long as the engine lives
 
     def acquire(
         self, path: Sequence[ChunkRef], num_question_tokens: int, *, count: bool
@@ -139,6 +142,30 @@ class Prefixes:
         if extended is not Extended.ADOPTED:
             self._pages.release(pages)
         return extended in (Extended.ADOPTED, Extended.PRESENT)
+
+    def pin(self, namespace: str, preamble: Prefix) -> bool:
+        """Put a preamble that was computed elsewhere into the tree, to stay there. False: no room
+        for it, or none to be had now."""
+        path = path_of(namespace, preamble.token_ids, ())
+        count = -(-len(preamble.token_ids) // self._page_tokens)
+        lease = self.acquire(path, 0, count=False)
+        if path and lease.num_tokens < len(preamble.token_ids):
+            if not self.reclaim(lambda: self._pages.num_free >= count):
+                lease.release()
+                return False
+            kv = PagedKV(self._pool, self._pages.take(count) or ())
+            slots = torch.tensor(kv.slots(range(len(preamble.token_ids))))
+            for layer, made in enumerate(preamble.layers):
+                keys, values = self._pool.slots(layer)
+                keys[slots], values[slots] = made.k, made.v
+            fits = self.offer(lease, path[0], 0, kv)
+            self._pages.release(kv.page_table)
+            if not fits:
+                lease.release()
+                return False
+        self._pins.append(lease)
+        self.pinned_pages += count if path else 0
+        return True
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
         """Let leaves that nobody uses go, the least valuable first, until there is enough."""

@@ -24,6 +24,13 @@ class EngineChunk(NamedTuple):
     token_ids: tuple[int, ...]
 
 
+class LoadCost(NamedTuple):
+    """What a fused request is expected to take on this machine."""
+
+    load_s: float  # until all its bytes are in host memory
+    compute_s: float  # of its pass
+
+
 @dataclass(frozen=True, slots=True)
 class FusedPart:
     """How a prompt is woven from stored chunk KV. See fuse/prefill.py for the fields' meaning."""
@@ -36,6 +43,7 @@ class FusedPart:
     asked: tuple[int, int] | None = None
     encoding: str = ""
     computed: Mapping[int, str] = field(default_factory=dict)  # places computed although stored
+    expected: LoadCost | None = None  # by the cost model; None: nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +106,9 @@ class Ticket(Iterator[Choice]):
     """
 
     def __init__(
-        self, request: EngineRequest, held: bool, wake: Callable[["Ticket"], None]
+        self, make: Callable[[], EngineRequest], held: bool, wake: Callable[["Ticket"], None]
     ) -> None:
-        self.request = request
+        self.make = make  # the request; called once, by the engine
         self.record: FuseRecord | None = None  # how the prompt was prefilled; from the first token
         self.timeline = Timeline(time.perf_counter())
         self._changed = threading.Condition()

@@ -113,14 +113,13 @@ class Scheduler(Generic[S]):
             if rows and seq in self.running and self._make_room(seq, seq.computed + rows, works):
                 works[seq] = rows
                 left -= rows
-        while left and (seq := self._next_in()) is not None:
-            if seq.own_step:
+        while left and (new := self._next_in()) is not None:
+            if new.own_step:  # at once if nobody else runs, else in turn
                 if not works:
                     return self.next_step()
                 break
-            rows = min(seq.needed, left)
-            works[seq] = rows
-            left -= rows
+            works[new] = min(new.needed, left)
+            left -= works[new]
         return [Work(seq, rows) for seq, rows in works.items()]
 
     def _next_in(self) -> S | None:
