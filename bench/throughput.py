@@ -84,6 +84,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer at most")
     parser.add_argument("--pool-tokens", type=int, default=32768, help="half for the tree")
     parser.add_argument("--profile", type=Path, help="with the calibration that auto goes by")
+    parser.add_argument("--allow", help="STRATEGY:RATIO that auto may take, calibrated or not")
     parser.add_argument("--bound", type=float, default=0.02, help="of auto, in nats per token")
     parser.add_argument("--ratio", type=float, default=0.15, help="of auto, with --shape")
     parser.add_argument("--window", type=float, default=40.0, help="seconds of arrivals per rate")

@@ -10,6 +10,7 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from kvweave.app import Sampling, Weave
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.generate import generate
-from kvweave.fuse.calibration import ENOUGH_QUESTIONS
+from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Cell, Table, is_within
 from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.profiles import load_profile
 from kvweave.kv.store import KVStore
@@ -34,6 +35,7 @@ from kvweave.tokenizer import Tokenizer
 RANKS = 5  # passages of every question that the knowledge base holds
 RETRIEVER = ("elser", "rewrite")
 ZIPF = 1.0
+OPENED = "gate opened by hand"
 
 
 class WeaveWorld:
@@ -75,12 +77,7 @@ class WeaveWorld:
         with Weave(
             self._decoder, self._tokenizer, self._args.model, SYSTEM, library, cfg
         ) as self._weave:
-            if self._args.profile is not None:
-                self._weave.__dict__["profile"] = load_profile(
-                    self._args.profile,
-                    self._decoder.weights.fingerprint,
-                    self._tokenizer.fingerprint,
-                )
+            self._set_gate(self._weave)
             yield
         self._weave = None
 
@@ -130,9 +127,37 @@ class WeaveWorld:
     def store(self) -> KVStore:
         return self.weave.library.store
 
+    def _set_gate(self, weave: Weave) -> None:
+        """Let `auto` go by another calibration than the model's own, if one was given."""
+        args, tokenizer = self._args, self._tokenizer
+        profile = weave.profile
+        if args.profile is not None:
+            weights = self._decoder.weights.fingerprint
+            profile = load_profile(args.profile, weights, tokenizer.fingerprint)
+        if args.allow is not None:
+            assert profile is not None, "--allow opens the gate of a model that has a profile"
+            profile = profile.with_tables(self._opened(weave, args.allow))
+        weave.__dict__["profile"] = profile
+
+    def _opened(self, weave: Weave, allowed: str) -> Table:
+        """A table that lets one cell through. It measures nothing, and the result says so."""
+        strategy, ratio = allowed.split(":")
+        encoder = weave.library.encoder
+        numbers: dict[str, Any] = {f.name: 0.0 for f in fields(Cell) if f.default is MISSING}
+        cell = Cell(**{**numbers, "strategy": strategy, "ratio": float(ratio)})
+        return Table(
+            encoding=str(encoder.preparation.variant), context=encoder.encoding_context,
+            preamble=digest_ids(encoder.preamble_ids), revision=self._decoder.revision,
+            dtype=str(self._decoder.dtype), data=OPENED, data_hash="", date="",
+            num_questions=ENOUGH_QUESTIONS, num_with_answers=0, num_chunk_tokens=0,
+            mean_prompt_tokens=0.0, noise=0.0, full_f1=None, full_em=None, cells=(cell,),
+        )  # fmt: skip
+
     def _describe_gate(self) -> str:
         """Which calibration lets `auto` take stored chunk KV."""
         args, profile = self._args, self.weave.profile
+        if args.allow is not None:
+            return f"{OPENED}: {args.allow} is allowed, whatever it was measured to cost"
         whose = "shipped profile" if args.profile is None else f"profile {args.profile.name}"
         encoder = self.weave.library.encoder
         table = None
@@ -141,7 +166,9 @@ class WeaveWorld:
             table = profile.table(self._decoder.revision, encoder.encoding_context, preamble)
         if table is None or table.num_questions < ENOUGH_QUESTIONS:
             return f"{whose}: no table of {ENOUGH_QUESTIONS} questions; auto is exact"
-        return f"{whose}: {table.num_questions} questions ({table.data}), bound {args.bound:g} nats"
+        within = [f"{c.strategy}:{c.ratio:g}" for c in table.cells if is_within(c, args.bound)]
+        measured = f"{table.num_questions} questions of {table.data}"
+        return f"{whose}: {measured}, bound {args.bound:g} nats allows {within or 'nothing'}"
 
 
 def questions_of(data: Path, topics: int) -> tuple[list[str], list[tuple[str, str]]]:
