@@ -24,7 +24,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.generate import generate
 from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Cell, Table, is_within
 from kvweave.fuse.contexts import digest_ids
-from kvweave.fuse.profiles import load_profile
+from kvweave.fuse.profiles import Profile, load_profile
 from kvweave.kv.store import KVStore
 from kvweave.library import Library
 from kvweave.model.load import load_decoder
@@ -47,7 +47,7 @@ class WeaveWorld:
         folder = locate(args.model)
         self._decoder, self._tokenizer = load_decoder(folder, device="cpu"), Tokenizer(folder)
         self.questions, texts = questions_of(args.data, args.topics)
-        self._folder = CACHE / "throughput" / f"{args.model}-{args.topics}"
+        self._folder = CACHE / "throughput" / f"{Path(args.model).name}-{args.topics}"
         self._weave: Weave | None = None
         with self.serving():
             report = self.weave.ingest(*texts, chunk_kv=True)
@@ -109,7 +109,7 @@ class WeaveWorld:
         eos = self._tokenizer.eos_ids
         sampling = Sampling(max_tokens=self._args.answer)
         choices = generate(self._decoder, ids, sampling, eos)
-        return self._tokenizer.decode([c.token_id for c in choices if c.token_id not in eos])
+        return "".join(self.weave.texts_of([c.token_id for c in choices if c.token_id not in eos]))
 
     def answer(self, tokens: Sequence[str]) -> str:
         return "".join(tokens)
@@ -130,12 +130,11 @@ class WeaveWorld:
     def _set_gate(self, weave: Weave) -> None:
         """Let `auto` go by another calibration than the model's own, if one was given."""
         args, tokenizer = self._args, self._tokenizer
-        profile = weave.profile
+        weights, profile = self._decoder.weights.fingerprint, weave.profile
         if args.profile is not None:
-            weights = self._decoder.weights.fingerprint
             profile = load_profile(args.profile, weights, tokenizer.fingerprint)
         if args.allow is not None:
-            assert profile is not None, "--allow opens the gate of a model that has a profile"
+            profile = profile or Profile(args.model, weights, tokenizer.fingerprint)
             profile = profile.with_tables(self._opened(weave, args.allow))
         weave.__dict__["profile"] = profile
 
