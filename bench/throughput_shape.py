@@ -12,6 +12,7 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -65,6 +66,11 @@ class ShapeWorld:
             self.store.save(packed)
         del self._packed
         self._engine: Engine | None = None
+        longest = PREAMBLE + args.k * CHUNK_TOKENS + QUESTION + args.answer
+        pool_tokens = args.pool_tokens or 32 * longest
+        self._cfg = EngineConfig(pool_tokens=pool_tokens, tree_share=args.tree_share)
+        if device.type == "cuda":  # a slice of 256 rows leaves most of a GPU idle
+            self._cfg = replace(self._cfg, step_rows=2048, alone_rows=8192)
 
     @property
     def engine(self) -> Engine:
@@ -77,13 +83,12 @@ class ShapeWorld:
             "shape": args.shape, "weights": "random", "questions": len(self._questions),
             "chunks": len(self._chunks), "chunk_tokens": CHUNK_TOKENS, "k": args.k, "zipf": ZIPF,
             "auto": f"{STRATEGY} {args.ratio:g} behind what the tree has", "codec": CODEC,
-            "pool_tokens": args.pool_tokens,
+            "engine": asdict(self._cfg),
         }  # fmt: skip
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        cfg = EngineConfig(pool_tokens=self._args.pool_tokens)
-        with Engine(self._decoder, cfg) as self._engine:
+        with Engine(self._decoder, self._cfg) as self._engine:
             yield
         self._engine = None
 

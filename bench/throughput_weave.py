@@ -10,7 +10,7 @@ import argparse
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from kvweave.tokenizer import Tokenizer
 RANKS = 5  # passages of every question that the knowledge base holds
 RETRIEVER = ("elser", "rewrite")
 ZIPF = 1.0
+POOL_TOKENS = 32768  # for about twenty requests at once
 OPENED = "gate opened by hand"
 
 
@@ -49,6 +50,8 @@ class WeaveWorld:
         self.questions, texts = questions_of(args.data, args.topics)
         self._folder = CACHE / "throughput" / f"{Path(args.model).name}-{args.topics}"
         self._weave: Weave | None = None
+        pool_tokens = args.pool_tokens or POOL_TOKENS
+        self._cfg = EngineConfig(pool_tokens=pool_tokens, tree_share=args.tree_share)
         with self.serving():
             report = self.weave.ingest(*texts, chunk_kv=True)
             print(f"{len(self.questions)} questions over {len(texts)} passages; {report}")
@@ -66,14 +69,14 @@ class WeaveWorld:
         return {
             "model": args.model, "threads": args.threads, "questions": len(self.questions),
             "passages": self._texts, "zipf": ZIPF, "k": args.k, "gate": self._gate,
-            "pool_tokens": args.pool_tokens, "bound_nats": args.bound,
+            "engine": asdict(self._cfg), "bound_nats": args.bound,
         }  # fmt: skip
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """A server that has just been started."""
         library = Library.open(self._folder, self._decoder, self._tokenizer)
-        cfg = EngineConfig(pool_tokens=self._args.pool_tokens)
+        cfg = self._cfg
         with Weave(
             self._decoder, self._tokenizer, self._args.model, SYSTEM, library, cfg
         ) as self._weave:
