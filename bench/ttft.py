@@ -28,9 +28,9 @@ from rich.table import Table
 
 from common import finish, read_jsonl, result_header
 from kvweave.app import Sampling, Weave
-from kvweave.engine.config import EngineConfig
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.strategy import open_strategy
