@@ -16,6 +16,7 @@ from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
 from kvweave.asking import Asking, exact_request, keep_record, plain_request
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
+from kvweave.engine.engine import Engine
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
@@ -67,6 +68,7 @@ class Weave:
         self._ingesting = threading.Lock()
         if library is not None:
             library.encoder.alone = self._alone
+            library.forgotten = self._asking.forget
 
     @classmethod
     def open(
@@ -131,6 +133,11 @@ class Weave:
     def max_context(self) -> int:
         """Tokens that prompt and answer may have together."""
         return self._decoder.spec.max_context
+
+    @property
+    def engine(self) -> Engine:
+        """What computes; started if it is not yet."""
+        return self._asking.engine
 
     @property
     def library(self) -> "Library":
@@ -305,7 +312,7 @@ class Weave:
             from kvweave.planning import Planning
 
             self._planning = Planning(
-                self.library, self._decoder, self.facts, self.profile, engine=self._asking.engine
+                self.library, self._decoder, self.facts, self.profile, engine=self.engine
             )
         return self._planning
 
@@ -355,7 +362,7 @@ class Weave:
 
     def _alone(self, job: Callable[[], T]) -> T:
         """Use the decoder between two steps of the engine."""
-        return self._asking.engine.run_alone(job)
+        return self.engine.run_alone(job)
 
 
 def _refuse_empty(question: str) -> None:
