@@ -124,7 +124,7 @@ class WeaveWorld:
 
     @property
     def engine(self) -> Engine:
-        return self.weave._asking.engine
+        return self.weave.engine
 
     @property
     def store(self) -> KVStore:
