@@ -88,10 +88,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--allow", help="STRATEGY:RATIO that auto may take, calibrated or not")
     parser.add_argument("--bound", type=float, default=0.02, help="of auto, in nats per token")
     parser.add_argument("--ratio", type=float, default=0.15, help="of auto, with --shape")
-    parser.add_argument("--window", type=float, default=40.0, help="seconds of arrivals per rate")
-    parser.add_argument("--probes", type=int, default=5, help="rates tried per way")
+    parser.add_argument("--window", type=float, default=30.0, help="seconds of arrivals per rate")
+    parser.add_argument("--probes", type=int, default=4, help="rates tried per way")
     parser.add_argument("--warm", type=int, default=24, help="requests before anything counts")
-    parser.add_argument("--sample", type=int, default=8, help="answers compared per exact way")
+    parser.add_argument("--sample", type=int, default=5, help="answers compared per exact way")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="2 minutes, and rough")
     parser.add_argument("--out", type=Path)
@@ -130,7 +130,8 @@ class Bench:
         world, args = self._world, self._args
         with world.serving():
             serve = partial(world.serve, way)
-            warm = probe(serve, args.warm, 1.0, 1e9, world.stream(MOST, WARM_SEED), 0)
+            count = args.warm if way != "full" else 2  # full prefill has no caches to fill
+            warm = probe(serve, count, 1.0, 1e9, world.stream(MOST, WARM_SEED), 0)
             unloaded = self._unloaded(way)
             if way == "full":
                 self.bound_s = BOUND * unloaded["ttft_ms"] / 1e3
