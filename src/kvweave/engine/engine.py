@@ -235,4 +235,7 @@ class Engine:
                 item()
         new = [item for item in news if isinstance(item, Ticket)]
         for ticket in [*self._desk.lives, *new]:
-            self._desk.end(ticket, error)
+            try:
+                self._desk.end(ticket, error)
+            except Exception:  # a bug that is being reported already; the others must hear too
+                log.exception("a request could not give back what it held")
