@@ -149,8 +149,9 @@ class Bench:
                 seconds = (unloaded["ttft_ms"] + unloaded["decode_ms"]) / 1e3
                 self.rates[way] = highest_rate(probe_at, 0.9 / seconds, args.probes)
             else:
-                same = self.rates["full"] if probe_at(self.rates["full"]) else 0.0
-                start = (self.rates["full"] or 0.1) * self._guess(unloaded)
+                full = self.rates["full"] or min(cell["rate"] for cell in self.cells)
+                same = full if probe_at(full) else 0.0
+                start = full * self._guess(unloaded)
                 self.rates[way] = highest_rate(probe_at, start, args.probes - 1, same)
             self._check(way, [warm, *found])
             self.leaks[way] = held(world)
