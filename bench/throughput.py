@@ -14,6 +14,7 @@ answered; at the end no page, lease or request may be held.
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -67,6 +68,7 @@ def main() -> None:
         "answers_checked": bench.checked,
         "answers_equal": bench.equal,
         "leaks": bench.leaks,
+        "load_average": [round(load, 1) for load in os.getloadavg()],
         "took_s": round(time.perf_counter() - bench.began_s),
         "cells": cells,
     }
@@ -80,7 +82,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shape", help="random weights of this shape instead of a model")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--topics", type=int, default=6, help="of MTRAG's conversations")
-    parser.add_argument("--k", type=int, default=8, help="chunks in every prompt")
+    parser.add_argument("--k", type=int, default=5, help="chunks in every prompt")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer at most")
     parser.add_argument("--pool-tokens", type=int, help="KV of all requests and of the tree")
     parser.add_argument("--tree-share", type=float, default=0.25, help="of the pool, at most")
@@ -160,7 +162,11 @@ class Bench:
     def _unloaded(self, way: str) -> dict[str, float]:
         world, args = self._world, self._args
         numbers = world.stream(MOST, ALONE_SEED)[: max(3, args.sample)]
-        served = alone(partial(world.serve, way), numbers)
+        serve = partial(world.serve, way)
+        served = alone(serve, numbers)
+        if way == "full":  # sets the bound: what else the machine does must not widen it
+            pairs = zip(served, alone(serve, numbers), strict=True)
+            served = [min(pair, key=lambda one: one.token_s[0]) for pair in pairs]
         self.prompt_tokens = round(statistics.fmean(map(world.prompt_tokens, set(numbers))))
         errors = [one.error for one in served if one.error]
         assert not errors, f"{way} fails when nothing else runs: {errors[0]}"
