@@ -353,9 +353,21 @@ class Lab:
             _, closing = split_template(self.tokenizer, "")
             repeat = [*self.tokenizer.encode_text(REPEAT), *closing]
             found[extra_name("kvzip")] = {}
-            for i, key in enumerate(keys):
-                (scores,) = kvzip_scores(self.decoder, prefixes[i], [chunks[i]], [made[i]], repeat)
-                found[extra_name("kvzip")][key] = pack_anchors(choose_anchors(made[i], scores))
+            sizes = [len(ids) + len(repeat) for ids in chunks]
+            for prefix in dict.fromkeys(map(id, prefixes)):  # chunks behind one prefix run together
+                mine = [i for i in range(len(keys)) if id(prefixes[i]) == prefix]
+                for run in passes([sizes[i] for i in mine], 8192):
+                    batch = [mine[j] for j in run]
+                    scores = kvzip_scores(
+                        self.decoder,
+                        prefixes[batch[0]],
+                        [chunks[i] for i in batch],
+                        [made[i] for i in batch],
+                        repeat,
+                    )
+                    for i, each in zip(batch, scores, strict=True):
+                        packed = pack_anchors(choose_anchors(made[i], each))
+                        found[extra_name("kvzip")][keys[i]] = packed
         return found
 
     def changed(self, strategy: Strategy, scene: Scene, trials: Trials) -> torch.Tensor:
