@@ -21,7 +21,7 @@ from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Reason
-from kvweave.plan.planner import Verdict
+from kvweave.plan.gate import Verdict
 from kvweave.types import ChunkId
 
 # A codec that gives back every bit, by the model's dtype; "raw" does for all.
