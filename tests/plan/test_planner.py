@@ -270,6 +270,8 @@ def test_behind_a_history_no_chunk_is_exact_from_the_store() -> None:
     assert kinds(exact) == ["exact", "computed", "computed", "computed"]
     free = ask("x50", "a300", history=tuple(refs(["h50"])), order=OrderPermission.FREE)
     assert planner.plan(free).ordered_by == "given"
+    twice = planner.plan(ask("a300", "b300", history=tuple(refs(["a300"]))))
+    assert kinds(twice) == ["exact", "computed", "fused", "fused", "computed"]
 
 
 def test_a_history_in_the_tree_is_exact_and_chunks_may_be_ordered_behind_it() -> None:

@@ -104,7 +104,11 @@ def lay_out(
         preamble = Span(SpanKind.COMPUTED, 0, start, None, missing, exact_after=True)
     behind = tuple(chunks[len(path) :])
     total = start + sum(chunk.num_tokens for chunk in behind) + question_tokens
-    copies = tuple(tuple(stored.get(chunk.id, ())) for chunk in behind)
+    from_store = num_history - len(path)  # parts of the history never come from the store
+    copies = tuple(
+        tuple(stored.get(chunk.id, ())) if place >= from_store else ()
+        for place, chunk in enumerate(behind)
+    )
     at_preamble = behind and not (path or num_history) and preamble.kind is SpanKind.EXACT
     first = _first(behind[0], start, copies[0], can_load) if at_preamble else None
     return Layout(preamble, tuple(path), behind, copies, question_tokens, total, first, num_history)
