@@ -33,9 +33,9 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.plan import Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
-from kvweave.planning import STALE_S
 from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
 from kvweave.prompt import SYSTEM, split_template
+from kvweave.tier_probes import STALE_S
 from kvweave.tokenizer import Tokenizer
 from running import Run, run
 from tiny_corpus import make_text, open_kb
@@ -231,7 +231,7 @@ def test_a_tier_slower_than_compute_is_left_and_the_record_says_why(
         quick = ask(weave)
         assert quick.explain is not None
         assert quick.explain.counts["reused"] > 256
-        assert "faulty disk" in load_links(weave)
+        assert "faulty disk/int8" in load_links(weave)
     world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.3))
     world.set_machine(token_s=1e-5)  # a token takes no time, a read takes long
     with world.open() as weave:

@@ -7,12 +7,14 @@ threads: each request owns its state, and the decoder runs one step at a time.
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
+from kvweave.answering import Answer, Answering, Answers, Note, Piece, TokenLogprob
+from kvweave.conversations import Conversations, Talk
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.generate import check_prompt, generate
 from kvweave.engine.sampling import Choice, Sampling
@@ -23,23 +25,34 @@ from kvweave.fuse.strategy import NAMES, NEEDS_PROFILE, ModelFacts, chosen_ratio
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
-from kvweave.plan.ordering import OrderPermission
-from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, lay_out
+from kvweave.plan.ordering import PROMOTION, OrderPermission
+from kvweave.prompt import (
+    SYSTEM,
+    Document,
+    Prompt,
+    build_prompt,
+    chunk_text,
+    lay_out,
+    past_messages,
+)
 from kvweave.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvweave.fuse.chunk_encoder import ChunkEncoder
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
     from kvweave.library import Library
     from kvweave.plan.plan import Plan
     from kvweave.planning import Planning
+    from kvweave.seen_chunks import SeenChunks
     from kvweave.types import Hit
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
 
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+ALONE_WAIT_S = 30.0  # work beside answers waits so long for a moment without one
 TOP_K = 5  # chunks that are put in front of a question
 
 
@@ -53,7 +66,10 @@ class Weave:
         name: str,
         system: str,
         library: "Library | None" = None,
+        promotion: int = PROMOTION,
     ) -> None:
+        """`promotion`: requests that bring a chunk which was never ingested before its KV is stored
+        with the knowledge base; 0: never."""
         self.model_name = name
         self.system = system
         self._decoder = decoder
@@ -61,6 +77,9 @@ class Weave:
         self._library = library
         self._planning: Planning | None = None  # opened by the first reuse="auto"
         self._turn = threading.Lock()  # held for one decoder step
+        self._conversations = Conversations()
+        self._answers = Answers()
+        self._seen = None if library is None else self._watch(library.encoder, promotion)
 
     @classmethod
     def open(
@@ -75,6 +94,7 @@ class Weave:
         embedder: str | None = None,
         encoding: str | None = None,
         extras: Sequence[str] | None = None,
+        promotion: int = PROMOTION,
     ) -> "Weave":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
@@ -82,7 +102,8 @@ class Weave:
         `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
         encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
         stored beside it; None, each for itself, is what the knowledge base has, filler without
-        extras for a new one.
+        extras for a new one. `promotion`: how many requests bring a document that was never
+        ingested before its KV is stored with the knowledge base; 0: never.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
@@ -94,10 +115,12 @@ class Weave:
             from kvweave.library import Library
 
             library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
-        return cls(decoder, tokenizer, name, system, library)
+        return cls(decoder, tokenizer, name, system, library, promotion)
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
+        if self._seen is not None:
+            self._seen.close()
         if self._planning is not None:
             self._planning.close()
         if self._library is not None:
@@ -175,6 +198,9 @@ class Weave:
         ratio: float | None = None,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> Answer:
         """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
@@ -184,6 +210,10 @@ class Weave:
         faster, and not exact. "auto" takes the cheapest way on this machine that calibration allows
         within `bound` (nats per token); `order="free"` lets it move chunks. `Answer.explain` says
         what was done, and `Answer.decision` why.
+
+        `history` are the {"role", "content"} messages said before, the user's first. With a
+        `conversation_id` the chunks of those turns stand in the history again, and those it holds
+        are not sent twice; conversations of one `tenant` are unknown to others.
         """
         return self.stream(
             question,
@@ -195,6 +225,9 @@ class Weave:
             ratio=ratio,
             bound=bound,
             order=order,
+            conversation_id=conversation_id,
+            history=history,
+            tenant=tenant,
         ).finish()
 
     def stream(
@@ -209,6 +242,9 @@ class Weave:
         ratio: float | None = None,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> Answering:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
@@ -225,14 +261,17 @@ class Weave:
             facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
             strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
-        prompt = self._prompt(question, documents, system, k)
+        talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
+        prompt = self._prompt(question, documents, system, k, talk)
         retrieve_ms = (time.perf_counter() - called_s) * 1e3
         if strategy is not None and strategy.reuses == "none":
-            return self._start(prompt.token_ids, sampling, called_s)
+            answering = self._start(prompt.token_ids, sampling, called_s)
+            talk.sent(question, prompt.chunks)
+            return answering
         sampling = sampling or Sampling()
         ids = prompt.token_ids
         check_prompt(ids, self._decoder.spec.vocab_size, self.max_context)
-        note = Note(retrieve_ms)
+        note = Note(retrieve_ms, lambda laid: talk.sent(question, laid.chunks))
         if strategy is None:
             self.library.check_preamble(prompt)
             choices = self._planned(prompt, sampling, bound, permission, note)
@@ -240,6 +279,8 @@ class Weave:
             choices = self.library.generate(
                 prompt, sampling, self._tokenizer.eos_ids, strategy, ratio or 0.0, note.keep
             )
+            choices = self._then(choices, lambda: self._saw(prompt))
+            note.laid(prompt)
         return self._answering(choices, sampling, len(ids), called_s, note)
 
     def plan(
@@ -251,10 +292,14 @@ class Weave:
         k: int = TOP_K,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
         permission = check_planned(bound, order)
-        prompt = self._prompt(question, documents, system, k)
+        talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
+        prompt = self._prompt(question, documents, system, k, talk)
         check_prompt(prompt.token_ids, self._decoder.spec.vocab_size, self.max_context)
         self.library.check_preamble(prompt)
         with self._turn:
@@ -293,7 +338,9 @@ class Weave:
         if self._planning is None:
             from kvweave.planning import Planning
 
-            self._planning = Planning(self.library, self._decoder, self.facts, self.profile)
+            self._planning = Planning(
+                self.library, self._decoder, self.facts, self.profile, seen=self._seen
+            )
         return self._planning
 
     def _planned(
@@ -313,16 +360,44 @@ class Weave:
         documents: Sequence[Document | str] | None,
         system: str | None,
         k: int,
+        talk: Talk,
     ) -> Prompt:
-        if documents is None and self._library is not None:
-            return self._retrieved(question, k, system)
-        return self.build_prompt(question, documents or (), system)
-
-    def _retrieved(self, question: str, k: int, system: str | None) -> Prompt:
+        """The question behind its history and the chunks that the history does not hold."""
         _refuse_empty(question)
-        chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        if documents is None and self._library is not None:
+            chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        else:
+            texts = [Document(d) if isinstance(d, str) else d for d in documents or ()]
+            chunks = [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+        held = talk.held(chunks)
+        new = [ids for ids in chunks if ids not in held]
         words = self.system if system is None else system
-        return lay_out(self._tokenizer, question, chunks, words)
+        prompt = lay_out(self._tokenizer, question, new, words, talk.messages)
+        return replace(prompt, left_out=tuple(held))
+
+    def _watch(self, encoder: "ChunkEncoder", promotion: int) -> "SeenChunks | None":
+        if not promotion:
+            return None
+        from kvweave.seen_chunks import SeenChunks
+
+        return SeenChunks(encoder, self.max_context, self._run_alone, promotion)
+
+    def _saw(self, prompt: Prompt) -> None:
+        if self._seen is not None:
+            self._seen.saw(prompt.chunks)
+
+    def _run_alone(self, work: Callable[[], None]) -> None:
+        """Do something with the decoder when no answer needs it."""
+        self._answers.wait_for_none(ALONE_WAIT_S)
+        with self._turn:
+            work()
+
+    @staticmethod
+    def _then(choices: Iterator[Choice], after: Callable[[], None]) -> Iterator[Choice]:
+        try:
+            yield from choices
+        finally:
+            after()
 
     def _start(
         self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
@@ -344,12 +419,13 @@ class Weave:
 
     def _taking_turns(self, choices: Iterator[Choice]) -> Iterator[Choice]:
         """Let one request's step run at a time."""
-        while True:
-            with self._turn:
-                choice = next(choices, None)
-            if choice is None:
-                return
-            yield choice
+        with self._answers.one():
+            while True:
+                with self._turn:
+                    choice = next(choices, None)
+                if choice is None:
+                    return
+                yield choice
 
 
 def _refuse_empty(question: str) -> None:

@@ -35,6 +35,7 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.plan.plan import Reason
 from kvweave.prompt import SYSTEM, Prompt, split_template
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import DocumentId
@@ -270,12 +271,16 @@ class Library:
         computed: Mapping[int, str] | None,
     ) -> Iterator[Choice]:
         ids, encoder = prompt.token_ids, self.encoder
+        chunks, told = list(prompt.chunks), dict(computed or {})
+        if prompt.history:  # said before and never stored: one more part that is computed
+            chunks.insert(0, tuple(i for part in prompt.history for i in part))
+            told = {0: str(Reason.HISTORY), **{place + 1: why for place, why in told.items()}}
         room = room_for_answer(self._decoder, ids, sampling)
         kv = self._decoder.new_kv(len(ids) + min(room, FIRST_ROOM))
         prefilled = prefill_from_store(
             self._decoder,
             encoder.preamble,
-            [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in prompt.chunks],
+            [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in chunks],
             prompt.question,
             self.store,
             kv,
@@ -283,7 +288,7 @@ class Library:
             ratio,
             asked=prompt.asked,
             encoding=str(encoder.preparation.variant),
-            computed=computed,
+            computed=told,
         )
         on_record(prefilled.record)
         yield from continue_answer(self._decoder, ids, kv, prefilled.logits, sampling, eos_ids)

@@ -24,11 +24,12 @@ from kvweave.kv.tree.node import HOST
 from kvweave.library import Library
 from kvweave.machine import Say, open_machine, profile_path, save, say_on_stderr, wait_for
 from kvweave.model.decoder import Decoder
+from kvweave.plan.altpath import AlternativePaths
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import GAIN, Link, MachineProfile
+from kvweave.plan.profile import GAIN, MachineProfile
 from kvweave.planning_facts import (
     CalibratedGate,
     StoredChunkPeek,
@@ -36,10 +37,11 @@ from kvweave.planning_facts import (
     strategy_info,
 )
 from kvweave.prompt import Prompt
+from kvweave.seen_chunks import SeenChunks
+from kvweave.tier_probes import TierProbes
 from kvweave.types import ChunkId
 
 PREAMBLE = ChunkId("preamble")
-STALE_S = 3600.0  # a tier that nothing came from for this long is measured again
 
 
 class Planned(NamedTuple):
@@ -48,6 +50,7 @@ class Planned(NamedTuple):
     request: PlanRequest
     plan: Plan
     prompt: Prompt
+    elsewhere: frozenset[ChunkId]  # computed here, though the tree has it behind another path
 
 
 class Planning:
@@ -62,9 +65,12 @@ class Planning:
         *,
         say: Say = say_on_stderr,
         tree: KnowledgeTree | None = None,
+        queue_s: Callable[[], float] = lambda: 0.0,
+        seen: SeenChunks | None = None,
     ) -> None:
         """`tree` is the engine's, behind the library's preamble; None makes one that holds the
-        preamble alone. `say` hears a line when something takes a while."""
+        preamble alone. `queue_s` says how much compute is promised to requests ahead. `seen` hears
+        which chunks came. `say` hears a line when something takes a while."""
         encoder = library.encoder
         self._library = library
         self._decoder = decoder
@@ -76,12 +82,21 @@ class Planning:
         if profile is not None:
             preamble = digest_ids(encoder.preamble_ids)
             table = profile.table(decoder.revision, encoder.encoding_context, preamble)
-        self._strategies = fusing_strategies(facts)
+        self._strategies, unavailable = fusing_strategies(facts)
+        self._seen = seen
+        tree = tree or _preamble_tree(library, self.machine)
+        self._paths = AlternativePaths(tree, self._peek.has_copy)
+        self._tiers = TierProbes(
+            library.store, decoder.spec.num_layers, encoder.context.codec, self.machine.links
+        )
         self._planner = Planner(
-            tree or _preamble_tree(library, self.machine),
+            tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
             gate=CalibratedGate(table),
+            unavailable=unavailable,
+            queue_s=queue_s,
+            pending_bytes=library.store.pending_bytes,
         )
 
     def close(self) -> None:
@@ -89,11 +104,11 @@ class Planning:
         save(self.machine, self._path)
 
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
-        """What would be done for a prompt. Computes nothing, but loads one chunk of a tier whose
-        speed is not known."""
+        """What would be done for a prompt. Computes nothing, but has one chunk loaded from a tier
+        whose speed is not known, and waits a moment for that."""
         chunks = _named(prompt)
         self._peek.look_at(chunks)
-        self._meet_tiers()
+        self._tiers.meet(self._peek.found())
         encoder, stitch_s = self._library.encoder, self.machine.stitch_s
         self._planner.strategies = tuple(
             strategy_info(strategy, encoder, stitch_s) for strategy in self._strategies.values()
@@ -103,10 +118,14 @@ class Planning:
             len(prompt.question),
             order,
             quality_bound=bound,
+            history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.history),
+            in_history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.left_out),
         )
         plan = self._planner.plan(request)
         ordered = tuple(chunks[chunk.id] for chunk in plan.order)
-        return Planned(request, plan, replace(prompt, chunks=ordered))
+        path = [part.id for part in (*request.history, *plan.order)]
+        elsewhere = self._paths.only_elsewhere(path) & chunks.keys()
+        return Planned(request, plan, replace(prompt, chunks=ordered), frozenset(elsewhere))
 
     def generate(
         self,
@@ -130,43 +149,28 @@ class Planning:
             assert predicted_s is not None, "what is chosen has a price"
             note.decision = Decision(plan, Judged(plan.chosen.name, predicted_s, actual_s))
             note.keep(record)
+            note.laid(planned.prompt)
             self._observe(strategy, record, actual_s)
             self._planner.finished(planned.request, plan)
 
-        yield from self._library.generate(
-            planned.prompt,
-            sampling,
-            eos_ids,
-            strategy,
-            plan.chosen.ratio or 0.0,
-            on_record,
-            computed=_computed(plan),
-        )
+        try:
+            yield from self._library.generate(
+                planned.prompt,
+                sampling,
+                eos_ids,
+                strategy,
+                plan.chosen.ratio or 0.0,
+                on_record,
+                computed=_computed(plan),
+            )
+        finally:
+            if self._seen is not None:
+                self._seen.saw(planned.prompt.chunks, planned.elsewhere)
 
     def _strategy(self, plan: Plan) -> Strategy:
         if plan.strategy is not None:
             return self._strategies[plan.strategy]
         return open_strategy(plan.chosen.name, self._facts)
-
-    def _meet_tiers(self) -> None:
-        """Load one chunk from every tier whose speed nobody knows, or has seen for long: one that
-        was too slow is left alone by every plan and would never be found to have recovered."""
-        links, store = self.machine.links, self._library.store
-        for key, peek in self._peek.found():
-            if peek.tier is None or peek.tier == HOST or self._is_known(peek.tier):
-                continue
-            with store.acquire([key]) as lease:
-                transfer = store.load(lease)
-                for layer in range(self._decoder.spec.num_layers):
-                    transfer.wait_layer(layer)
-                sizes = [header.total_bytes for header in transfer.headers().values()]
-                seconds = transfer.seconds().get(peek.tier, 0.0)
-            if sizes and seconds > 0 and not transfer.lost:
-                links[peek.tier] = Link(sizes[0] / seconds, seen_s=time.time())
-
-    def _is_known(self, tier: str) -> bool:
-        link = self.machine.link(tier)
-        return link is not None and time.time() - link.seen_s < STALE_S
 
     def _observe(self, strategy: Strategy, record: FuseRecord, actual_s: float) -> None:
         """Move the prices towards what just happened."""
@@ -174,9 +178,7 @@ class Planning:
         rows = counts["computed"] + counts["recomputed"]
         placed = sum(chunk.num_tokens for chunk in record.chunks if chunk.tier is not None)
         for tier, seconds in record.arrived_s.items():
-            if tier in machine.links:
-                machine.links[tier].observe(record.loaded_bytes.get(tier, 0), seconds)
-                machine.links[tier].seen_s = time.time()
+            self._tiers.came(tier, record.loaded_bytes.get(tier, 0), seconds)
         if not placed:
             machine.prefill.observe(counts["exact"], rows, actual_s)
             return
@@ -199,8 +201,8 @@ def _named(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:
 
 
 def _computed(plan: Plan) -> dict[int, str]:
-    """Places of the chunks that the plan computes, and why."""
-    chunks = [span for span in plan.spans if span.chunk_id is not None]
+    """Places of the chunks that the plan computes, and why. The history is not among them."""
+    chunks = [span for span in plan.spans if span.chunk_id is not None and not span.in_history]
     return {
         place: str(span.reason)
         for place, span in enumerate(chunks)
