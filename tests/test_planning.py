@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,6 +185,19 @@ def test_a_closed_gate_is_exact_and_equal_to_full(world: World, weave: Weave) ->
     assert answer.explain.counts["exact"] == len(prompt), "int8 rounds: only the preamble is exact"
 
 
+def test_a_strategy_without_its_profile_is_declined_with_the_way_out(
+    world: World, weave: Weave
+) -> None:
+    world.set_machine()
+    assert reasons(ask(weave))["qcfuse"] is Reason.NO_LAYERS
+    assert "kvweave calibrate layers" in Reason.NO_LAYERS
+
+
+def test_a_rounded_first_chunk_is_computed_and_the_plan_says_so(world: World, weave: Weave) -> None:
+    world.set_machine()
+    assert weave.plan(QUESTION).spans[1].reason is Reason.ROUNDED
+
+
 def test_a_bound_that_no_ratio_meets_closes_the_gate(world: World, weave: Weave) -> None:
     world.calibrate(("epic", 0.1, 0.01))
     world.set_machine()
@@ -235,7 +248,11 @@ def test_a_tier_slower_than_compute_is_left_and_the_record_says_why(
     world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.3))
     world.set_machine(token_s=1e-5)  # a token takes no time, a read takes long
     with world.open() as weave:
-        slow = ask(weave)
+        started_s = time.monotonic()
+        first = ask(weave)
+        assert reasons(first)["reuse"] is Reason.TIER_UNKNOWN, "nobody waits for a slow tier"
+        assert time.monotonic() - started_s < 2
+        slow = ask_until(weave, lambda a: reasons(a)["reuse"] is not Reason.TIER_UNKNOWN)
         assert slow.explain is not None
         assert slow.explain.counts["reused"] == 0
         assert not slow.explain.loaded_bytes
@@ -251,10 +268,19 @@ def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_pa
         assert weave.library.store.flush()
         world.set_machine()
         weave.plan(QUESTION)
-        load_links(weave)["disk"] = Link(1.0, seen_s=time.time())  # a byte per second
+        load_links(weave)["disk/int8"] = Link(1.0, seen_s=time.time())  # a byte per second
         assert reasons(ask(weave))["reuse"] is Reason.TIER_TOO_SLOW
-        load_links(weave)["disk"].seen_s -= STALE_S
-        assert ask(weave).decision.plan.strategy == "reuse"  # type: ignore[union-attr]
+        load_links(weave)["disk/int8"].seen_s -= STALE_S
+        ask_until(weave, lambda a: a.decision.plan.strategy == "reuse")  # type: ignore[union-attr]
+
+
+def ask_until(weave: Weave, is_so: Callable[[Answer], bool]) -> Answer:
+    """Ask until something found out beside the answers shows."""
+    give_up_s = time.monotonic() + 20
+    while not is_so(answer := ask(weave)):
+        assert time.monotonic() < give_up_s, "it never came"
+        time.sleep(0.05)
+    return answer
 
 
 def load_links(weave: Weave) -> dict[str, Link]:
