@@ -20,6 +20,7 @@ from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
 
+CLOSE_WAIT_S = 10.0  # more than a chunk takes
 MAX_WAITING = 64  # chunks to be encoded; more are left for the next time they are seen
 RunAlone = Callable[[Callable[[], None]], None]  # runs it when no answer needs the decoder
 
@@ -48,6 +49,7 @@ class SeenChunks:
         self._waiting: set[ChunkId] = set()
         self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
         self._idle = threading.Condition(self._lock)
 
     def saw(
@@ -57,6 +59,8 @@ class SeenChunks:
         tree has them behind another path."""
         named = {make_chunk_id(ids): ids for ids in chunks}
         with self._lock:
+            if self._closed:
+                return
             self._table.push(list(named))
             for name, ids in named.items():
                 often = self._table.count(name) >= self._threshold
@@ -73,15 +77,16 @@ class SeenChunks:
             return self._idle.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self) -> None:
-        """Encode no more. A chunk under way is finished first."""
+        """Encode no more. A chunk under way is finished first; one that still waits for its moment
+        finds the door shut."""
         with self._lock:
-            self._threshold = 1 << 60
-            thread, self._thread = self._thread, None
+            self._closed = True
+            thread = self._thread
         while not self._queue.empty():
             self._queue.get_nowait()
         self._queue.put(None)
         if thread is not None:
-            thread.join()
+            thread.join(CLOSE_WAIT_S)
 
     def _has_room(self, name: ChunkId, ids: tuple[int, ...]) -> bool:
         """Lock is held."""
@@ -97,11 +102,15 @@ class SeenChunks:
         has_context = encoder.preparation.variant.kind == "filler"  # neighbours are the corpus's
         return has_context and bool(encoder.absent([chunk], encoder.key))
 
+    def _encode(self, chunk: Chunk) -> None:
+        if not self._closed:
+            self._encoder.encode([chunk])
+
     def _work(self) -> None:
         while (chunk := self._queue.get()) is not None:
             try:
                 if self._is_absent(chunk):
-                    self._run_alone(partial(self._encoder.encode, [chunk]))
+                    self._run_alone(partial(self._encode, chunk))
             except Exception:  # what the device raises: answers go on, and it must be seen
                 log.exception("the KV of chunk %s, which requests brought, is not stored", chunk.id)
             finally:
