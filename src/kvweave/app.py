@@ -8,12 +8,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
 from kvweave.asking import Asking, exact_request, keep_record, plain_request
+from kvweave.conversations import Conversations, Talk
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Choice, Sampling
@@ -24,17 +26,27 @@ from kvweave.fuse.strategy import NAMES, NEEDS_PROFILE, ModelFacts, chosen_ratio
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
-from kvweave.plan.ordering import OrderPermission
-from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, lay_out
+from kvweave.plan.ordering import PROMOTION, OrderPermission
+from kvweave.prompt import (
+    SYSTEM,
+    Document,
+    Prompt,
+    build_prompt,
+    chunk_text,
+    lay_out,
+    past_messages,
+)
 from kvweave.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvweave.fuse.chunk_encoder import ChunkEncoder
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
     from kvweave.library import Library
     from kvweave.plan.plan import Plan
     from kvweave.planning import Planning
+    from kvweave.seen_chunks import SeenChunks
     from kvweave.types import Hit
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
@@ -42,6 +54,7 @@ __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob
 T = TypeVar("T")
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+ALONE_WAIT_S = 30.0  # work beside answers waits so long for a moment without one
 TOP_K = 5  # chunks that are put in front of a question
 
 
@@ -56,7 +69,10 @@ class Weave:
         system: str,
         library: "Library | None" = None,
         engine: EngineConfig | None = None,
+        promotion: int = PROMOTION,
     ) -> None:
+        """`promotion`: requests that bring a chunk which was never ingested before its KV is stored
+        with the knowledge base; 0: never."""
         self.model_name = name
         self.system = system
         self._decoder = decoder
@@ -67,6 +83,8 @@ class Weave:
         self._ingesting = threading.Lock()
         if library is not None:
             library.encoder.alone = self._alone
+        self._conversations = Conversations()
+        self._seen = None if library is None else self._watch(library.encoder, promotion)
 
     @classmethod
     def open(
@@ -81,6 +99,7 @@ class Weave:
         embedder: str | None = None,
         encoding: str | None = None,
         extras: Sequence[str] | None = None,
+        promotion: int = PROMOTION,
     ) -> "Weave":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
@@ -88,7 +107,8 @@ class Weave:
         `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
         encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
         stored beside it; None, each for itself, is what the knowledge base has, filler without
-        extras for a new one.
+        extras for a new one. `promotion`: how many requests bring a document that was never
+        ingested before its KV is stored with the knowledge base; 0: never.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
@@ -100,10 +120,12 @@ class Weave:
             from kvweave.library import Library
 
             library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
-        return cls(decoder, tokenizer, name, system, library)
+        return cls(decoder, tokenizer, name, system, library, promotion=promotion)
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
+        if self._seen is not None:
+            self._seen.close()
         self._asking.close()
         if self._planning is not None:
             self._planning.close()
@@ -182,6 +204,9 @@ class Weave:
         ratio: float | None = None,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> Answer:
         """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
@@ -191,6 +216,10 @@ class Weave:
         faster, and not exact. "auto" takes the cheapest way on this machine that calibration allows
         within `bound` (nats per token); `order="free"` lets it move chunks. `Answer.explain` says
         what was done, and `Answer.decision` why.
+
+        `history` are the {"role", "content"} messages said before, the user's first. With a
+        `conversation_id` the chunks of those turns stand in the history again, and those it holds
+        are not sent twice; conversations of one `tenant` are unknown to others.
         """
         return self.stream(
             question,
@@ -202,6 +231,9 @@ class Weave:
             ratio=ratio,
             bound=bound,
             order=order,
+            conversation_id=conversation_id,
+            history=history,
+            tenant=tenant,
         ).finish()
 
     def stream(
@@ -216,6 +248,9 @@ class Weave:
         ratio: float | None = None,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> Answering:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
@@ -232,22 +267,29 @@ class Weave:
             facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
             strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
-        prompt = self._prompt(question, documents, system, k)
+        talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
+        prompt = self._prompt(question, documents, system, k, talk)
         retrieve_ms = (time.perf_counter() - called_s) * 1e3
         sampling, eos_ids = sampling or Sampling(), self._tokenizer.eos_ids
         ids = prompt.token_ids
         self._asking.check(ids)
-        note = Note(retrieve_ms)
+
+        def laid(final: Prompt) -> None:
+            talk.sent(question, final.chunks)
+            if self._seen is not None and strategy is not None and strategy.reuses == "all":
+                self._seen.saw(final.chunks)
+
+        note = Note(retrieve_ms, laid)
         if strategy is None:
             self.library.check_preamble(prompt)
             choices = self._planned(prompt, sampling, bound, permission, note)
         elif strategy.reuses != "all":
             request = exact_request(prompt, sampling, eos_ids, use_tree=strategy.reuses == "exact")
-            choices = self._asking.choices(request, keep_record(note))
+            choices = self._asking.choices(request, keep_record(note, prompt))
         else:
             self.library.check_preamble(prompt)
             request = self.library.request(prompt, sampling, eos_ids, strategy, ratio or 0.0)
-            choices = self._asking.choices(request, keep_record(note))
+            choices = self._asking.choices(request, keep_record(note, prompt))
         return self._answering(choices, sampling, len(ids), called_s, note)
 
     def plan(
@@ -259,10 +301,14 @@ class Weave:
         k: int = TOP_K,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
         permission = check_planned(bound, order)
-        prompt = self._prompt(question, documents, system, k)
+        talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
+        prompt = self._prompt(question, documents, system, k, talk)
         self._asking.check(prompt.token_ids)
         self.library.check_preamble(prompt)
         return self._alone(lambda: self._open_planning().plan(prompt, bound, permission).plan)
@@ -305,7 +351,12 @@ class Weave:
             from kvweave.planning import Planning
 
             self._planning = Planning(
-                self.library, self._decoder, self.facts, self.profile, engine=self._asking.engine
+                self.library,
+                self._decoder,
+                self.facts,
+                self.profile,
+                engine=self._asking.engine,
+                seen=self._seen,
             )
         return self._planning
 
@@ -332,16 +383,32 @@ class Weave:
         documents: Sequence[Document | str] | None,
         system: str | None,
         k: int,
+        talk: Talk,
     ) -> Prompt:
-        if documents is None and self._library is not None:
-            return self._retrieved(question, k, system)
-        return self.build_prompt(question, documents or (), system)
-
-    def _retrieved(self, question: str, k: int, system: str | None) -> Prompt:
+        """The question behind its history and the chunks that the history does not hold."""
         _refuse_empty(question)
-        chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        if documents is None and self._library is not None:
+            chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        else:
+            texts = [Document(d) if isinstance(d, str) else d for d in documents or ()]
+            chunks = [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+        held = talk.held(chunks)
+        new = [ids for ids in chunks if ids not in held]
         words = self.system if system is None else system
-        return lay_out(self._tokenizer, question, chunks, words)
+        prompt = lay_out(self._tokenizer, question, new, words, talk.messages)
+        return replace(prompt, left_out=tuple(held))
+
+    def _watch(self, encoder: "ChunkEncoder", promotion: int) -> "SeenChunks | None":
+        if not promotion:
+            return None
+        from kvweave.seen_chunks import SeenChunks
+
+        return SeenChunks(encoder, self.max_context, self._when_quiet, promotion)
+
+    def _when_quiet(self, work: Callable[[], None]) -> None:
+        """Encode something when no answer needs the decoder, or has needed it for long."""
+        self._asking.answers.wait_for_none(ALONE_WAIT_S)
+        work()
 
     def _answering(
         self,

@@ -6,7 +6,7 @@ Part of the composition root: only `app.py` and its helpers use it. Any thread.
 import threading
 from collections.abc import Callable, Collection, Generator, Sequence
 
-from kvweave.answering import Note
+from kvweave.answering import Answers, Note
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -30,6 +30,7 @@ class Asking:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._closed = False
+        self.answers = Answers()  # under way
 
     @property
     def engine(self) -> Engine:
@@ -59,14 +60,15 @@ class Asking:
 
         `on_first` hears of the ticket when its first token is there.
         """
-        ticket = self.engine.submit(request)
-        try:
-            for number, choice in enumerate(ticket):
-                if number == 0 and on_first is not None:
-                    on_first(ticket)
-                yield choice
-        finally:
-            ticket.cancel()
+        with self.answers.one():
+            ticket = self.engine.submit(request)
+            try:
+                for number, choice in enumerate(ticket):
+                    if number == 0 and on_first is not None:
+                        on_first(ticket)
+                    yield choice
+            finally:
+                ticket.cancel()
 
 
 def exact_request(
@@ -91,14 +93,17 @@ def plain_request(
 
 
 def engine_chunks(prompt: Prompt) -> tuple[EngineChunk, ...]:
-    return tuple(EngineChunk(make_chunk_id(ids), ids) for ids in prompt.chunks)
+    """What stands between preamble and question; what was said before is a part like others."""
+    parts = (*prompt.history, *prompt.chunks)
+    return tuple(EngineChunk(make_chunk_id(ids), ids) for ids in parts)
 
 
-def keep_record(note: Note) -> OnFirst:
+def keep_record(note: Note, prompt: Prompt) -> OnFirst:
     """Brings the record of a prompt to whoever shows the answer."""
 
     def on_first(ticket: Ticket) -> None:
         if ticket.record is not None:
             note.keep(ticket.record)
+        note.laid(prompt)
 
     return on_first
