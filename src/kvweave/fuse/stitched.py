@@ -6,6 +6,7 @@ the last layer before that. Bytes that were loaded for scoring are therefore nev
 
 import time
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from kvweave.fuse.encode import Prefix
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
-from kvweave.fuse.sources import ChunkSource
+from kvweave.fuse.sources import ChunkSource, LaysItself
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
@@ -40,11 +41,11 @@ class Stitched:
         self._kv = kv
         self._laid: set[int] = set()
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
-        self.load_s = 0.0  # spent waiting for chunk KV and decoding it
+        self._waited_s = 0.0
         self._runs = _runs(request)
-        positions = [p for start, end in self._runs for p in range(start, end)]
-        self.placed = torch.tensor(positions, dtype=torch.int64)  # [N] on the host, ascending
-        self._turn = decoder.angles(self.placed.to(decoder.device))
+        runs = [torch.arange(start, end) for start, end in self._runs]
+        self.placed = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+        # [N] on the host, ascending
         kv.reserve(len(request.prompt_ids))
 
     def lay(self, layer: int) -> None:
@@ -55,17 +56,32 @@ class Stitched:
         if self._preamble.layers:
             keys[: len(self._preamble.token_ids)] = self._preamble.layers[layer].k
             values[: len(self._preamble.token_ids)] = self._preamble.layers[layer].v
-        if self._runs:
-            stored = self.unturned(layer, self._memory(keys, values))
-            at = 0
-            for start, end in self._runs:
-                part = slice(at, at + end - start)
-                turn = Angles(self._turn.cos[part], self._turn.sin[part])
-                rotate(stored.k[part], turn, out=keys[start:end])
-                if stored.v.data_ptr() != values[start:].data_ptr():
-                    values[start:end] = stored.v[part]
-                at += end - start
+        if self._runs and isinstance(self._source, LaysItself):
+            self._source.lay(layer, keys, values)
+        elif self._runs:
+            self._turn_into(keys, values, self.unturned(layer, self._memory(keys, values)))
         self._laid.add(layer)
+
+    def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
+        at = 0
+        for start, end in self._runs:
+            part = slice(at, at + end - start)
+            turn = Angles(self._turn.cos[part], self._turn.sin[part])
+            rotate(stored.k[part], turn, out=keys[start:end])
+            if stored.v.data_ptr() != values[start:].data_ptr():
+                values[start:end] = stored.v[part]
+            at += end - start
+
+    @cached_property
+    def _turn(self) -> Angles:
+        """Angles of everything placed."""
+        return self._decoder.angles(self.placed.to(self._decoder.device))
+
+    @property
+    def load_s(self) -> float:
+        """Spent waiting for chunk KV so far and, on a CPU, decoding it."""
+        source = self._source
+        return self._waited_s + (source.stalled_s() if isinstance(source, LaysItself) else 0.0)
 
     def keys(self, layer: int) -> Tensor:
         """[T, Hk, D] of the whole prompt; garbage where nothing is placed or computed yet."""
@@ -81,7 +97,7 @@ class Stitched:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
         started_s = time.perf_counter()
         stored = self._source.layer(layer, out)
-        self.load_s += time.perf_counter() - started_s
+        self._waited_s += time.perf_counter() - started_s
         return stored
 
     def preamble(self, layer: int) -> LayerKV | None:

@@ -135,6 +135,11 @@ class Arrival:
                     self._awaited.remove(layer)
             self._fail_slow(patience)
 
+    def is_ready(self, layer: int) -> bool:
+        """Whether `wait_layer` would return at once, with the layer or without."""
+        ready = self._ready  # entries only ever turn True; the list is replaced once, when empty
+        return self._failure is not None or (layer < len(ready) and ready[layer])
+
     def named_extra(self, name: str) -> memoryview | None:
         """A named extra, checked and read-only. Call when `wait_header` gave a header."""
         assert self.header is not None

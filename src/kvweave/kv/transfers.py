@@ -90,6 +90,8 @@ class Source(Protocol):
     began_s: float  # when reading began and when the last layer came; both 0: nothing to read
     ended_s: float
 
+    def is_ready(self, layer: int) -> bool: ...
+
     def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
 
     def wait_header(self, patience: Patience) -> Header | None: ...
@@ -113,6 +115,9 @@ class Resident:
 
     def want_first(self, layers: Iterable[int]) -> None:
         """Nothing to fetch."""
+
+    def is_ready(self, layer: int) -> bool:
+        return True
 
     def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
         if layer >= len(self._header.layers):
@@ -152,6 +157,12 @@ class Transfer:
         for source in self._sources.values():
             source.want_first(first_layers)
         self._look_ahead(0)
+
+    def is_ready(self, layer: int) -> bool:
+        """Whether `wait_layer` would answer at once. Asks for nothing."""
+        return all(
+            key in self.lost or source.is_ready(layer) for key, source in self._sources.items()
+        )
 
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
         """Layer `layer` of every chunk of the lease, in its order. Blocks until all are there,
