@@ -1,0 +1,261 @@
+"""Launches of sparse-row attention: which kernel, which tile, where keys and values lie."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvweave.kernels.dispatch import is_hopper
+from kvweave.kernels.gpu.row_plan import Bounds, Limits, Plans, RowPlan, Tiling, to_device
+from kvweave.kernels.gpu.rows import attend_rows, merge_pieces
+
+LOG2_E = 1.4426950408889634
+CAUSAL_ROWS = 1024  # from here on plain causal attention goes to the vendor's kernel
+CAUSAL_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+PART_M = 16  # rows that are merged together
+
+
+class Held(NamedTuple):
+    """Where the keys and values of a launch lie.
+
+    Contiguous: one (keys, values) [N, Hk, D] per sequence. Pages: one pair [P, page, Hk, D] for
+    all, and the pages of each sequence.
+    """
+
+    tensors: Sequence[tuple[Tensor, Tensor]]
+    pages: Sequence[Sequence[int]] | None = None
+
+    @property
+    def page(self) -> int:
+        return 0 if self.pages is None else self.tensors[0][0].shape[1]
+
+
+class Launch(NamedTuple):
+    """The shape of one kernel: tile, block and how many programs share a multiprocessor."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    per_core: int
+
+
+_plans = Plans()
+
+
+class Segment(Protocol):
+    """As kernels/attention.Segment."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def key_positions(self) -> Tensor | None: ...
+
+
+class PagedSegment(Protocol):
+    """As kernels/paged_attention.PagedSegment."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def page_table(self) -> Sequence[int]: ...
+
+
+def attend_segments(
+    q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None
+) -> Tensor:
+    """kernels/attention.attend on a GPU."""
+    own = [s for s in segments if s.end > s.start]
+    if len(own) == 1 and own[0].end - own[0].start == len(q) and _is_causal(positions, own[0]):
+        return _causal(q, own[0], scale)
+    at = positions.numpy()
+    limits = np.empty(len(q), dtype=np.int32)
+    for s in own:
+        seen = at[s.start : s.end] + 1
+        if s.key_positions is not None:  # compact keys: count those at or before each row
+            seen = np.searchsorted(s.key_positions.cpu().numpy(), at[s.start : s.end], "right")
+        limits[s.start : s.end] = np.minimum(seen, len(s.keys))
+    held = Held([(s.keys, s.values) for s in own])
+    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
+
+
+def attend_pages(
+    q: Tensor,
+    positions: Tensor,
+    segments: Sequence[PagedSegment],
+    key_pages: Tensor,
+    value_pages: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """kernels/paged_attention.attend_paged on a GPU."""
+    own = [s for s in segments if s.end > s.start]
+    limits = (positions.numpy() + 1).astype(np.int32)
+    page = key_pages.shape[1]
+    for s in own:
+        assert limits[s.end - 1] <= len(s.page_table) * page, "a row stands behind its pages"
+    held = Held([(key_pages, value_pages)], [s.page_table for s in own])
+    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
+
+
+def _is_causal(positions: Tensor, segment: Segment) -> bool:
+    """Whether every position from 0 on has its row: nothing sparse about it."""
+    num = segment.end - segment.start
+    first, last = int(positions[segment.start]), int(positions[segment.end - 1])
+    long_enough = num >= CAUSAL_ROWS and num <= len(segment.keys)
+    return long_enough and segment.key_positions is None and first == 0 and last == num - 1
+
+
+def _causal(q: Tensor, segment: Segment, scale: float | None) -> Tensor:
+    """Full prefill: the vendor's kernel, which knows this one case best."""
+    k, v = (x[: len(q)].transpose(0, 1)[None] for x in (segment.keys, segment.values))
+    with sdpa_kernel(CAUSAL_BACKENDS, set_priority=True):
+        o = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale, enable_gqa=True
+        )
+    return o[0].transpose(0, 1)
+
+
+def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float | None) -> Tensor:
+    """Attention output [R, Hq, D]; row r sees the first limits[r] keys of its sequence."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not len(q):
+        return out
+    assert int(limits.min()) > 0, "a row sees no key at all"
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kv_heads = held.tensors[0][0].shape[-2]
+    group = q.shape[1] // kv_heads
+    longest = max(end - start for start, end in bounds)
+    if _hopper_can(q, held, group, longest):
+        from kvweave.kernels.gpu import hopper
+
+        tiling = Tiling(hopper.BLOCK_M // group, hopper.BLOCK_N, kv_heads, cores(q.device))
+        plan = _plans.find(limits, bounds, tiling, q.device)
+        parts = _parts(plan, kv_heads, hopper.BLOCK_M, q)
+        keys, values = held.tensors[0]
+        hopper.launch(q, out, parts, plan, keys, values, _page_table(held, q.device), scale)
+        _merge(out, parts, plan, kv_heads, group, hopper.BLOCK_M)
+        return out
+    how = choose(q, group, longest)
+    tiling = Tiling(how.block_m // group, how.block_n, kv_heads, how.per_core * cores(q.device))
+    plan = _plans.find(limits, bounds, tiling, q.device)
+    parts = _parts(plan, kv_heads, how.block_m, q)
+    pages = _page_table(held, q.device)
+    bases, align = _bases(held)
+    attend_rows[(len(plan.items) * kv_heads,)](
+        q, out, *parts, plan.limits, plan.items, to_device(bases, q.device),
+        plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),
+        scale * LOG2_E, *q.stride()[:2], *out.stride()[:2],
+        G=group, HK=kv_heads, D=q.shape[-1], BLOCK_D=max(16, triton.next_power_of_2(q.shape[-1])),
+        BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=held.page, ALIGN=align,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=how.warps, num_stages=how.stages,
+    )  # fmt: skip
+    _merge(out, parts, plan, kv_heads, group, how.block_m)
+    return out
+
+
+def choose(q: Tensor, group: int, longest: int) -> Launch:
+    """The tile for rows like these. A small fixed set: nothing is tuned while a user waits."""
+    wide = triton.next_power_of_2(q.shape[-1])
+    few = max(16, triton.next_power_of_2(group * min(longest, 4)))
+    if q.dtype == torch.float32:
+        return Launch(max(few if longest <= 4 else 32, triton.next_power_of_2(group)), 32, 4, 1, 1)
+    if longest <= 4:  # decode and the like: bytes count, not products
+        return Launch(few, 64 if wide <= 128 else 32, 4, 3, 4)
+    if wide <= 64:
+        return Launch(max(128, triton.next_power_of_2(group)), 64, 4, 3, 2)
+    if wide <= 128:
+        return Launch(max(128, triton.next_power_of_2(group)), 64, 8, 3, 1)
+    return Launch(max(64, triton.next_power_of_2(group)), 64, 8, 2, 1)
+
+
+@cache
+def cores(device: torch.device) -> int:
+    """Multiprocessors of a device; a handful where kernels are only interpreted."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _hopper_can(q: Tensor, held: Held, group: int, longest: int) -> bool:
+    if not (q.is_cuda and is_hopper(q.device) and q.dtype in (torch.float16, torch.bfloat16)):
+        return False
+    fits = q.shape[-1] in (64, 128) and group <= 64 and longest * group > 32
+    one_home = held.pages is not None or len(held.tensors) == 1
+    boxes = held.page == 0 or (held.page >= 8 and math.gcd(held.page, 128) in (held.page, 128))
+    if not (fits and one_home and boxes and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0):
+        return False
+    return all(
+        x.data_ptr() % 16 == 0
+        and x.stride(-1) == 1
+        and x.stride(-2) == x.shape[-1]
+        and x.stride(-3) % 8 == 0
+        and x.stride(0) % 8 == 0
+        for x in held.tensors[0]
+    )
+
+
+def _parts(plan: RowPlan, kv_heads: int, block_m: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the answers of pieces and their log-sum-exps; a placeholder if nothing is cut."""
+    num = plan.num_slots * kv_heads * block_m
+    part = torch.empty(max(1, num) * q.shape[-1], dtype=torch.float32, device=q.device)
+    return part, torch.empty(max(1, num), dtype=torch.float32, device=q.device)
+
+
+def _merge(
+    out: Tensor,
+    parts: tuple[Tensor, Tensor],
+    plan: RowPlan,
+    kv_heads: int,
+    group: int,
+    block_m: int,
+) -> None:
+    if plan.merges is None:
+        return
+    merge_pieces[(len(plan.merges), kv_heads, block_m // PART_M)](
+        out, *parts, plan.merges, *out.stride()[:2],
+        G=group, HK=kv_heads, D=out.shape[-1],
+        BLOCK_D=max(16, triton.next_power_of_2(out.shape[-1])), BLOCK_M=block_m, PART_M=PART_M,
+    )  # fmt: skip
+
+
+def _page_table(held: Held, device: torch.device) -> Tensor | None:
+    """[sequences, most pages] int32."""
+    if held.pages is None:
+        return None
+    table = np.zeros((len(held.pages), max(map(len, held.pages))), dtype=np.int32)
+    for i, pages in enumerate(held.pages):
+        table[i, : len(pages)] = pages
+    return to_device(table, device)
+
+
+def _bases(held: Held) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int64]], int]:
+    """Addresses and strides [tensors, 8], and what divides them all: 16 or nothing."""
+    table = np.zeros((len(held.tensors), 8), dtype=np.int64)
+    for i, pair in enumerate(held.tensors):
+        for j, x in enumerate(pair):
+            assert x.stride(-1) == 1, "the channels of a head lie side by side"
+            page = x.stride(0) if held.pages is not None else 0
+            table[i, 4 * j : 4 * j + 4] = (x.data_ptr(), page, x.stride(-3), x.stride(-2))
+    return table, 16 if not (table % 16).any() else 1

@@ -1,0 +1,113 @@
+"""Who does what in one launch of sparse-row attention: tiles of rows, pieces of keys.
+
+A tile is some neighbouring rows of one sequence; it looks at the keys before its last row. The last
+tiles of a prompt look at the most, so heavy ones start first and light ones fill the gaps. Where
+the heaviest tile alone would outlast the rest of the chip (few rows, decode), tiles are cut along
+the keys into pieces whose answers are merged afterwards.
+
+All of this depends on positions alone, which are the same for every layer: plans are kept and
+found again by their contents.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+KEPT = 8  # plans: a prefill and a decode batch per engine, and some room
+MIN_BLOCKS = 4  # of keys in a piece: below, starting and merging cost more than they save
+
+Limits = NDArray[np.int32]
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Tiling(NamedTuple):
+    """What a kernel does at a time."""
+
+    rows: int  # of a tile
+    block_n: int  # keys of a block
+    kv_heads: int  # programs per piece
+    at_once: int  # programs that run at the same time
+
+
+class RowPlan(NamedTuple):
+    """Tables on the device; see `_COLUMNS`."""
+
+    limits: Tensor  # [R] int32: how many keys a row sees
+    items: Tensor  # [pieces, 8] int32, heaviest first
+    merges: Tensor | None  # [cut tiles, 4] int32: first row, rows, first slot, slots
+    num_slots: int  # pieces whose answers are merged
+
+
+_COLUMNS = ("row0", "rows", "b0", "b1", "hi", "free", "seq", "slot")
+
+
+def pieces(limits: Limits, bounds: Bounds, tiling: Tiling) -> tuple[Limits, Limits]:
+    """The tables `items` and `merges` of a plan, in numpy.
+
+    `limits` ascend within a sequence; `bounds` are the rows [start, end) of each.
+    """
+    tiles = []
+    for seq, (start, end) in enumerate(bounds):
+        row0 = np.arange(start, end, tiling.rows, dtype=np.int64)
+        stop = np.minimum(row0 + tiling.rows, end)
+        hi, lo = limits[stop - 1], limits[row0]
+        blocks, free = -(-hi // tiling.block_n), lo // tiling.block_n
+        tiles.append(np.stack([row0, stop - row0, blocks, hi, free, np.full_like(row0, seq)], 1))
+    table = np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64)
+    if not len(table):
+        return np.empty((0, 8), dtype=np.int32), np.empty((0, 4), dtype=np.int32)
+    row0, rows, blocks, hi, free, seq = table.T
+    fair = blocks.sum() * tiling.kv_heads / tiling.at_once  # blocks per program if all were busy
+    count = np.ones_like(blocks)
+    if blocks.max() > fair:
+        most = max(MIN_BLOCKS, int(np.ceil(fair / 2)))
+        count = -(-blocks // most)
+    cut = count > 1
+    first_slot = np.cumsum(np.where(cut, count, 0)) - np.where(cut, count, 0)
+    tile = np.repeat(np.arange(len(table)), count)
+    nth = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+    b0 = blocks[tile] * nth // count[tile]
+    b1 = blocks[tile] * (nth + 1) // count[tile]
+    slot = np.where(cut[tile], first_slot[tile] + nth, -1)
+    columns = [row0[tile], rows[tile], b0, b1, hi[tile], free[tile], seq[tile], slot]
+    items = np.stack(columns, 1)[np.argsort(b0 - b1, kind="stable")]
+    merges = np.stack([row0, rows, first_slot, count], 1)[cut]
+    return items.astype(np.int32), merges.astype(np.int32)
+
+
+class Plans:
+    """Plans of recent launches. Not for many threads; each device thread has its own."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Bounds, Tiling, str], tuple[Limits, RowPlan]] = OrderedDict()
+
+    def find(self, limits: Limits, bounds: Bounds, tiling: Tiling, device: torch.device) -> RowPlan:
+        """The plan for rows that see `limits` keys; made if nobody asked for it lately."""
+        key = (bounds, tiling, str(device))
+        known = self._kept.get(key)
+        if known is not None and np.array_equal(known[0], limits):
+            self._kept.move_to_end(key)
+            return known[1]
+        items, merges = pieces(limits, bounds, tiling)
+        plan = RowPlan(
+            to_device(limits, device),
+            to_device(items, device),
+            to_device(merges, device) if len(merges) else None,
+            int(merges[:, 3].sum()),
+        )
+        self._kept[key] = (limits.copy(), plan)
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return plan
+
+
+def to_device(table: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A small table on the device, without waiting for it."""
+    host = torch.from_numpy(np.ascontiguousarray(table))
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
