@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.unpack import Packing, Rows, unpack
 from kvweave.kv.codec import DTYPES, Codec, Grouped, GroupedFp8, Plain
@@ -94,5 +95,7 @@ class Placement:
                 np.repeat([start for start, _ in spans], counts) + index,
             ]
         )
-        base, nth, length, row, compact = torch.from_numpy(columns).to(self._device).unbind()
+        base, nth, length, row, compact = on_device(
+            torch.from_numpy(columns), self._device
+        ).unbind()
         return _Group(packing, Rows(base, nth, length, row), compact, decoder.angles(row))

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import rotate
 
 
@@ -75,9 +76,9 @@ def probe(
     rows = rows or range(request.question_start, len(request.prompt_ids))
     start = rows.start if first_position is None else first_position
     positions = torch.arange(start, start + len(rows))  # on the host
-    angles = decoder.angles(positions.to(decoder.device))
-    ids = [request.prompt_ids[i] for i in rows]
-    h = decoder.embed(torch.tensor(ids, device=decoder.device))
+    angles = decoder.angles(on_device(positions, decoder.device))
+    ids = torch.tensor(request.prompt_ids[rows.start : rows.stop])
+    h = decoder.embed(on_device(ids, decoder.device))
     found: dict[int, Probed] = {}
     deepest = max(layers)
     for layer in range(deepest + 1):

@@ -5,7 +5,7 @@ the last layer before that. Bytes that were loaded for scoring are therefore nev
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ from kvweave.fuse.encode import Prefix
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import ChunkSource, LaysItself
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
@@ -43,9 +44,7 @@ class Stitched:
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
         self._waited_s = 0.0
         self._runs = _runs(request)
-        runs = [torch.arange(start, end) for start, end in self._runs]
-        self.placed = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
-        # [N] on the host, ascending
+        self.placed = positions_of([range(*run) for run in self._runs])  # [N]
         kv.reserve(len(request.prompt_ids))
 
     def lay(self, layer: int) -> None:
@@ -75,7 +74,7 @@ class Stitched:
     @cached_property
     def _turn(self) -> Angles:
         """Angles of everything placed."""
-        return self._decoder.angles(self.placed.to(self._decoder.device))
+        return self._decoder.angles(on_device(self.placed, self._decoder.device))
 
     @property
     def load_s(self) -> float:
@@ -119,6 +118,13 @@ class Stitched:
             self._waiting = torch.empty_like(keys[: len(self.placed)])
         start, end = self._runs[0]
         return LayerKV(self._waiting, values[start:end])
+
+
+def positions_of(runs: Sequence[range]) -> Tensor:
+    """The positions of some runs, one behind the other, int64 on the host."""
+    if not runs:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def _runs(request: FuseRequest) -> list[tuple[int, int]]:

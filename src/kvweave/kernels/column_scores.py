@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvweave.kernels.batched_scores import batched_scores
+
 Reduce = Literal["sum", "mean", "max"]
 # Which keys share the softmax: everything a row sees, the columns alone, or each chunk by itself.
 Normaliser = Literal["full", "context", "chunk"]
@@ -36,6 +38,10 @@ def column_scores(
     being columns: (keys [U, Hk, D], mask [Q, U] or None for all seen). `chunks` are the columns'
     bounds [start, end), for "chunk". NaN anywhere is an error of the caller's.
     """
+    if q.is_cuda:
+        each = chunks if normaliser == "chunk" else None
+        extra = others if normaliser == "full" else ()
+        return reduce(batched_scores(q, keys, extra, each, rows), heads, dim=0)
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads

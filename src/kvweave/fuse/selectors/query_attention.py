@@ -14,7 +14,9 @@ from torch import Tensor
 from kvweave.fuse.probe import ContextView, NoContext, Probed, probe
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, top_positions
+from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, column_scores, reduce
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import rotate
 
 View = Literal["question", "anchors", "full"]
@@ -112,7 +114,6 @@ class FullView:
         self._positions = torch.cat([before, scene.stitched.placed])
         self._num_tokens = len(scene.request.prompt_ids)
         self._whole = len(self._positions) == scene.request.question_start
-        self._at = self._positions.to(scene.decoder.device)
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         if not len(self._positions):
@@ -121,7 +122,8 @@ class FullView:
         if self._whole:  # no missing chunk in between: a view will do
             end = len(self._positions)
             return keys[:end], values[:end], self._positions
-        return keys[self._at], values[self._at], self._positions
+        at = on_device(self._positions, keys.device)
+        return keys[at], values[at], self._positions
 
     def with_question(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         start, end = len(self._positions), self._num_tokens
@@ -138,14 +140,14 @@ def placed_keys(scene: Scene, layer: int) -> Tensor:
     first, last = int(placed[0]), int(placed[-1])
     if last - first + 1 == len(placed):
         return keys[first : last + 1]
-    return keys[placed.to(keys.device)]
+    return keys[on_device(placed, keys.device)]
 
 
 def encoded_keys(scene: Scene, layer: int) -> Tensor:
     """Keys of all placed tokens as if each chunk stood right behind the preamble, [N, Hk, D]."""
     start = scene.request.preamble_len
-    at = [start + i for span in scene.request.placed for i in range(span.num_tokens)]
-    angles = scene.decoder.angles(torch.tensor(at, device=scene.decoder.device))
+    at = positions_of([range(start, start + span.num_tokens) for span in scene.request.placed])
+    angles = scene.decoder.angles(on_device(at, scene.decoder.device))
     return rotate(scene.stitched.unturned(layer).k, angles)
 
 

@@ -119,9 +119,7 @@ def _step(
     zero = gl.zeros([64, BN], gl.float32, mma_s)
     if TURNS:
         mbarrier.wait(turn.index(HALF), (j - 1) & 1)
-    s = warpgroup_mma(
-        q_smem, k_smem.index(ks).permute([1, 0]), zero, use_acc=False, is_async=True
-    )
+    s = warpgroup_mma(q_smem, k_smem.index(ks).permute([1, 0]), zero, use_acc=False, is_async=True)
     vs = (j - 1) % STAGES
     mbarrier.wait(v_full.index(vs), ((j - 1) // STAGES) & 1)
     o = warpgroup_mma(p, v_smem.index(vs), o, is_async=True)
