@@ -43,6 +43,7 @@ def open_source(
         ring,
         taking_order(needs, decoder.spec.num_layers),
         ring.start_s.get(needs.probe, float("inf")),
+        begins=needs.probe in ("none", "full"),  # the others have something to do first
     )
     try:
         yield source
@@ -73,10 +74,11 @@ class PipelinedChunks:
         ring: Ring,
         order: Sequence[int] | None = None,
         start_s: float = float("inf"),
+        begins: bool = True,
     ) -> None:
         """`order` is that in which layers will be asked for; others come when they are asked for.
 
-        Copying begins here, with what has arrived. `start_s`: see `depth_for`.
+        Copying begins here, with what has arrived, or with `begin`. `start_s`: see `depth_for`.
         """
         self._decoder = decoder
         self._placed = placed
@@ -91,6 +93,10 @@ class PipelinedChunks:
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.pass_began_s: float | None = None  # host clock when the lowest layer was taken
         self._waited_s = 0.0  # where there is no device to wait
+        if begins:
+            self.begin()
+
+    def begin(self) -> None:
         self._look_ahead()
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -113,6 +119,9 @@ class PipelinedChunks:
 
     def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}
+
+    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        return self._layers.extra_tensors(name)
 
     def stalled_s(self) -> float:
         """How long the device stood still for bytes, as far as it is known by now."""

@@ -49,6 +49,14 @@ class LaysItself(Protocol):
         """Write all placed chunks into one layer of the request's KV [T, Hk, D]. As `layer`."""
         ...
 
+    def begin(self) -> None:
+        """Let layers come. What a selector wants to have first was asked for before."""
+        ...
+
+    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        """As `beside`, as uint8 tensors in host memory to copy from, not to write to."""
+        ...
+
     def stalled_s(self) -> float:
         """How long the pass has waited for bytes so far."""
         ...
@@ -62,6 +70,8 @@ class Layers(Protocol):
     def wait_layer(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]: ...
 
     def extras(self, name: str) -> Mapping[ChunkKey, memoryview]: ...
+
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]: ...
 
 
 class StoredChunks:

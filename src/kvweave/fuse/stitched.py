@@ -107,6 +107,16 @@ class Stitched:
         """What stands beside the chunk KV under `name`."""
         return self._source.beside(name)
 
+    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
+        """The same as tensors to copy to the device; None: the source has bytes only."""
+        source = self._source
+        return source.tensors_beside(name) if isinstance(source, LaysItself) else None
+
+    def begin(self) -> None:
+        """Let layers come ahead, if the source waits to be told."""
+        if isinstance(self._source, LaysItself):
+            self._source.begin()
+
     def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
         """Where a source may decode to: values into their place, keys where they wait to be turned.
 

@@ -38,7 +38,7 @@ def column_scores(
     being columns: (keys [U, Hk, D], mask [Q, U] or None for all seen). `chunks` are the columns'
     bounds [start, end), for "chunk". NaN anywhere is an error of the caller's.
     """
-    if q.is_cuda:
+    if q.is_cuda:  # a loop over heads and chunks would order more than it computes
         each = chunks if normaliser == "chunk" else None
         extra = others if normaliser == "full" else ()
         return reduce(batched_scores(q, keys, extra, each, rows), heads, dim=0)

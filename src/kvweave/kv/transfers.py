@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from kvweave.kv.arrivals import Arrival, Patience
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, extra_of, layer_of
+from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of
 from kvweave.kv.places import Place
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
@@ -98,6 +100,8 @@ class Source(Protocol):
 
     def named_extra(self, name: str) -> memoryview | None: ...
 
+    def named_tensor(self, name: str) -> Tensor | None: ...
+
 
 class Resident:
     """A chunk that is in the host tier: every layer is there at once."""
@@ -129,6 +133,9 @@ class Resident:
 
     def named_extra(self, name: str) -> memoryview | None:
         return extra_of(self._header, self._memory, name)
+
+    def named_tensor(self, name: str) -> Tensor | None:
+        return extra_tensor(self._header, self._memory, name)
 
 
 class Transfer:
@@ -226,6 +233,12 @@ class Transfer:
             if data is not None:
                 found[key] = data
         return found
+
+    def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
+        """As `extras`, as uint8 tensors over the same bytes: nobody writes to them."""
+        assert not self._lease.released, "the lease behind this transfer was released"
+        found = {key: self._sources[key].named_tensor(name) for key in self.headers()}
+        return {key: data for key, data in found.items() if data is not None}
 
     def _look_ahead(self, layer: int) -> None:
         """Ask for this layer and some behind it."""

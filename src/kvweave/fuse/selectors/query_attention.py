@@ -68,13 +68,17 @@ class QueryAttention:
             rows=request.asked if at_zero else None,
             first_position=0 if at_zero else None,
         )
+        scene.stitched.begin()  # behind the probe: that is one order, copies are many
         per_layer = [of_hits(scene, self._columns(scene, layer, probed[layer])) for layer in layers]
         return torch.stack(per_layer)
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":
             return NoContext()
-        return FullView(scene) if self.view == "full" else AnchorView(scene, self.anchors)
+        if self.view == "full":
+            return FullView(scene)
+        deepest = max(resolve_layers(self.layers, scene.decoder.spec.num_layers))
+        return AnchorView(scene, self.anchors, deepest)
 
     def _columns(self, scene: Scene, layer: int, question: Probed) -> Tensor:
         """Scores of all placed tokens at one layer, [N]."""
