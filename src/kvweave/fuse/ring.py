@@ -69,10 +69,10 @@ class Ring:
 
     def slots(self, layer_bytes: int, count: int) -> list[Slot]:
         """`count` slots of at least `layer_bytes`, ready to be copied to."""
-        if self._slots and len(self._slots[0].data) < layer_bytes:
-            self._slots.clear()
+        self._slots = [slot for slot in self._slots if len(slot.data) >= layer_bytes]
         while len(self._slots) < count:
-            data = torch.empty(layer_bytes, dtype=torch.uint8, device=self.device)
+            with torch.inference_mode(False):  # used inside such a mode and outside it
+                data = torch.empty(layer_bytes, dtype=torch.uint8, device=self.device)
             if self._stream is not None:
                 data.record_stream(self._stream)
             self._slots.append(Slot(data))
