@@ -101,6 +101,24 @@ def test_what_has_arrived_is_copied_ahead_and_what_has_not_is_not_waited_for(
     assert layers.waited[:3] == [0, 1, 2]
 
 
+def test_nothing_comes_ahead_before_it_may(decoder: Decoder) -> None:
+    world = World(decoder)
+    layers = stored(world)
+    ring = Ring(CPU)
+    source = PipelinedChunks(decoder, world.request.placed, layers, ring, begins=False)
+    source.layer(2)
+    assert layers.waited == [2]
+    source.begin()
+    assert layers.waited[:3] == [2, 0, 1]
+
+
+def test_slots_of_one_request_are_large_enough_for_the_next() -> None:
+    ring = Ring(CPU)
+    ring.slots(100, 2)
+    ring.slots(10, 5)
+    assert [len(slot.data) >= 100 for slot in ring.slots(100, 4)] == [True] * 4
+
+
 def test_a_chunk_lost_on_the_way_is_named_whenever_that_happens(decoder: Decoder) -> None:
     world = World(decoder)
     layers = stored(world, there=1)
@@ -113,12 +131,12 @@ def test_a_chunk_lost_on_the_way_is_named_whenever_that_happens(decoder: Decoder
     assert lost.value.keys == (victim,)
 
 
-def test_two_slots_at_least_and_as_many_as_arrive_before_the_pass() -> None:
+def test_a_few_slots_at_least_and_as_many_as_arrive_before_the_pass() -> None:
     def depth(start_s: float, ring_bytes: int = 100) -> int:  # a layer takes a second
         return depth_for(10, 10.0, start_s, num_layers=8, ring_bytes=ring_bytes)
 
-    assert [depth(0.0), depth(2.5), depth(99.0), depth(math.inf)] == [2, 5, 8, 8]
-    assert depth(99.0, ring_bytes=35) == 3
+    assert [depth(0.0), depth(2.5), depth(99.0), depth(math.inf)] == [3, 6, 8, 8]
+    assert depth(99.0, ring_bytes=45) == 4
     assert depth(99.0, ring_bytes=1) == 2
 
 

@@ -88,8 +88,8 @@ def _question_alone(decoder: Decoder, inputs: Tensor, layers: tuple[int, ...]) -
             found[layer] = q, k
         if layer == max(layers):
             break
-        heads_first = (x.transpose(0, 1)[None] for x in (q, k, projected.v))
-        o = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, projected.v))
+        o = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         h = decoder.finish(layer, h, o[0].transpose(0, 1))
     return found
 

@@ -58,8 +58,8 @@ class MovedAtOnce(NamedTuple):
         chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)
         row = positions_of([range(span.start, span.end) for span, _, _ in spans])
         there = on_device(row, decoder.device)
-        tables = (on_device(x, decoder.device) for x in (mean, chunk))
-        return cls(*tables, there, decoder.angles(there))
+        to_mean, owns = (on_device(x, decoder.device) for x in (mean, chunk))
+        return cls(to_mean, owns, there, decoder.angles(there))
 
     def add(self, change_k: Tensor, change_v: Tensor, keys: Tensor, values: Tensor) -> None:
         """Move these rows of keys and values [T, Hk, D] by the mean of their chunk's changes."""

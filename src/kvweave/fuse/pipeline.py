@@ -35,16 +35,18 @@ def open_source(
         return
     needs = strategy.needs(decoder.spec.num_layers)
     ring = RINGS.take(decoder.device)
-    begun_s = time.perf_counter()
+    # without a question to push through first, the pass or the scoring takes layers at once
+    at_once = needs.probe in ("none", "full")
     source = PipelinedChunks(
         decoder,
         placed,
         layers,
         ring,
         taking_order(needs, decoder.spec.num_layers),
-        ring.start_s.get(needs.probe, float("inf")),
-        begins=needs.probe in ("none", "full"),  # the others have something to do first
+        0.0 if at_once else ring.start_s.get(needs.probe, float("inf")),
+        begins=at_once,
     )
+    begun_s = time.perf_counter()
     try:
         yield source
     finally:
@@ -93,10 +95,12 @@ class PipelinedChunks:
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.pass_began_s: float | None = None  # host clock when the lowest layer was taken
         self._waited_s = 0.0  # where there is no device to wait
+        self._begun = False
         if begins:
             self.begin()
 
     def begin(self) -> None:
+        self._begun = True
         self._look_ahead()
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -155,7 +159,8 @@ class PipelinedChunks:
     def _give_back(self, slot: Slot) -> None:
         self._ring.release(slot)
         self._free.append(slot)
-        self._look_ahead()
+        if self._begun:
+            self._look_ahead()
 
     def _look_ahead(self) -> None:
         """Bring the next layers, as far as they have arrived and there are slots."""

@@ -20,7 +20,7 @@ GAIN = 0.3  # weight of the newest observation in a moving estimate
 
 
 def new_event(*, timed: bool = True) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=timed)
 
 
 def seconds_between(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
@@ -33,14 +33,15 @@ def seconds_between(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
 def depth_for(
     layer_bytes: int, bytes_per_s: float, start_s: float, num_layers: int, ring_bytes: int
 ) -> int:
-    """How many layers to bring ahead: two, and as many as the link carries before the pass begins.
+    """How many layers to bring ahead: three, and as many as the link carries before the pass begins.
 
     A link slower than compute never gets further ahead than what came before the start, and for a
-    faster one two slots keep both busy; more would hold memory and gain nothing. `start_s` is how
+    faster one a layer that is read, one that is copied and one that waits keep both busy. More
+    would hold memory, and make the first layer wait for orders about the last. `start_s` is how
     long rows are chosen before the pass takes its first layer.
     """
     layer_s = layer_bytes / bytes_per_s
-    wanted = 2 + math.ceil(start_s / layer_s) if math.isfinite(start_s) else num_layers
+    wanted = 3 + math.ceil(start_s / layer_s) if math.isfinite(start_s) else num_layers
     return max(2, min(wanted, num_layers, ring_bytes // max(1, layer_bytes)))
 
 
@@ -63,7 +64,9 @@ class Ring:
         self.ring_bytes = ring_bytes
         self.bytes_per_s = 50e9  # of the link, as it has been lately
         self.start_s: dict[str, float] = {}  # until the pass began, by kind of selection
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._slots: list[Slot] = []
         self._timed: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
 

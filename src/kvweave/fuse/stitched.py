@@ -39,6 +39,7 @@ class Stitched:
         self._decoder = decoder
         self._preamble = preamble
         self._source = source
+        self._lays = source if isinstance(source, LaysItself) else None
         self._kv = kv
         self._laid: set[int] = set()
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
@@ -55,8 +56,8 @@ class Stitched:
         if self._preamble.layers:
             keys[: len(self._preamble.token_ids)] = self._preamble.layers[layer].k
             values[: len(self._preamble.token_ids)] = self._preamble.layers[layer].v
-        if self._runs and isinstance(self._source, LaysItself):
-            self._source.lay(layer, keys, values)
+        if self._runs and self._lays is not None:
+            self._lays.lay(layer, keys, values)
         elif self._runs:
             self._turn_into(keys, values, self.unturned(layer, self._memory(keys, values)))
         self._laid.add(layer)
@@ -79,8 +80,7 @@ class Stitched:
     @property
     def load_s(self) -> float:
         """Spent waiting for chunk KV so far and, on a CPU, decoding it."""
-        source = self._source
-        return self._waited_s + (source.stalled_s() if isinstance(source, LaysItself) else 0.0)
+        return self._waited_s + (0.0 if self._lays is None else self._lays.stalled_s())
 
     def keys(self, layer: int) -> Tensor:
         """[T, Hk, D] of the whole prompt; garbage where nothing is placed or computed yet."""
@@ -109,13 +109,12 @@ class Stitched:
 
     def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
         """The same as tensors to copy to the device; None: the source has bytes only."""
-        source = self._source
-        return source.tensors_beside(name) if isinstance(source, LaysItself) else None
+        return None if self._lays is None else self._lays.tensors_beside(name)
 
     def begin(self) -> None:
         """Let layers come ahead, if the source waits to be told."""
-        if isinstance(self._source, LaysItself):
-            self._source.begin()
+        if self._lays is not None:
+            self._lays.begin()
 
     def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
         """Where a source may decode to: values into their place, keys where they wait to be turned.

@@ -64,8 +64,9 @@ def _softmax_each(logits: Tensor, chunks: Sequence[tuple[int, int]]) -> Tensor:
     """Softmax over every chunk [start, end) of the last axis by itself."""
     lengths = [end - start for start, end in chunks]
     longest = max(lengths)
+    folded = (*logits.shape[:-1], len(chunks), longest)
     if min(lengths) == longest and len(chunks) * longest == logits.shape[-1]:
-        return logits.unflatten(-1, (len(chunks), longest)).softmax(-1).flatten(-2)
+        return logits.view(folded).softmax(-1).flatten(-2)
     starts = torch.tensor([start for start, _ in chunks])
     nth = torch.arange(longest)
     seen = nth < torch.tensor(lengths)[:, None]  # [C, M]
@@ -74,7 +75,7 @@ def _softmax_each(logits: Tensor, chunks: Sequence[tuple[int, int]]) -> Tensor:
     at = on_device(at, logits.device)
     padded = logits.new_full((*logits.shape[:-1], len(chunks) * longest), float("-inf"))
     padded[..., places] = logits[..., at]
-    each = padded.unflatten(-1, (len(chunks), longest)).softmax(-1).flatten(-2)
+    each = padded.view(folded).softmax(-1).flatten(-2)
     out = torch.zeros_like(logits)
     out[..., at] = each[..., places]
     return out

@@ -40,8 +40,8 @@ def column_scores(
     """
     if q.is_cuda:  # a loop over heads and chunks would order more than it computes
         each = chunks if normaliser == "chunk" else None
-        extra = others if normaliser == "full" else ()
-        return reduce(batched_scores(q, keys, extra, each, rows), heads, dim=0)
+        beside = others if normaliser == "full" else ()
+        return reduce(batched_scores(q, keys, beside, each, rows), heads, dim=0)
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads

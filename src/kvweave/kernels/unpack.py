@@ -61,7 +61,7 @@ def unpack_reference(
     if turn is not None:
         cos, sin = turn.cos.float(), turn.sin.float()
         half = cos.shape[-1]
-        k1, k2, rest = torch.split(k, (half, half, head_dim - 2 * half), dim=-1)
+        k1, k2, rest = torch.split(k, [half, half, head_dim - 2 * half], dim=-1)
         k = torch.cat((k1 * cos - k2 * sin, k2 * cos + k1 * sin, rest), dim=-1)
     out_k[rows.row] = k.to(out_k.dtype)
     out_v[rows.row] = v.to(out_v.dtype)

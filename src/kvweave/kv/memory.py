@@ -7,6 +7,7 @@ where the system has that, the host tier takes one arena and reuses it, and tran
 buffers from a pool.
 """
 
+import logging
 import mmap
 import threading
 import weakref
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.errors import TierError
 from kvweave.kv.layout import round_up
 
+log = logging.getLogger(__name__)
+
 _HUGE_BYTES = 2 << 20  # ask for huge pages from here on: fewer faults, fewer TLB misses
+_LOCK_TRIES = 4
 _CLASS_BYTES = 1 << 20  # buffers of nearby sizes share a size class
 
 
@@ -33,10 +36,7 @@ class Memory:
 
 
 def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
-    """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once.
-
-    Raises TierError if the system does not lock that much.
-    """
+    """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once."""
     if size_bytes == 0:
         return Memory(torch.empty(0, dtype=torch.uint8), memoryview(bytearray()))
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -47,22 +47,28 @@ def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
 
 
 def _locked(pages: mmap.mmap) -> memoryview:
-    """Page-lock memory as long as anybody looks at it.
+    """Page-lock memory for as long as anybody looks at it, or say that it could not be.
 
     Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
-    of 64 MiB and a header would take 128.
+    of 64 MiB and a header would take 128. The kernel may have to move pages first and can fail at
+    that; unlocked memory is slower to copy from, and right.
     """
     holder = np.frombuffer(pages, dtype=np.uint8)  # unlike pages, gone before they are unmapped
-    address, runtime = holder.ctypes.data, torch.cuda.cudart()
+    address = holder.ctypes.data
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.current_stream()  # registering wants a context
-    error = int(runtime.cudaHostRegister(address, len(pages), 0))
-    if error:
-        raise TierError(
-            f"cannot page-lock {len(pages)} bytes of host memory (CUDA error {error}); "
-            "give the host tier less, or pinned=False"
-        )
-    weakref.finalize(holder, runtime.cudaHostUnregister, address).atexit = False
-    return memoryview(holder)
+    for _ in range(_LOCK_TRIES):
+        error = int(runtime.cudaHostRegister(address, len(pages), 0))
+        if error == 0:
+            weakref.finalize(holder, runtime.cudaHostUnregister, address).atexit = False
+            return holder.data
+    log.warning(
+        "%d bytes of host memory cannot be page-locked (CUDA error %d): copies from them to the "
+        "GPU will be slower; give the host tier less, or pinned=False",
+        len(pages),
+        error,
+    )
+    return memoryview(pages)
 
 
 def slice_memory(memory: Memory, start: int, size_bytes: int) -> Memory:

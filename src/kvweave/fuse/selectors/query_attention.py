@@ -50,7 +50,9 @@ class QueryAttention:
         )
 
     def select(self, scene: Scene, count: int) -> Tensor:
-        return top_positions(self.scores(scene), scene.hits, count)
+        scores = self.scores(scene)
+        scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
+        return top_positions(scores, scene.hits, count)
 
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
@@ -68,7 +70,6 @@ class QueryAttention:
             rows=request.asked if at_zero else None,
             first_position=0 if at_zero else None,
         )
-        scene.stitched.begin()  # behind the probe: that is one order, copies are many
         per_layer = [of_hits(scene, self._columns(scene, layer, probed[layer])) for layer in layers]
         return torch.stack(per_layer)
 
