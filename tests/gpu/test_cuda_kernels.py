@@ -104,8 +104,16 @@ class Sequences:
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "dtype"),
-    [(64, 3, BF16), (80, 1, FP16), (96, 4, BF16), (128, 4, BF16), (128, 7, FP16), (256, 2, BF16)]
-    + [(64, 4, FP32), (16, 2, FP32)],
+    [
+        (64, 3, BF16),
+        (80, 1, FP16),
+        (96, 4, BF16),
+        (128, 4, BF16),
+        (128, 7, FP16),
+        (256, 2, BF16),
+        (64, 4, FP32),
+        (16, 2, FP32),
+    ],
 )
 def test_sparse_rows_are_what_float64_says(head_dim: int, group: int, dtype: torch.dtype) -> None:
     for sizes in [[(1, 1)], [(700, 1)], [(70, 70)], [(700, 130)], [(333, 9), (1, 1), (260, 200)]]:
@@ -179,6 +187,24 @@ def test_decode_tables_answer_for_each_sequence_and_leave_absent_ones_zero() -> 
             exact = dense(q[i : i + 1], last, k, v, torch.arange(length))
             assert distance(found[i : i + 1], exact) < NEAR[BF16]
         assert bool((found[len(lengths) :] == 0).all())
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs are CUDA's")
+def test_attention_by_host_positions_refuses_to_be_recorded() -> None:
+    case = Sequences([(70, 20)], 2, 4, 64, BF16)
+    case.attend()
+    with (
+        pytest.raises(RuntimeError, match="cannot be recorded"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        attend_segments(case.q, case.positions, [Segment(0, 20, *case.keys[0])], None)
+
+
+def test_sequences_of_different_layouts_are_answered_too() -> None:
+    case = Sequences([(70, 20), (90, 33)], 2, 4, 64, BF16)
+    k, v = case.keys[0]
+    case.keys[0] = (torch.cat((k, k), dim=1)[:, :2], torch.cat((v, v), dim=1)[:, :2])
+    assert distance(case.attend(), case.exact) < NEAR[BF16]
 
 
 def test_column_scores_are_what_float64_says() -> None:

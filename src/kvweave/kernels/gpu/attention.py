@@ -1,6 +1,7 @@
 """Launches of sparse-row attention: which kernel, which tile, where keys and values lie."""
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -14,7 +15,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvweave.kernels.dispatch import is_hopper
-from kvweave.kernels.gpu.row_plan import Bounds, Limits, Plans, RowPlan, Tiling, to_device
+from kvweave.kernels.gpu.row_plan import (
+    Bounds,
+    Limits,
+    Plans,
+    RowPlan,
+    Tiling,
+    stream_of,
+    to_device,
+)
 from kvweave.kernels.gpu.rows import attend_rows, merge_pieces
 
 LOG2_E = 1.4426950408889634
@@ -26,6 +35,7 @@ CAUSAL_BACKENDS = [
     SDPBackend.MATH,
 ]
 FEW_ROWS = 4  # of a sequence: decode and the like, where bytes count and not products
+GLUON = "3.6."  # Triton whose Gluon gpu/hopper.py is written in; it changes from one to the next
 PART_M, PART_S = 4, 8  # rows and pieces that are merged together
 
 
@@ -54,8 +64,15 @@ class Launch(NamedTuple):
     per_core: int
 
 
-_plans = Plans()
-_last_pages: list[tuple[list[list[int]], Tensor]] = []
+class _Kept(threading.local):
+    """What the next layer will ask for again. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.plans = Plans()
+        self.pages: tuple[list[list[int]], int, Tensor] | None = None
+
+
+_kept = _Kept()
 
 
 class Segment(Protocol):
@@ -146,6 +163,18 @@ def _causal(q: Tensor, segment: Segment, scale: float | None) -> Tensor:
 
 def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float | None) -> Tensor:
     """Attention output [R, Hq, D]; row r sees the first limits[r] keys of its sequence."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention over positions on the host cannot be recorded: a replay would see the old "
+            "ones; record gpu/decode.attend_decode instead"
+        )
+    if len({(_strides(k), _strides(v)) for k, v in held.tensors}) > 1:  # one launch has one layout
+        return torch.cat(
+            [
+                attend(q[i:j], limits[i:j], ((0, j - i),), Held([pair]), scale)
+                for (i, j), pair in zip(bounds, held.tensors, strict=True)
+            ]
+        )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not len(q):
         return out
@@ -159,7 +188,7 @@ def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float |
         from kvweave.kernels.gpu import hopper
 
         tiling = Tiling(hopper.BLOCK_M // group, hopper.BLOCK_N, kv_heads, cores(q.device))
-        plan = _plans.find(limits, bounds, tiling, q.device)
+        plan = _kept.plans.find(limits, bounds, tiling, q.device)
         parts = _parts(plan, kv_heads, hopper.BLOCK_M, q)
         keys, values = held.tensors[0]
         hopper.launch(q, out, parts, plan, keys, values, _page_table(held, q.device), scale)
@@ -169,7 +198,7 @@ def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float |
     at_once = how.per_core * cores(q.device)
     evenness = 1 if longest <= FEW_ROWS else 2
     tiling = Tiling(how.block_m // group, how.block_n, kv_heads, at_once, evenness)
-    plan = _plans.find(limits, bounds, tiling, q.device)
+    plan = _kept.plans.find(limits, bounds, tiling, q.device)
     parts = _parts(plan, kv_heads, how.block_m, q)
     pages = _page_table(held, q.device)
     keys, values = held.tensors[0]
@@ -211,6 +240,8 @@ def cores(device: torch.device) -> int:
 
 def _hopper_can(q: Tensor, held: Held, group: int, longest: int) -> bool:
     if not (q.is_cuda and is_hopper(q.device) and q.dtype in (torch.float16, torch.bfloat16)):
+        return False
+    if not triton.__version__.startswith(GLUON):
         return False
     fits = q.shape[-1] in (64, 128) and group <= 64 and longest * group > 32
     one_home = held.pages is not None or len(held.tensors) == 1
@@ -273,13 +304,14 @@ def _page_table(held: Held, device: torch.device) -> Tensor | None:
     if held.pages is None:
         return None
     tables = [list(pages) for pages in held.pages]
-    if _last_pages and _last_pages[0][0] == tables and _last_pages[0][1].device == device:
-        return _last_pages[0][1]
+    stream, known = stream_of(device), _kept.pages
+    if known is not None and known[:2] == (tables, stream):
+        return known[2]
     table = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for i, pages in enumerate(tables):
         table[i, : len(pages)] = pages
-    _last_pages[:] = [(tables, to_device(table, device))]
-    return _last_pages[0][1]
+    _kept.pages = (tables, stream, to_device(table, device))
+    return _kept.pages[2]
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -293,7 +325,6 @@ def _apart(held: Held) -> tuple[NDArray[np.int64] | None, int]:
     elements: 16, so that the kernel may read wide, wherever possible."""
     if len(held.tensors) == 1:
         return None, 0
-    assert len({(_strides(k), _strides(v)) for k, v in held.tensors}) == 1, "strides differ"
     size = held.tensors[0][0].element_size()
     at = np.array([(k.data_ptr(), v.data_ptr()) for k, v in held.tensors], dtype=np.int64)
     elements = (at - at[0]) // size

@@ -106,14 +106,14 @@ def even_pieces(limits: Limits, block_n: int, num_items: int) -> tuple[Limits, L
 
 
 class Plans:
-    """Plans of recent launches. Not for many threads; each device thread has its own."""
+    """Plans of recent launches, per stream: tables are ready where they were sent. One thread's."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Bounds, Tiling, str], tuple[Limits, RowPlan]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Bounds, Tiling, int], tuple[Limits, RowPlan]] = OrderedDict()
 
     def find(self, limits: Limits, bounds: Bounds, tiling: Tiling, device: torch.device) -> RowPlan:
         """The plan for rows that see `limits` keys; made if nobody asked for it lately."""
-        key = (bounds, tiling, str(device))
+        key = (bounds, tiling, stream_of(device))
         known = self._kept.get(key)
         if known is not None and np.array_equal(known[0], limits):
             self._kept.move_to_end(key)
@@ -129,6 +129,13 @@ class Plans:
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return plan
+
+
+def stream_of(device: torch.device) -> int:
+    """Names the stream that launches go to."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def to_device(table: NDArray[np.generic], device: torch.device) -> Tensor:
