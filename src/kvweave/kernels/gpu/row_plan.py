@@ -57,8 +57,8 @@ def pieces(limits: Limits, bounds: Bounds, tiling: Tiling) -> tuple[Limits, Limi
         row0 = np.arange(start, end, tiling.rows, dtype=np.int64)
         stop = np.minimum(row0 + tiling.rows, end)
         hi, lo = limits[stop - 1], limits[row0]
-        blocks, free = -(-hi // tiling.block_n), lo // tiling.block_n
-        tiles.append(np.stack([row0, stop - row0, blocks, hi, free, np.full_like(row0, seq)], 1))
+        steps, bare = -(-hi // tiling.block_n), lo // tiling.block_n
+        tiles.append(np.stack([row0, stop - row0, steps, hi, bare, np.full_like(row0, seq)], 1))
     table = np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64)
     if not len(table):
         return np.empty((0, 8), dtype=np.int32), np.empty((0, 4), dtype=np.int32)
