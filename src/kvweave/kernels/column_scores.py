@@ -14,7 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvweave.kernels.batched_scores import batched_scores
 from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.host import on_device
 
 Reduce = Literal["sum", "mean", "max"]
 # Which keys share the softmax: everything a row sees, the columns alone, or each chunk by itself.
@@ -38,9 +40,12 @@ def column_scores(
     being columns: (keys [U, Hk, D], mask [Q, U] or None for all seen). `chunks` are the columns'
     bounds [start, end), for "chunk". NaN anywhere is an error of the caller's.
     """
+    beside = others if normaliser == "full" else ()
     if _kernels_can(q, keys) and normaliser != "chunk" and len(q) and len(keys):
-        beside = others if normaliser == "full" else ()
         return reduce(_by_kernel(q, keys, beside, rows), heads, dim=0)
+    if q.is_cuda:  # a loop over heads and chunks would order more than it computes
+        each = chunks if normaliser == "chunk" else None
+        return reduce(batched_scores(q, keys, beside, each, rows), heads, dim=0)
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
@@ -58,7 +63,7 @@ def column_scores(
                     logits[..., first:last] = logits[..., first:last].softmax(-1)
             else:
                 total = logits.logsumexp(-1, keepdim=True)
-                for more, seen in others if normaliser == "full" else ():
+                for more, seen in beside:
                     extra = torch.matmul(asking, more[:, kv_head].float().T)
                     if seen is not None:
                         extra = extra.masked_fill(~seen[block], float("-inf"))
@@ -80,7 +85,7 @@ def causal_column_mass(q: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
     if _kernels_can(q, keys) and len(q):
         from kvweave.kernels.gpu.columns import column_reduce, row_lse
 
-        limits = (positions + 1).to(device=q.device, dtype=torch.int32)
+        limits = on_device((positions + 1).to(torch.int32), q.device)
         lse = row_lse(q, keys, limits)
         return column_reduce(q, keys, lse, "sum", limits).sum(0)
     num_heads, head_dim = q.shape[1:]

@@ -9,11 +9,14 @@ buffers from a pool.
 
 import mmap
 import threading
+import weakref
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.errors import TierError
 from kvweave.kv.layout import round_up
 
 _HUGE_BYTES = 2 << 20  # ask for huge pages from here on: fewer faults, fewer TLB misses
@@ -30,17 +33,36 @@ class Memory:
 
 
 def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
-    """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once."""
-    if pinned:
-        tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        return Memory(tensor, tensor.numpy().data)
+    """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once.
+
+    Raises TierError if the system does not lock that much.
+    """
     if size_bytes == 0:
         return Memory(torch.empty(0, dtype=torch.uint8), memoryview(bytearray()))
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(pages)
+    view = _locked(pages) if pinned else memoryview(pages)
     return Memory(torch.frombuffer(view, dtype=torch.uint8), view)
+
+
+def _locked(pages: mmap.mmap) -> memoryview:
+    """Page-lock memory as long as anybody looks at it.
+
+    Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
+    of 64 MiB and a header would take 128.
+    """
+    holder = np.frombuffer(pages, dtype=np.uint8)  # unlike pages, gone before they are unmapped
+    address, runtime = holder.ctypes.data, torch.cuda.cudart()
+    torch.cuda.current_stream()  # registering wants a context
+    error = int(runtime.cudaHostRegister(address, len(pages), 0))
+    if error:
+        raise TierError(
+            f"cannot page-lock {len(pages)} bytes of host memory (CUDA error {error}); "
+            "give the host tier less, or pinned=False"
+        )
+    weakref.finalize(holder, runtime.cudaHostUnregister, address).atexit = False
+    return memoryview(holder)
 
 
 def slice_memory(memory: Memory, start: int, size_bytes: int) -> Memory:

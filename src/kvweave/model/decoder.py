@@ -12,7 +12,8 @@ Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabul
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -69,6 +70,20 @@ class Decoder:
         """Names the function this decoder computes: weights, every setting and the precision."""
         parts = (self.weights.fingerprint, repr(self.spec), str(self.dtype))
         return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether passes can be recorded as CUDA graphs: experts are chosen on the host."""
+        return self.device.type == "cuda" and self.spec.experts is None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Record a pass in here: it gets scratch memory of its own, which the recording keeps."""
+        before, self._scratch = self._scratch, self._scratch.new_empty(0)
+        try:
+            yield
+        finally:
+            self._scratch = before
 
     def new_kv(self, capacity: int) -> SequenceKV:
         """An empty KV with room for `capacity` tokens (it grows)."""
