@@ -44,11 +44,20 @@ def attend(
 
     `positions` lie in host memory and ascend within a segment. Every row must see at least one key.
     """
-    if has_kernels(q) and q.dtype in KERNEL_DTYPES:
+    if kernels_fit(q, [x for s in segments for x in (s.keys, s.values)]):
         from kvweave.kernels.gpu.attention import attend_segments
 
         return attend_segments(q, positions, segments, scale)
     return attend_reference(q, positions, segments, scale)
+
+
+def kernels_fit(q: Tensor, held: Sequence[Tensor]) -> bool:
+    """Whether the GPU kernels take these queries over these keys and values."""
+    return (
+        has_kernels(q)
+        and q.dtype in KERNEL_DTYPES
+        and all(x.dtype == q.dtype and x.stride(-1) == 1 for x in held)
+    )
 
 
 def attend_reference(

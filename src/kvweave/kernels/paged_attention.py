@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.kernels.attention import KERNEL_DTYPES, Segment, attend_reference
-from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.attention import Segment, attend_reference, kernels_fit
 
 
 class PagedSegment(NamedTuple):
@@ -37,7 +36,7 @@ def attend_paged(
     `positions` lie in host memory and ascend within a segment. `key_pages` (rotated) and
     `value_pages` are [P, page, Hk, D], one layer of the pool.
     """
-    if has_kernels(q) and q.dtype in KERNEL_DTYPES:
+    if kernels_fit(q, (key_pages, value_pages)):
         from kvweave.kernels.gpu.attention import attend_pages
 
         return attend_pages(q, positions, segments, key_pages, value_pages, scale)

@@ -59,5 +59,6 @@ def turn(k: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: float
     half = len(inv_freq)
     phase = positions.to(torch.float32)[:, None, None] * inv_freq  # [N, 1, r/2]
     cos, sin = phase.cos() * attention_factor, phase.sin() * attention_factor
-    k1, k2, rest = k.float().split((half, half, k.shape[-1] - 2 * half), dim=-1)
+    wide = k.float()
+    k1, k2, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     return torch.cat((k1 * cos - k2 * sin, k2 * cos + k1 * sin, rest), dim=-1)

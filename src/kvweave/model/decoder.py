@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.experts import routed_mlp
@@ -91,11 +92,11 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         """Run all rows through all layers; return logits [wanted rows, V] in float32."""
-        positions_host = torch.tensor([p for rows in batch for p in rows.positions])  # [R]
+        positions_host = _flat([rows.positions for rows in batch])  # [R]
         angles = self.angles(positions_host.to(self.device))
-        ids = torch.tensor([t for rows in batch for t in rows.token_ids], device=self.device)
+        ids = _flat([rows.token_ids for rows in batch]).to(self.device)
         for rows in batch:
-            rows.kv.reserve(max(rows.positions) + 1)
+            rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
         wanted = _wanted_rows(batch)
         for layer in range(self.spec.num_layers):
@@ -143,8 +144,7 @@ class Decoder:
             return h.add_(routed_mlp(x, w.experts, self.spec.experts))
         assert w.gate_up is not None, "layer has neither MLP nor experts"
         assert w.down is not None, "layer has neither MLP nor experts"
-        gate, up = w.gate_up(x, out=self._inner(len(x))).chunk(2, dim=-1)  # [R, I] each
-        w.down.add_to(h, F.silu(gate, inplace=True).mul_(up))
+        w.down.add_to(h, silu_mul(w.gate_up(x, out=self._inner(len(x)))))
         return h
 
     def logits(self, h: Tensor) -> Tensor:
@@ -177,6 +177,18 @@ class Decoder:
                 rows.kv.keys(layer)[places] = rotate(k[start:end], part)
                 rows.kv.values(layer)[places] = v[start:end]
             start = end
+
+
+def _flat(parts: Sequence[Sequence[int]]) -> Tensor:
+    """All numbers behind each other, int64 in host memory. A range costs nothing per number."""
+    return torch.cat(
+        [
+            torch.arange(part.start, part.stop, part.step)
+            if isinstance(part, range)
+            else torch.tensor(part, dtype=torch.int64)
+            for part in parts
+        ]
+    )
 
 
 def _wanted_rows(batch: Sequence[Rows]) -> Tensor:

@@ -1,6 +1,7 @@
 """Launches of sparse-row attention: which kernel, which tile, where keys and values lie."""
 
 import math
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -9,11 +10,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvweave.kernels.dispatch import is_hopper
-from kvweave.kernels.gpu.row_plan import Bounds, Limits, Plans, RowPlan, Tiling, to_device
+from kvweave.kernels.gpu.row_plan import (
+    Bounds,
+    Limits,
+    Plans,
+    RowPlan,
+    Tiling,
+    stream_of,
+    to_device,
+)
 from kvweave.kernels.gpu.rows import attend_rows, merge_pieces
 
 LOG2_E = 1.4426950408889634
@@ -24,7 +34,9 @@ CAUSAL_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-PART_M = 16  # rows that are merged together
+FEW_ROWS = 4  # of a sequence: decode and the like, where bytes count and not products
+GLUON = "3.6."  # Triton whose Gluon gpu/hopper.py is written in; it changes from one to the next
+PART_M, PART_S = 4, 8  # rows and pieces that are merged together
 
 
 class Held(NamedTuple):
@@ -52,7 +64,15 @@ class Launch(NamedTuple):
     per_core: int
 
 
-_plans = Plans()
+class _Kept(threading.local):
+    """What the next layer will ask for again. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.plans = Plans()
+        self.pages: tuple[list[list[int]], int, Tensor] | None = None
+
+
+_kept = _Kept()
 
 
 class Segment(Protocol):
@@ -86,7 +106,7 @@ def attend_segments(
 ) -> Tensor:
     """kernels/attention.attend on a GPU."""
     own = [s for s in segments if s.end > s.start]
-    if len(own) == 1 and own[0].end - own[0].start == len(q) and _is_causal(positions, own[0]):
+    if len(own) == 1 and _is_causal(q, positions, own[0]):
         return _causal(q, own[0], scale)
     at = positions.numpy()
     limits = np.empty(len(q), dtype=np.int32)
@@ -117,12 +137,18 @@ def attend_pages(
     return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
 
 
-def _is_causal(positions: Tensor, segment: Segment) -> bool:
-    """Whether every position from 0 on has its row: nothing sparse about it."""
+def _is_causal(q: Tensor, positions: Tensor, segment: Segment) -> bool:
+    """Whether every position from 0 on has its row, and the vendor's kernel is the better one.
+
+    On Hopper ours is faster there too (bench/gpu_attention.py, 100 %).
+    """
     num = segment.end - segment.start
-    first, last = int(positions[segment.start]), int(positions[segment.end - 1])
-    long_enough = num >= CAUSAL_ROWS and num <= len(segment.keys)
-    return long_enough and segment.key_positions is None and first == 0 and last == num - 1
+    if num < CAUSAL_ROWS or num != len(q) or segment.key_positions is not None:
+        return False
+    if int(positions[0]) != 0 or int(positions[-1]) != num - 1 or num > len(segment.keys):
+        return False
+    group = q.shape[1] // segment.keys.shape[1]
+    return not _hopper_can(q, Held([(segment.keys, segment.values)]), group, num)
 
 
 def _causal(q: Tensor, segment: Segment, scale: float | None) -> Tensor:
@@ -137,6 +163,18 @@ def _causal(q: Tensor, segment: Segment, scale: float | None) -> Tensor:
 
 def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float | None) -> Tensor:
     """Attention output [R, Hq, D]; row r sees the first limits[r] keys of its sequence."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention over positions on the host cannot be recorded: a replay would see the old "
+            "ones; record gpu/decode.attend_decode instead"
+        )
+    if len({(_strides(k), _strides(v)) for k, v in held.tensors}) > 1:  # one launch has one layout
+        return torch.cat(
+            [
+                attend(q[i:j], limits[i:j], ((0, j - i),), Held([pair]), scale)
+                for (i, j), pair in zip(bounds, held.tensors, strict=True)
+            ]
+        )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not len(q):
         return out
@@ -150,24 +188,28 @@ def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float |
         from kvweave.kernels.gpu import hopper
 
         tiling = Tiling(hopper.BLOCK_M // group, hopper.BLOCK_N, kv_heads, cores(q.device))
-        plan = _plans.find(limits, bounds, tiling, q.device)
+        plan = _kept.plans.find(limits, bounds, tiling, q.device)
         parts = _parts(plan, kv_heads, hopper.BLOCK_M, q)
         keys, values = held.tensors[0]
         hopper.launch(q, out, parts, plan, keys, values, _page_table(held, q.device), scale)
         _merge(out, parts, plan, kv_heads, group, hopper.BLOCK_M)
         return out
-    how = choose(q, group, longest)
-    tiling = Tiling(how.block_m // group, how.block_n, kv_heads, how.per_core * cores(q.device))
-    plan = _plans.find(limits, bounds, tiling, q.device)
+    how = choose(q.dtype, q.shape[-1], group, longest)
+    at_once = how.per_core * cores(q.device)
+    evenness = 1 if longest <= FEW_ROWS else 2
+    tiling = Tiling(how.block_m // group, how.block_n, kv_heads, at_once, evenness)
+    plan = _kept.plans.find(limits, bounds, tiling, q.device)
     parts = _parts(plan, kv_heads, how.block_m, q)
     pages = _page_table(held, q.device)
-    bases, align = _bases(held)
+    keys, values = held.tensors[0]
+    apart, unit = _apart(held)
     attend_rows[(len(plan.items) * kv_heads,)](
-        q, out, *parts, plan.limits, plan.items, to_device(bases, q.device),
+        q, keys, values, out, *parts, plan.limits, plan.items,
+        plan.items if apart is None else to_device(apart, q.device),
         plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),
-        scale * LOG2_E, *q.stride()[:2], *out.stride()[:2],
-        G=group, HK=kv_heads, D=q.shape[-1], BLOCK_D=max(16, triton.next_power_of_2(q.shape[-1])),
-        BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=held.page, ALIGN=align,
+        scale * LOG2_E, *q.stride()[:2], *_strides(keys), *_strides(values), *out.stride()[:2],
+        G=group, HK=kv_heads, D=q.shape[-1], BLOCK_D=padded(q.shape[-1]),
+        BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=held.page, APART=unit,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
@@ -175,19 +217,17 @@ def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float |
     return out
 
 
-def choose(q: Tensor, group: int, longest: int) -> Launch:
+def choose(dtype: torch.dtype, head_dim: int, group: int, longest: int) -> Launch:
     """The tile for rows like these. A small fixed set: nothing is tuned while a user waits."""
-    wide = triton.next_power_of_2(q.shape[-1])
-    few = max(16, triton.next_power_of_2(group * min(longest, 4)))
-    if q.dtype == torch.float32:
-        return Launch(max(few if longest <= 4 else 32, triton.next_power_of_2(group)), 32, 4, 1, 1)
-    if longest <= 4:  # decode and the like: bytes count, not products
-        return Launch(few, 64 if wide <= 128 else 32, 4, 3, 4)
-    if wide <= 64:
-        return Launch(max(128, triton.next_power_of_2(group)), 64, 4, 3, 2)
+    wide, least = padded(head_dim), triton.next_power_of_2(group)
+    few = max(16, triton.next_power_of_2(group * min(longest, FEW_ROWS)))
+    if dtype == torch.float32:
+        return Launch(few if longest <= FEW_ROWS else max(32, least), 32, 4, 1, 1)
+    if longest <= FEW_ROWS:
+        return Launch(few, 128 if wide <= 128 else 64, 4, 2, 2)
     if wide <= 128:
-        return Launch(max(128, triton.next_power_of_2(group)), 64, 8, 3, 1)
-    return Launch(max(64, triton.next_power_of_2(group)), 64, 8, 2, 1)
+        return Launch(max(128, least), 64, 8, 3, 1)
+    return Launch(max(64, least), 64, 8, 2, 1)
 
 
 @cache
@@ -200,6 +240,8 @@ def cores(device: torch.device) -> int:
 
 def _hopper_can(q: Tensor, held: Held, group: int, longest: int) -> bool:
     if not (q.is_cuda and is_hopper(q.device) and q.dtype in (torch.float16, torch.bfloat16)):
+        return False
+    if not triton.__version__.startswith(GLUON):
         return False
     fits = q.shape[-1] in (64, 128) and group <= 64 and longest * group > 32
     one_home = held.pages is not None or len(held.tensors) == 1
@@ -233,29 +275,59 @@ def _merge(
 ) -> None:
     if plan.merges is None:
         return
-    merge_pieces[(len(plan.merges), kv_heads, block_m // PART_M)](
-        out, *parts, plan.merges, *out.stride()[:2],
-        G=group, HK=kv_heads, D=out.shape[-1],
-        BLOCK_D=max(16, triton.next_power_of_2(out.shape[-1])), BLOCK_M=block_m, PART_M=PART_M,
+    merge(out, parts, plan.merges, kv_heads, group, block_m)
+
+
+def merge(
+    out: Tensor,
+    parts: tuple[Tensor, Tensor],
+    merges: Tensor,
+    kv_heads: int,
+    group: int,
+    block_m: int,
+) -> None:
+    """Launch the merging of pieces."""
+    merge_pieces[(len(merges), kv_heads, block_m // PART_M)](
+        out, *parts, merges, *out.stride()[:2],
+        G=group, HK=kv_heads, D=out.shape[-1], BLOCK_D=padded(out.shape[-1]),
+        BLOCK_M=block_m, PART_M=PART_M, PART_S=PART_S,
     )  # fmt: skip
 
 
+def padded(head_dim: int) -> int:
+    """Channels of a tile in the matrix unit."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
 def _page_table(held: Held, device: torch.device) -> Tensor | None:
-    """[sequences, most pages] int32."""
+    """[sequences, most pages] int32. Kept: the next layer asks for the same one."""
     if held.pages is None:
         return None
-    table = np.zeros((len(held.pages), max(map(len, held.pages))), dtype=np.int32)
-    for i, pages in enumerate(held.pages):
+    tables = [list(pages) for pages in held.pages]
+    stream, known = stream_of(device), _kept.pages
+    if known is not None and known[:2] == (tables, stream):
+        return known[2]
+    table = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for i, pages in enumerate(tables):
         table[i, : len(pages)] = pages
-    return to_device(table, device)
+    _kept.pages = (tables, stream, to_device(table, device))
+    return _kept.pages[2]
 
 
-def _bases(held: Held) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.int64]], int]:
-    """Addresses and strides [tensors, 8], and what divides them all: 16 or nothing."""
-    table = np.zeros((len(held.tensors), 8), dtype=np.int64)
-    for i, pair in enumerate(held.tensors):
-        for j, x in enumerate(pair):
-            assert x.stride(-1) == 1, "the channels of a head lie side by side"
-            page = x.stride(0) if held.pages is not None else 0
-            table[i, 4 * j : 4 * j + 4] = (x.data_ptr(), page, x.stride(-3), x.stride(-2))
-    return table, 16 if not (table % 16).any() else 1
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Page, row and head stride of [N, Hk, D] or [P, page, Hk, D]."""
+    assert x.stride(-1) == 1, "the channels of a head lie side by side"
+    return x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2)
+
+
+def _apart(held: Held) -> tuple[NDArray[np.int64] | None, int]:
+    """How far the tensors lie from the first ones [sequences, 2], and in units of how many
+    elements: 16, so that the kernel may read wide, wherever possible."""
+    if len(held.tensors) == 1:
+        return None, 0
+    size = held.tensors[0][0].element_size()
+    at = np.array([(k.data_ptr(), v.data_ptr()) for k, v in held.tensors], dtype=np.int64)
+    elements = (at - at[0]) // size
+    assert not ((at - at[0]) % size).any(), "keys of a sequence lie between elements"
+    unit = 1 if (elements % 16).any() else 16
+    return elements // unit, unit

@@ -4,7 +4,6 @@ The angle of a (token, frequency) is computed once and used for every head. Sine
 are the full-precision ones: a position of 100,000 is turned as exactly as position 1.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
