@@ -96,8 +96,9 @@ class Ring:
             slot.began.record()
             slot.num_bytes = 0
             for start, piece in pieces:
-                slot.data[start : start + len(piece)].copy_(piece, non_blocking=True)
-                slot.num_bytes += len(piece)
+                size = piece.numel()
+                slot.data[start : start + size].copy_(piece, non_blocking=True)
+                slot.num_bytes += size
             slot.copied = new_event()
             slot.copied.record()
         self._timed.append((slot.num_bytes, slot.began, slot.copied))
