@@ -8,8 +8,9 @@ order that the strategy asks for (anchors, layers that rows are chosen by, the r
     python bench/bandwidth.py --device cuda --out bench/results/bandwidth-cuda.json
     python bench/bandwidth.py --plot bench/results/bandwidth-cuda.json
 
-The last line gives each strategy's `slope`: milliseconds of TTFT per millisecond of loading,
-fitted over all speeds. The flatter one suffers less from a slow link.
+`slope` is milliseconds of TTFT per millisecond of loading, fitted over all speeds, and
+`selection_slope` the same of the part until the rows are known. On a link so slow that loading is
+all there is, every strategy has slope 1; what selection adds to it is the difference.
 """
 
 import argparse
@@ -82,8 +83,12 @@ class Throttled:
             at += sum(len(each.data) for each in arrived.values()) / bytes_per_s
             due[layer] = at
         self._due = due
-        self.seconds = at
+        self.seconds = at  # for everything
+
+    def start(self) -> float:
+        """The link begins to deliver."""
         self._started_s = time.perf_counter()
+        return self._started_s
 
     def is_ready(self, layer: int) -> bool:
         return time.perf_counter() - self._started_s >= self._due[layer]
@@ -125,14 +130,22 @@ def measure(world: World, repeats: int, codec: str = "raw") -> dict[str, Any]:
                     cell[key] = round(statistics.median(run[key] for run in runs), 2)
                 cells.append(cell)
                 print(" ".join(str(v) for v in cell.values()), flush=True)
-    slopes = {name: slope([c for c in cells if c["way"] == name]) for name, _ in WAYS}
-    print("slopes", slopes, flush=True)
-    return {
-        "prompt_tokens": world.prompt_tokens(size),
-        "cells": cells,
-        "slope": slopes,
-        "qcfuse_is_flatter": slopes["qcfuse"] < slopes["prophetkv"],
+    return {"prompt_tokens": world.prompt_tokens(size), "cells": cells, **verdict(cells)}
+
+
+def verdict(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the cells say about the two."""
+    of = {name: [c for c in cells if c["way"] == name] for name, _ in WAYS}
+    pairs = list(zip(of["qcfuse"], of["prophetkv"], strict=True))
+    found = {
+        "slope": {name: slope(own, "ttft_ms") for name, own in of.items()},
+        "selection_slope": {name: slope(own, "selected_ms") for name, own in of.items()},
+        "prophetkv_over_qcfuse_ms": {
+            str(a["gb_s"]): round(b["ttft_ms"] - a["ttft_ms"], 1) for a, b in pairs
+        },
     }
+    print(json.dumps(found), flush=True)
+    return found
 
 
 def once(
@@ -150,7 +163,7 @@ def once(
         layers = Throttled(transfer, needs, world.spec.num_layers, speed * 1e9)
         chooses = Noting(strategy.selector)
         wait(world.device)
-        layers._started_s = started_s = time.perf_counter()
+        started_s = layers.start()
         with open_source(world.decoder, request.placed, layers, strategy) as source:
             kv = world.decoder.new_kv(len(request.prompt_ids))
             laid = Stitched(world.decoder, request, world.preamble, source, kv)
@@ -180,9 +193,9 @@ class Noting:
         return chosen
 
 
-def slope(cells: Sequence[dict[str, Any]]) -> float:
-    """Least squares of TTFT over loading time."""
-    xs, ys = [c["load_ms"] for c in cells], [c["ttft_ms"] for c in cells]
+def slope(cells: Sequence[dict[str, Any]], field: str) -> float:
+    """Least squares of a time over loading time."""
+    xs, ys = [c["load_ms"] for c in cells], [c[field] for c in cells]
     middle_x, middle_y = statistics.fmean(xs), statistics.fmean(ys)
     covered = sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True))
     return round(covered / sum((x - middle_x) ** 2 for x in xs), 3)

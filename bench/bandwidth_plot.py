@@ -51,7 +51,7 @@ def plot(result: dict[str, Any], out: Path) -> None:
                 f'<polyline points="{points}" fill="none" stroke="{colour}" '
                 f'stroke-width="2"{dash}/>'
             )
-        label = f"{way} (dashed: until rows are known), slope {result['slope'][way]}"
+        label = f"{way} (dashed: until its rows are known)"
         parts.append(
             f'<text x="{WIDTH - 30}" y="{TOP + 18 + 18 * i}" text-anchor="end" '
             f'fill="{colour}">{label}</text>'

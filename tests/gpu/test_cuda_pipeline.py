@@ -13,6 +13,7 @@ import torch
 from fuseworld import SELECTING, World, make_ids
 from kvweave.fuse.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.probe import NoContext, probe
 from kvweave.fuse.ring import Ring
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext, make_chunk_key
@@ -159,3 +160,12 @@ def test_a_pass_makes_the_host_wait_once_at_most(
                 world.source = own_source
     waits = [f"{w.filename}:{w.lineno}" for w in seen if "called a synchron" in str(w.message)]
     assert len(waits) <= allowed, f"{name}: {waits}"
+
+
+def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World) -> None:
+    decoder, request = world.decoder, world.request
+    unrecorded = probe(decoder, request, NoContext(), [1, 3])
+    recorded = [probe(decoder, request, NoContext(), [1, 3]) for _ in range(3)][-1]
+    for layer in (1, 3):
+        torch.testing.assert_close(recorded[layer].q, unrecorded[layer].q, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(recorded[layer].k, unrecorded[layer].k, atol=1e-4, rtol=1e-4)

@@ -79,8 +79,13 @@ class Drift:
         request: FuseRequest,
         chosen: Sequence[int] | Tensor,
         strength: float = STRENGTH,
+        *,
+        at_once: bool | None = None,
     ) -> None:
-        """`chosen` are the recomputed hits, ascending."""
+        """`chosen` are the recomputed hits, ascending. `at_once`: all chunks in a few steps, as on
+        a GPU (None: where there is one)."""
+        if at_once is None:
+            at_once = decoder.device.type == "cuda"
         self._chosen = torch.as_tensor(chosen, dtype=torch.int64)
         self._device = decoder.device
         self._back = backwards(decoder.angles(on_device(self._chosen, decoder.device)))
@@ -93,12 +98,10 @@ class Drift:
                 continue
             weight = strength * (last - first) / (last - first + DOUBT)
             spans.append((span, last - first, weight))
-            if decoder.device.type != "cuda":
+            if not at_once:
                 angles = decoder.angles(torch.arange(span.start, span.end, device=decoder.device))
                 self._moved.append(_Moved(span, slice(first, last), angles, weight))
-        self._at_once = None
-        if decoder.device.type == "cuda" and spans:
-            self._at_once = MovedAtOnce.of(decoder, spans)
+        self._at_once = MovedAtOnce.of(decoder, spans) if at_once and spans else None
         self._rows: Tensor | None = None  # of the chosen among the running ones
 
     def apply(self, look: LayerLook, kv: KVBuffer) -> None:

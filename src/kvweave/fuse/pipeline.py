@@ -172,7 +172,8 @@ class PipelinedChunks:
     def _bring(self, layer: int) -> None:
         """Begin to copy a layer; blocks until its bytes are in host memory. Raises ChunkLost."""
         arrived = self._layers.wait_layer(layer)
-        check_arrived(self._decoder, self._placed, arrived)
+        if self._placement is None or self._placement.offsets.keys() - arrived.keys():
+            check_arrived(self._decoder, self._placed, arrived)
         if self._placement is None:
             self._placement = Placement(self._decoder, self._placed, arrived)
             size, ring = self._placement.num_bytes, self._ring

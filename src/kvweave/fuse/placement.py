@@ -57,7 +57,7 @@ class Placement:
         for span in placed:
             if span.key not in self.offsets:
                 self.offsets[span.key] = at
-                at = round_up(at + len(arrived[span.key].data), ALIGN)
+                at = round_up(at + arrived[span.key].data.numel(), ALIGN)
         self.num_bytes = at
         self.num_tokens = sum(span.num_tokens for span in placed)
         self._device = decoder.device

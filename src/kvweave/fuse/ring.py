@@ -20,20 +20,20 @@ GAIN = 0.3  # weight of the newest observation in a moving estimate
 
 
 def new_event(*, timed: bool = True) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=timed)
+    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
 def seconds_between(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
     """Of the device; 0 while it has not got to the second event."""
     if not ended.query():  # type: ignore[no-untyped-call]
         return 0.0
-    return float(began.elapsed_time(ended)) / 1e3  # type: ignore[no-untyped-call]
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 def depth_for(
     layer_bytes: int, bytes_per_s: float, start_s: float, num_layers: int, ring_bytes: int
 ) -> int:
-    """How many layers to bring ahead: three, and as many as the link carries before the pass begins.
+    """How many layers to bring ahead: three, and what the link carries before the pass begins.
 
     A link slower than compute never gets further ahead than what came before the start, and for a
     faster one a layer that is read, one that is copied and one that waits keep both busy. More
@@ -96,8 +96,9 @@ class Ring:
             slot.began.record()
             slot.num_bytes = 0
             for start, piece in pieces:
-                slot.data[start : start + len(piece)].copy_(piece, non_blocking=True)
-                slot.num_bytes += len(piece)
+                size = piece.numel()
+                slot.data[start : start + size].copy_(piece, non_blocking=True)
+                slot.num_bytes += size
             slot.copied = new_event()
             slot.copied.record()
         self._timed.append((slot.num_bytes, slot.began, slot.copied))
