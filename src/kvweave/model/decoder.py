@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.gate import silu_mul
+from kvweave.kernels.host import on_device
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, make_angles, rotate
@@ -95,8 +96,8 @@ class Decoder:
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         """Run all rows through all layers; return logits [wanted rows, V] in float32."""
         positions_host = _flat([rows.positions for rows in batch])  # [R]
-        angles = self.angles(positions_host.to(self.device))
-        ids = _flat([rows.token_ids for rows in batch]).to(self.device)
+        angles = self.angles(on_device(positions_host, self.device))
+        ids = on_device(_flat([rows.token_ids for rows in batch]), self.device)
         for rows in batch:
             rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
@@ -107,9 +108,10 @@ class Decoder:
             row_angles, row_positions, counts = angles, positions_host, None
             access.write(layer, k, v, angles)
             if layer == self.spec.num_layers - 1:  # behind the last keys only logits rows matter
-                q, h, counts = q[wanted], h[wanted], [len(rows.wanted) for rows in batch]
-                row_angles = Angles(angles.cos[wanted], angles.sin[wanted])
-                row_positions = positions_host[wanted.cpu()]
+                at = on_device(wanted, self.device)
+                q, h, counts = q[at], h[at], [len(rows.wanted) for rows in batch]
+                row_angles = Angles(angles.cos[at], angles.sin[at])
+                row_positions = positions_host[wanted]
             o = access.attend(layer, rotate(q, row_angles), row_positions, counts)
             h = self.finish(layer, h, o)
         return self.logits(h)
@@ -205,6 +207,7 @@ class _DenseAccess:
         self._batch = batch
         self._kvs = [rows.kv for rows in batch if isinstance(rows.kv, SequenceKV)]
         assert len(self._kvs) == len(batch), "a batch has KV of one kind"
+        self._scattered: dict[int, Tensor] = {}  # places of rows that are no run, for every layer
 
     def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
         """Keep keys (turned on the way) and values [R, Hk, D] of all rows."""
@@ -217,7 +220,10 @@ class _DenseAccess:
                 rotate(k[start:end], part, out=kv.keys(layer)[first : last + 1])
                 kv.values(layer)[first : last + 1] = v[start:end]
             else:
-                places = torch.tensor(rows.positions, device=k.device)
+                places = self._scattered.get(start)
+                if places is None:
+                    places = on_device(_flat([rows.positions]), k.device)
+                    self._scattered[start] = places
                 kv.keys(layer)[places] = rotate(k[start:end], part)
                 kv.values(layer)[places] = v[start:end]
 
