@@ -90,6 +90,7 @@ def test_the_core_imports_without_servers_indexes_or_clients() -> None:
         )
         for folder in CORE
         for path in sorted((SRC / folder).rglob("*.py"))
+        if not path.is_relative_to(SRC / "kernels" / "gpu")  # needs Triton; imported where used
     ]
     blocked = f"import sys\nfor name in {HEAVY}: sys.modules[name] = None\n"
     imports = "".join(f"import {module}\n" for module in modules)

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvweave.kernels.dispatch import has_kernels
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Rows per block. Keys beyond the last row of a block are never touched, so small blocks skip more
 # of the masked triangle; large ones pay less per call. 128-512 are within 10 % of each other:
 # 2-core x86-64, 3,000 tokens, 9/3 heads of 64, float32 (bench/prefill.py, 2026-11-15).
@@ -41,6 +44,26 @@ def attend(
 
     `positions` lie in host memory and ascend within a segment. Every row must see at least one key.
     """
+    if kernels_fit(q, [x for s in segments for x in (s.keys, s.values)]):
+        from kvweave.kernels.gpu.attention import attend_segments
+
+        return attend_segments(q, positions, segments, scale)
+    return attend_reference(q, positions, segments, scale)
+
+
+def kernels_fit(q: Tensor, held: Sequence[Tensor]) -> bool:
+    """Whether the GPU kernels take these queries over these keys and values."""
+    return (
+        has_kernels(q)
+        and q.dtype in KERNEL_DTYPES
+        and all(x.dtype == q.dtype and x.stride(-1) == 1 for x in held)
+    )
+
+
+def attend_reference(
+    q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None = None
+) -> Tensor:
+    """The definition in plain PyTorch: what a CPU runs and what the kernels are compared with."""
     parts: list[Tensor] = []
     for segment in segments:
         before = _rows_before(positions, segment)

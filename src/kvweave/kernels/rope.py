@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.kernels.dispatch import has_kernels
+
 
 class Angles(NamedTuple):
     """Cosines and sines of one set of rows; made once per pass, used by every layer."""
@@ -38,6 +40,10 @@ def rotate(x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if has_kernels(x) and x.stride(-1) == out.stride(-1) == 1:
+        from kvweave.kernels.gpu import elementwise
+
+        return elementwise.rotate(x, angles.cos, angles.sin, out)
     half = angles.cos.shape[-1]
     x1, x2 = x[..., :half], x[..., half : 2 * half]
     torch.mul(x1, angles.cos, out=out[..., :half])
