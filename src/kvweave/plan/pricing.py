@@ -63,13 +63,11 @@ class Pricing:
         permission = request.order
         if request.reuse is Reuse.OFF or start is None:  # then no order matches more than another
             permission = OrderPermission.KEEP
-        first: dict[ChunkId, int] = {}
-        if not request.history:
-            first = {
-                chunk.id: chunk.num_tokens
-                for chunk in chunks
-                if any(c.exact_when_first and not c.rounded for c in stored.get(chunk.id, ()))
-            }
+        first: dict[ChunkId, int] = {}  # exact right behind the preamble
+        for chunk in chunks if not request.history else ():
+            for copy in stored.get(chunk.id, ()):
+                if copy.exact_when_first and not copy.rounded:
+                    first[chunk.id] = chunk.num_tokens
 
         def exact_tokens(order: Sequence[ChunkRef]) -> int:
             parts = (*request.history, *order) if request.history else order
