@@ -32,6 +32,7 @@ from common import finish, read_jsonl, result_header
 from kvweave.app import AUTO, Sampling, Weave
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.contexts import digest_ids
@@ -167,7 +168,15 @@ class World:
             "disk cold": KVStore(StoreConfig(tiers=(disk,))),
         }
         self._weaves = {
-            tier: Weave(self._decoder, self._tokenizer, args.model, SYSTEM, self._over(store))
+            tier: Weave(
+                self._decoder,
+                self._tokenizer,
+                args.model,
+                SYSTEM,
+                self._over(store),
+                EngineConfig(tree_share=0.0),  # or a second run would find the first one's prefix
+                promotion=0,
+            )
             for tier, store in self._stores.items()
         }
         self._bound = args.bound

@@ -11,7 +11,7 @@ import pytest
 from kvweave import Weave
 from kvweave.app import Document, Sampling
 from kvweave.engine.config import EngineConfig
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import ConfigError, EngineClosed, RequestError
 from kvweave.fuse.profiles import user_path
 from kvweave.ingest import IngestOptions
 from kvweave.ingest.sources import Selection
@@ -290,3 +290,35 @@ def test_a_damaged_profile_is_no_trouble_of_who_does_not_need_it(
     for reuse in ("qcfuse", "auto"):
         with pytest.raises(ConfigError, match="no profile of kvweave"):
             weave.ask("Where does Tom sail?", reuse=reuse, sampling=GREEDY)
+
+
+def test_exact_kv_of_a_removed_document_is_no_longer_found(weave: Weave) -> None:
+    weave.ingest(*TEXTS)
+    question = "Where does Tom sail with his boat?"
+    texts, exact = [], []
+    for _ in range(2):
+        answer = weave.ask(question, k=1, sampling=GREEDY, reuse="prefix")
+        assert answer.explain is not None
+        texts.append(answer.text)
+        exact.append(answer.explain.counts["exact"])
+    assert texts[0] == texts[1]
+    assert exact[1] > exact[0] == 0
+    nodes = weave.engine.stats()["tree_nodes"]
+    (tom,) = [d for d in weave.library.kb.documents() if d.title == "Tom"]
+    weave.remove(tom.id)
+    assert weave.engine.stats()["tree_nodes"] == nodes - 1
+
+
+def test_an_answer_that_is_closed_stops_the_work(weave: Weave) -> None:
+    answering = weave.stream("Where?", documents=[], sampling=Sampling(max_tokens=3000))
+    next(iter(answering))
+    answering.close()
+    assert weave.engine.run_alone(lambda: weave.engine.stats()["running"]) == 0
+    assert weave.engine.stats()["requests_aborted"] == 1
+
+
+def test_a_closed_weave_says_so(chat_model_folder: Path) -> None:
+    weave = Weave.open(model=str(chat_model_folder), device="cpu")
+    weave.close()
+    with pytest.raises(EngineClosed, match="this Weave was closed"):
+        weave.ask("Where?")

@@ -2,11 +2,13 @@
 
 import importlib
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from kvweave.cli import COMMANDS
+from kvweave.engine.config import EngineConfig
 from kvweave.serve.wire import ChatRequest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -22,6 +24,11 @@ def test_the_server_page_has_every_request_field() -> None:
     fields = set(ChatRequest.model_fields)
     described = {word for word in first_column("server.md") if not word.startswith(("GET", "POST"))}
     assert described == fields
+
+
+def test_the_engine_page_has_every_setting() -> None:
+    names = {field.name for field in fields(EngineConfig)}
+    assert first_column("engine.md") == names | {"EngineConfig"}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from kvweave.asking import Asking, exact_request, keep_record, plain_request
 from kvweave.conversations import Conversations, Talk
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
+from kvweave.engine.engine import Engine
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
@@ -83,6 +84,7 @@ class Weave:
         self._ingesting = threading.Lock()
         if library is not None:
             library.encoder.alone = self._alone
+            library.forgotten = self._asking.forget
         self._conversations = Conversations()
         self._seen = None if library is None else self._watch(library.encoder, promotion)
 
@@ -153,6 +155,11 @@ class Weave:
     def max_context(self) -> int:
         """Tokens that prompt and answer may have together."""
         return self._decoder.spec.max_context
+
+    @property
+    def engine(self) -> Engine:
+        """What computes; started if it is not yet."""
+        return self._asking.engine
 
     @property
     def library(self) -> "Library":
@@ -355,7 +362,7 @@ class Weave:
                 self._decoder,
                 self.facts,
                 self.profile,
-                engine=self._asking.engine,
+                engine=self.engine,
                 seen=self._seen,
             )
         return self._planning
@@ -422,7 +429,7 @@ class Weave:
 
     def _alone(self, job: Callable[[], T]) -> T:
         """Use the decoder between two steps of the engine."""
-        return self._asking.engine.run_alone(job)
+        return self.engine.run_alone(job)
 
 
 def _refuse_empty(question: str) -> None:

@@ -16,6 +16,7 @@ from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
 from kvweave.prompt import Prompt
+from kvweave.types import ChunkId
 
 Make = Callable[[], EngineRequest]
 OnFirst = Callable[[Ticket], None]
@@ -48,6 +49,13 @@ class Asking:
             engine = self._engine
         if engine is not None:
             engine.close()
+
+    def forget(self, chunk_ids: Collection[ChunkId]) -> None:
+        """Chunks were deleted: their exact KV is no longer found either."""
+        with self._lock:
+            engine = None if self._closed else self._engine
+        if engine is not None:
+            engine.forget(chunk_ids)
 
     def check(self, prompt_ids: Sequence[int]) -> None:
         """Raise RequestError unless the model can take a prompt."""

@@ -41,7 +41,7 @@ from kvweave.prompt import SYSTEM, Prompt, split_template
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import DocumentId
 from kvweave.upkeep import KV_FOLDER as KV_FOLDER
-from kvweave.upkeep import Upkeep, neighbours_of, open_table, remove_documents
+from kvweave.upkeep import Forgotten, Upkeep, neighbours_of, open_table, remove_documents
 
 # 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
 CODEC = "int8"
@@ -163,6 +163,7 @@ class Library:
         self._decoder = decoder
         self.encoder = encoder
         self._table = table
+        self.forgotten: Forgotten | None = None  # hears of chunks that are no more
 
     @classmethod
     def open(
@@ -233,7 +234,13 @@ class Library:
 
     def _upkeep(self, *, encodes: bool = False, refresh: bool = False) -> Upkeep:
         return Upkeep(
-            self.kb, self._table, self.store, self.encoder, encodes=encodes, refresh=refresh
+            self.kb,
+            self._table,
+            self.store,
+            self.encoder,
+            encodes=encodes,
+            refresh=refresh,
+            forgotten=self.forgotten,
         )
 
     def request(

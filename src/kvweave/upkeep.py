@@ -33,6 +33,7 @@ from kvweave.types import ChunkId, DocumentId
 log = logging.getLogger(__name__)
 
 KV_FOLDER = "kv"
+Forgotten = Callable[[Collection[ChunkId]], None]
 BATCH = 16  # chunks that get their neighbours at a time: what a kill can cost
 
 
@@ -70,9 +71,11 @@ class Upkeep:
         *,
         encodes: bool = False,
         refresh: bool = False,
+        forgotten: Forgotten | None = None,
     ) -> None:
         """`store` and `encoder` where they are open, so that copies in memory go too.
 
+        `forgotten` hears of chunks that are no more, for whoever else keeps KV of them.
         `encodes` computes KV behind neighbours if that is the encoder's context; with `refresh` the
         chunks whose neighbours are others by now get new KV as well.
         """
@@ -84,6 +87,7 @@ class Upkeep:
         self._encoder = encoder if variant is not None and variant.kind == "neighbours" else None
         self._size = variant.size if variant is not None else 0
         self._encodes = encodes
+        self._forgotten = forgotten
         self._refresh = refresh
         if refresh and not (encodes and self._encoder is not None):
             raise ConfigError(
@@ -118,6 +122,8 @@ class Upkeep:
         how many objects. The caller has called `before`, and these chunks are all that went since.
         """
         keys: list[ChunkKey] = []
+        if chunk_ids and self._forgotten is not None:
+            self._forgotten(chunk_ids)
         if self._table is not None:
             users = self._table.users_of(chunk_ids)
             keys = self._keys_at_hand(users)

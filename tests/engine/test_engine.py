@@ -282,3 +282,18 @@ def test_the_end_of_an_answer_is_a_known_token_or_no_room(decoder: Decoder) -> N
         assert got == alone(decoder, ending)
         assert got[-1].token_id == last
         assert len(got) <= 5
+
+
+def test_a_deleted_chunk_is_no_longer_found(decoder: Decoder) -> None:
+    rng = random.Random(9)
+    preamble, a, b = ids(rng, 6), ids(rng, 9), ids(rng, 5)
+    with Engine(decoder, SMALL) as engine:
+        for front, gone, left in ((preamble, 2, 6), ((), 4, 0)):  # the second finds both paths
+            request = with_chunks(front, [a, b], ids(rng, 3))
+            list(engine.submit(request))
+            assert engine.forget([request.chunks[0].id]) == gone
+            ticket = engine.submit(request)
+            assert list(ticket) == alone(decoder, request)
+            assert ticket.record is not None
+            assert ticket.record.counts["exact"] == left
+        engine.run_alone(engine.check_integrity)

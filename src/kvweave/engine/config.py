@@ -22,7 +22,8 @@ class EngineConfig:
     step_rows: int = 256  # rows of one step while somebody decodes: bounds the gap between tokens
     alone_rows: int = 2048  # rows of one step while nobody does
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
-    host_tokens: int = 0  # exact KV kept in host memory when it leaves the pool
+    host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
+    # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:

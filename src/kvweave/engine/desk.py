@@ -171,13 +171,18 @@ class Desk:
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """A request is finished, cancelled or failed."""
         live = self.lives.pop(ticket, None)
-        if live is not None:
-            if live.held:
-                self.counts.dropped(live)
-            self._scheduler.remove(live)
-            self._placing.retire(live)
-            if live.stored is not None:
-                live.stored.close()
-            how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
-            self.counts.add(f"requests_{how}")
-        ticket.end(error)
+        try:
+            if live is not None:
+                self._take_back(live)
+                how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
+                self.counts.add(f"requests_{how}")
+        finally:  # whatever is wrong with the books, nobody waits for ever
+            ticket.end(error)
+
+    def _take_back(self, live: Live) -> None:
+        if live.held:
+            self.counts.dropped(live)
+        self._scheduler.remove(live)
+        if live.stored is not None:
+            live.stored.close()
+        self._placing.retire(live)

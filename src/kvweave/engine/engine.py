@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -29,9 +29,9 @@ from kvweave.engine.scheduler import Scheduler
 from kvweave.errors import EngineClosed
 from kvweave.fuse.encode import Prefix
 from kvweave.kv.tree import KnowledgeTree
-from kvweave.metrics import Metrics
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool
+from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,13 +48,11 @@ class Engine:
         self,
         decoder: Decoder,
         cfg: EngineConfig | None = None,
-        metrics: Metrics | None = None,
         *,
         cost_s: Cost = guessed_cost_s,
     ) -> None:
         """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps."""
         self.cfg = cfg or EngineConfig()
-        self.metrics = metrics or Metrics()
         self._decoder = decoder
         pages = num_pages(self.cfg, decoder)
         pool = KVPool(decoder.spec, pages, self.cfg.page_tokens, decoder.dtype, decoder.device)
@@ -90,6 +88,10 @@ class Engine:
         ticket = Ticket(make, held, self._notify)
         self._post(ticket)
         return ticket
+
+    def forget(self, chunk_ids: Collection[ChunkId]) -> int:
+        """Chunks were deleted: nobody finds their exact KV from now on. Returns nodes that went."""
+        return self.run_alone(lambda: self._placing.prefixes.forget(chunk_ids))
 
     def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
         """Keep a preamble's exact KV in the tree for good. On the engine thread. False: no room."""
@@ -233,4 +235,7 @@ class Engine:
                 item()
         new = [item for item in news if isinstance(item, Ticket)]
         for ticket in [*self._desk.lives, *new]:
-            self._desk.end(ticket, error)
+            try:
+                self._desk.end(ticket, error)
+            except Exception:  # a bug that is being reported already; the others must hear too
+                log.exception("a request could not give back what it held")

@@ -14,7 +14,7 @@ A path begins with the preamble, named with the tenant, so that nothing is share
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from kvweave.kv.tree.node import DEVICE
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.types import ChunkId
 
+HOST_SHARE = 4  # times the pool, for exact KV that left the device; a CPU's pool is host memory
 Cost = Callable[[int, int], float]  # seconds of a prefill: cached tokens, new tokens
 
 
@@ -107,7 +108,11 @@ class Prefixes:
         self._pages = pages
         self._page_tokens = cfg.page_tokens
         device_bytes = int(cfg.tree_share * pool.num_pages) * pool.page_bytes
-        host_bytes = cfg.host_tokens * pool.page_bytes // cfg.page_tokens
+        host_tokens = cfg.host_tokens
+        if host_tokens is None:
+            on_cpu = pool.keys.device.type == "cpu"
+            host_tokens = 0 if on_cpu else HOST_SHARE * pool.num_pages * cfg.page_tokens
+        host_bytes = host_tokens * pool.page_bytes // cfg.page_tokens
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
         self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
@@ -166,6 +171,12 @@ class Prefixes:
         self._pins.append(lease)
         self.pinned_pages += count if path else 0
         return True
+
+    def forget(self, chunk_ids: Collection[ChunkId]) -> int:
+        """Chunks are no more: out of the tree with them and all that stands behind them."""
+        wanted = set(chunk_ids)
+        first = [ref for ref in self.tree.root.children if ref.partition("|")[2] in wanted]
+        return sum(self.tree.forget(name) for name in (*first, *wanted))
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
         """Let leaves that nobody uses go, the least valuable first, until there is enough."""
