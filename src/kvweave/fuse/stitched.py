@@ -14,7 +14,7 @@ from kvweave.fuse.encode import Prefix
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import ChunkSource
-from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.rope import Angles, per_head, rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 
@@ -44,7 +44,8 @@ class Stitched:
         self._runs = _runs(request)
         positions = [p for start, end in self._runs for p in range(start, end)]
         self.placed = torch.tensor(positions, dtype=torch.int64)  # [N] on the host, ascending
-        self._turn = decoder.angles(self.placed.to(decoder.device))
+        turn = decoder.angles(self.placed.to(decoder.device))
+        self._turn = per_head(turn, decoder.spec.num_kv_heads)
         kv.reserve(len(request.prompt_ids))
 
     def lay(self, layer: int) -> None:
