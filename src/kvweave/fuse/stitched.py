@@ -16,7 +16,7 @@ from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import ChunkSource, LaysItself
 from kvweave.kernels.host import on_device
-from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.rope import Angles, per_head, rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 
@@ -75,7 +75,8 @@ class Stitched:
     @cached_property
     def _turn(self) -> Angles:
         """Angles of everything placed."""
-        return self._decoder.angles(on_device(self.placed, self._decoder.device))
+        turn = self._decoder.angles(on_device(self.placed, self._decoder.device))
+        return per_head(turn, self._decoder.spec.num_kv_heads)
 
     @property
     def load_s(self) -> float:

@@ -1,8 +1,8 @@
 """How much attention each key gets from some rows: column sums of the attention matrix.
 
 The matrix is never held whole: heads of one KV group share their keys and are done together, in
-float32, and reduced at once. Two passes over a block: log-sum-exp over the keys that count, then
-probabilities of the columns that are wanted.
+float32, and reduced at once. Where keys count that are no columns, a block takes two passes:
+log-sum-exp over the keys that count, then probabilities of the columns that are wanted.
 
 Shapes: Q rows that ask, N columns, U own keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head
 dim.
@@ -61,6 +61,8 @@ def column_scores(
             if normaliser == "chunk":
                 for first, last in chunks:
                     logits[..., first:last] = logits[..., first:last].softmax(-1)
+            elif normaliser == "context":
+                logits = logits.softmax(-1)
             else:
                 total = logits.logsumexp(-1, keepdim=True)
                 for more, seen in beside:
