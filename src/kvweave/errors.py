@@ -7,6 +7,7 @@
     │   ├── ModelCorrupt       the bytes are truncated, altered or incomplete
     │   └── UnsupportedModel   an architecture or option we refuse by name
     ├── RequestError           this request cannot be answered as asked
+    ├── EngineClosed           the engine stopped before the answer was finished
     ├── CorpusError            a document or a knowledge base cannot be used
     └── TierError              a place for bytes failed
         ├── TierCorrupt        it answered, with the wrong bytes
@@ -43,6 +44,10 @@ class UnsupportedModel(ModelError):
 
 class RequestError(KVWeaveError):
     """The request cannot be answered as asked; the caller can change it."""
+
+
+class EngineClosed(KVWeaveError):
+    """The engine was closed; nothing is wrong with the request."""
 
 
 class CorpusError(KVWeaveError):

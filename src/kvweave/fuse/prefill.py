@@ -15,8 +15,8 @@ from kvweave.fuse.encode import Prefix
 from kvweave.fuse.fuse import check_ratio, fuse
 from kvweave.fuse.pipeline import open_source
 from kvweave.fuse.protocol import Decoder, KVBuffer
-from kvweave.fuse.record import FuseRecord, Stages, chunk_records, token_states
-from kvweave.fuse.request import classify
+from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages, chunk_records, token_states
+from kvweave.fuse.request import FuseRequest, State, classify
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
@@ -60,23 +60,85 @@ def prefill_from_store(
     `computed` are places of chunks that are computed even if they are stored, each with the reason
     that the record gives: a slow tier can cost more than it saves.
     """
-    computed = computed or {}
     check_ratio(ratio)
-    started_s = time.perf_counter()
-    named = _named(chunks, store, strategy, computed)
-    wanted = [key for key, _ in named if key is not None]
-    needs = strategy.needs(decoder.spec.num_layers)
-    with store.acquire(wanted) as lease:
-        transfer = store.load(lease, sorted({*needs.key_layers, *needs.value_layers} - {0}))
-        missing = _missing(decoder, lease, transfer)
+    num_layers = decoder.spec.num_layers
+    with StoredPrompt(num_layers, chunks, store, strategy, computed) as stored:
+        return stored.prefill(
+            decoder, preamble, question_ids, kv, ratio, asked=asked, encoding=encoding
+        )
+
+
+class StoredPrompt:
+    """The chunk KV of one prompt, leased and on its way. Close it, or use it as a context manager.
+
+    Made and waited for on any one thread, then handed to the thread of the pass: never two at once.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        chunks: Sequence[PromptChunk],
+        store: KVStore,
+        strategy: Strategy,
+        computed: Mapping[int, str] | None = None,
+    ) -> None:
+        """Takes the lease and starts loading. May wait for a tier to say what it has."""
+        started_s = time.perf_counter()
+        self._num_layers = num_layers
+        self._chunks = chunks
+        self._strategy = strategy
+        self._computed = computed or {}
+        self._named = _named(chunks, store, strategy, self._computed)
+        self._wanted = [key for key, _ in self._named if key is not None]
+        needs = strategy.needs(num_layers)
+        self._lease = store.acquire(self._wanted)
+        first = sorted({*needs.key_layers, *needs.value_layers} - {0})
+        self._transfer = store.load(self._lease, first)
+        self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
+
+    def arrive(self) -> None:
+        """Wait until every layer is in host memory, or lost."""
+        started_s = time.perf_counter()
+        for layer in range(self._num_layers):
+            self._transfer.wait_layer(layer)
+        self._waited_s += time.perf_counter() - started_s
+
+    def close(self) -> None:
+        """Give the lease back. Harmless the second time."""
+        self._lease.release()
+
+    def __enter__(self) -> "StoredPrompt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prefill(
+        self,
+        decoder: Decoder,
+        exact: Prefix,
+        question_ids: Sequence[int],
+        kv: KVBuffer,
+        ratio: float,
+        *,
+        num_exact: int = 0,
+        asked: tuple[int, int] | None = None,
+        encoding: str = "",
+    ) -> Prefilled:
+        """Weave the prompt into `kv`. `exact` is the KV of the preamble and, behind it, of the
+        first `num_exact` chunks at their places; the others come from the store or are computed."""
+        started_s = time.perf_counter()
+        strategy, lease, transfer = self._strategy, self._lease, self._transfer
+        named = self._named[num_exact:]
+        missing = _missing(self._num_layers, lease, transfer)
         while True:
-            present = set(wanted) - missing.keys()
-            first_is_exact = bool(chunks) and named[0][0] == chunks[0].exact_key
+            first_is_exact = bool(named) and not num_exact
+            first_is_exact = first_is_exact and named[0][0] == self._chunks[0].exact_key
             request = classify(
-                preamble.token_ids,
+                exact.token_ids,
                 [(key or _NEVER, ids) for key, ids in named],
                 question_ids,
-                present=present,
+                present=set(self._wanted) - missing.keys(),
                 first_is_exact=first_is_exact,
                 asked=asked,
             )
@@ -86,7 +148,7 @@ def prefill_from_store(
                     fused = fuse(
                         decoder,
                         request,
-                        Stitched(decoder, request, preamble, source, kv),
+                        Stitched(decoder, request, exact, source, kv),
                         kv,
                         strategy.selector,
                         ratio,
@@ -97,21 +159,19 @@ def prefill_from_store(
                 # what arrived in the wrong shape is not lost to the transfer, only to us
                 missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}
                 continue
-            sizes = {key: header.total_bytes for key, header in transfer.headers().items()}
-            loaded: Counter[str] = Counter()
-            for key in {span.key for span in request.placed}:
-                loaded[lease.tiers[key]] += sizes.get(key, 0)
+            why = {i - num_exact: text for i, text in self._computed.items() if i >= num_exact}
+            behind = chunk_records(request, fused.recomputed, lease.tiers, missing, why)
             record = FuseRecord(
                 strategy=strategy.name,
                 ratio=ratio,
                 encoding=encoding,
                 token_ids=request.prompt_ids,
                 states=token_states(request, fused.recomputed),
-                chunks=chunk_records(request, fused.recomputed, lease.tiers, missing, computed),
+                chunks=(*self._exact_records(exact, num_exact), *behind),
                 work=fused.work,
-                loaded_bytes=dict(loaded),
+                loaded_bytes=self._loaded(request),
                 stages=Stages(
-                    load=(fused.load_s + tried_s - started_s) * 1e3,
+                    load=(fused.load_s + tried_s - started_s + self._waited_s) * 1e3,
                     select=fused.select_s * 1e3,
                     compute=fused.pass_s * 1e3,
                 ),
@@ -119,7 +179,26 @@ def prefill_from_store(
             )
             return Prefilled(fused.logits, record)
 
+    def _loaded(self, request: FuseRequest) -> dict[str, int]:
+        """Bytes by tier."""
+        sizes = {key: header.total_bytes for key, header in self._transfer.headers().items()}
+        loaded: Counter[str] = Counter()
+        for key in {span.key for span in request.placed}:
+            loaded[self._lease.tiers[key]] += sizes.get(key, 0)
+        return dict(loaded)
 
+    def _exact_records(self, exact: Prefix, num_exact: int) -> list[ChunkRecord]:
+        """Chunks that came with the exact prefix, at its end."""
+        lengths = [len(ids) for _, ids in self._named[:num_exact]]
+        start = len(exact.token_ids) - sum(lengths)
+        records = []
+        for length in lengths:
+            records.append(ChunkRecord(start, length, State.EXACT, 0, TREE, None))
+            start += length
+        return records
+
+
+TREE = "tree"  # where exact KV of the knowledge tree comes from, in a record
 _NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
 
 
@@ -152,8 +231,8 @@ def _named(
     return named
 
 
-def _missing(decoder: Decoder, lease: Lease, transfer: Transfer) -> dict[ChunkKey, Miss]:
+def _missing(num_layers: int, lease: Lease, transfer: Transfer) -> dict[ChunkKey, Miss]:
     for key, header in transfer.headers().items():
-        if len(header.layers) != decoder.spec.num_layers:
+        if len(header.layers) != num_layers:
             transfer.lost[key] = Miss.CORRUPT  # not of this model, whatever its key says
     return {**lease.missing, **transfer.lost}

@@ -24,9 +24,12 @@ from torch import Tensor
 
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.gate import silu_mul
+from kvweave.kernels.host import on_device
 from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.experts import routed_mlp
+from kvweave.model.paged_kv import PagedKV, PagedPlaces
 from kvweave.model.rope import frequencies
 from kvweave.model.sequence_kv import SequenceKV
 from kvweave.model.spec import ModelSpec
@@ -47,12 +50,12 @@ class Rows:
 
     token_ids: Sequence[int]
     positions: Sequence[int]  # ascending; as many as token_ids
-    kv: SequenceKV  # gets the rows' keys and values
+    kv: SequenceKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
     wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
 
 
 class Decoder:
-    """Computes a model. Stateless between calls: everything that changes lives in SequenceKV.
+    """Computes a model. Stateless between calls: everything that changes lives in the rows' KV.
 
     One thread at a time. Tensors it returns belong to the caller.
     """
@@ -93,22 +96,23 @@ class Decoder:
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         """Run all rows through all layers; return logits [wanted rows, V] in float32."""
         positions_host = _flat([rows.positions for rows in batch])  # [R]
-        angles = self.angles(positions_host.to(self.device))
-        ids = _flat([rows.token_ids for rows in batch]).to(self.device)
+        angles = self.angles(on_device(positions_host, self.device))
+        ids = on_device(_flat([rows.token_ids for rows in batch]), self.device)
         for rows in batch:
             rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
         wanted = _wanted_rows(batch)
+        access = _PagedAccess(batch, self.device) if _is_paged(batch) else _DenseAccess(batch)
         for layer in range(self.spec.num_layers):
             q, k, v = self.qkv(layer, h)
             row_angles, row_positions, counts = angles, positions_host, None
-            self._write_kv(layer, batch, k, v, angles)
+            access.write(layer, k, v, angles)
             if layer == self.spec.num_layers - 1:  # behind the last keys only logits rows matter
-                q, h, counts = q[wanted], h[wanted], [len(rows.wanted) for rows in batch]
-                row_angles = Angles(angles.cos[wanted], angles.sin[wanted])
-                row_positions = positions_host[wanted.cpu()]
-            segments = _segments(layer, batch, counts)
-            o = attend(rotate(q, row_angles), row_positions, segments)
+                at = on_device(wanted, self.device)
+                q, h, counts = q[at], h[at], [len(rows.wanted) for rows in batch]
+                row_angles = Angles(angles.cos[at], angles.sin[at])
+                row_positions = positions_host[wanted]
+            o = access.attend(layer, rotate(q, row_angles), row_positions, counts)
             h = self.finish(layer, h, o)
         return self.logits(h)
 
@@ -161,23 +165,6 @@ class Decoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps)
 
-    def _write_kv(
-        self, layer: int, batch: Sequence[Rows], k: Tensor, v: Tensor, angles: Angles
-    ) -> None:
-        start = 0
-        for rows in batch:
-            end = start + len(rows.token_ids)
-            part = Angles(angles.cos[start:end], angles.sin[start:end])
-            first, last = rows.positions[0], rows.positions[-1]
-            if last - first == end - start - 1:  # one run: rotate straight into the buffer
-                rotate(k[start:end], part, out=rows.kv.keys(layer)[first : last + 1])
-                rows.kv.values(layer)[first : last + 1] = v[start:end]
-            else:
-                places = torch.tensor(rows.positions, device=k.device)
-                rows.kv.keys(layer)[places] = rotate(k[start:end], part)
-                rows.kv.values(layer)[places] = v[start:end]
-            start = end
-
 
 def _flat(parts: Sequence[Sequence[int]]) -> Tensor:
     """All numbers behind each other, int64 in host memory. A range costs nothing per number."""
@@ -200,11 +187,81 @@ def _wanted_rows(batch: Sequence[Rows]) -> Tensor:
     return torch.tensor(wanted, dtype=torch.int64)
 
 
-def _segments(layer: int, batch: Sequence[Rows], counts: Sequence[int] | None) -> list[Segment]:
-    """Segments of the batch; `counts` replaces the number of rows per sequence."""
-    segments, start = [], 0
+def _bounds(batch: Sequence[Rows], counts: Sequence[int] | None) -> Iterator[tuple[int, int]]:
+    """Rows [start, end) of each sequence; `counts` replaces how many there are."""
+    start = 0
     for i, rows in enumerate(batch):
         end = start + (len(rows.token_ids) if counts is None else counts[i])
-        segments.append(Segment(start, end, rows.kv.keys(layer), rows.kv.values(layer)))
+        yield start, end
         start = end
-    return segments
+
+
+def _is_paged(batch: Sequence[Rows]) -> bool:
+    return bool(batch) and isinstance(batch[0].kv, PagedKV)
+
+
+class _DenseAccess:
+    """Rows of sequences that own a dense buffer each."""
+
+    def __init__(self, batch: Sequence[Rows]) -> None:
+        self._batch = batch
+        self._kvs = [rows.kv for rows in batch if isinstance(rows.kv, SequenceKV)]
+        assert len(self._kvs) == len(batch), "a batch has KV of one kind"
+        self._scattered: dict[int, Tensor] = {}  # places of rows that are no run, for every layer
+
+    def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
+        """Keep keys (turned on the way) and values [R, Hk, D] of all rows."""
+        for rows, kv, (start, end) in zip(
+            self._batch, self._kvs, _bounds(self._batch, None), strict=True
+        ):
+            part = Angles(angles.cos[start:end], angles.sin[start:end])
+            first, last = rows.positions[0], rows.positions[-1]
+            if last - first == end - start - 1:  # one run: rotate straight into the buffer
+                rotate(k[start:end], part, out=kv.keys(layer)[first : last + 1])
+                kv.values(layer)[first : last + 1] = v[start:end]
+            else:
+                places = self._scattered.get(start)
+                if places is None:
+                    places = on_device(_flat([rows.positions]), k.device)
+                    self._scattered[start] = places
+                kv.keys(layer)[places] = rotate(k[start:end], part)
+                kv.values(layer)[places] = v[start:end]
+
+    def attend(
+        self, layer: int, q: Tensor, positions: Tensor, counts: Sequence[int] | None
+    ) -> Tensor:
+        bounds = _bounds(self._batch, counts)
+        segments = [
+            Segment(start, end, kv.keys(layer), kv.values(layer))
+            for kv, (start, end) in zip(self._kvs, bounds, strict=True)
+        ]
+        return attend(q, positions, segments)
+
+
+class _PagedAccess:
+    """Rows of sequences that share a pool: written in one go, whoever they belong to."""
+
+    def __init__(self, batch: Sequence[Rows], device: torch.device) -> None:
+        self._batch = batch
+        self._kvs = [rows.kv for rows in batch if isinstance(rows.kv, PagedKV)]
+        assert len(self._kvs) == len(batch), "a batch has KV of one kind"
+        positions = [rows.positions for rows in batch]
+        self._places = PagedPlaces.of(list(zip(self._kvs, positions, strict=True)), device)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
+        """As `_DenseAccess.write`."""
+        pool, slots = self._places
+        keys, values = pool.slots(layer)
+        if isinstance(slots, slice):
+            rotate(k, angles, out=keys[slots])
+        else:
+            keys[slots] = rotate(k, angles)
+        values[slots] = v
+
+    def attend(
+        self, layer: int, q: Tensor, positions: Tensor, counts: Sequence[int] | None
+    ) -> Tensor:
+        pool = self._places.pool
+        bounds = _bounds(self._batch, counts)
+        segments = [kv.segment(*rows) for kv, rows in zip(self._kvs, bounds, strict=True)]
+        return attend_paged(q, positions, segments, pool.keys[layer], pool.values[layer])

@@ -23,8 +23,8 @@ class SequenceKV:
     ) -> None:
         self._tokens = 0
         shape = (spec.num_layers, max(capacity, 1), spec.num_kv_heads, spec.head_dim)
-        self._keys = _room(shape, dtype, device)  # [L, capacity, Hk, D]
-        self._values = _room(shape, dtype, device)
+        self._keys = room_for(shape, dtype, device)  # [L, capacity, Hk, D]
+        self._values = room_for(shape, dtype, device)
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +48,7 @@ class SequenceKV:
         return self._values[layer, : self._tokens]
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory that nobody has written yet; on a CPU in huge pages where there are any.
 
     A long prompt touches 100 MB here for the first time: huge pages take far fewer faults.

@@ -99,6 +99,8 @@ class PagedSegment(Protocol):
     def end(self) -> int: ...
     @property
     def page_table(self) -> Sequence[int]: ...
+    @property
+    def runs(self) -> Sequence[tuple[int, int]] | None: ...
 
 
 def attend_segments(
@@ -133,6 +135,10 @@ def attend_pages(
     page = key_pages.shape[1]
     for s in own:
         assert limits[s.end - 1] <= len(s.page_table) * page, "a row stands behind its pages"
+    if len(own) == 1 and own[0].runs is not None and len(own[0].runs) == 1:
+        first, num = own[0].runs[0]  # pages side by side are dense keys
+        k, v = (x[first : first + num].flatten(0, 1) for x in (key_pages, value_pages))
+        return attend(q, limits, ((own[0].start, own[0].end),), Held([(k, v)]), scale)
     held = Held([(key_pages, value_pages)], [s.page_table for s in own])
     return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
 

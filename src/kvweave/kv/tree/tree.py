@@ -192,6 +192,16 @@ class KnowledgeTree:
         self._keeper.give(self.root, DEVICE, pages)
         return True
 
+    def shrink(self) -> bool:
+        """Let the least valuable leaf leave the device: others need the memory. Its host copy, if
+        there is room for one, stays. False: leases are in the way, or there is nothing."""
+        return self._keeper.make_device_room(self._keeper.floors[DEVICE].free_bytes + 1)
+
+    def holders(self) -> Iterator[Node]:
+        """Every node that has device pages, those that only a lease still holds included."""
+        nodes = (self.root, *self, *self._keeper.doomed())
+        return (node for node in nodes if DEVICE in node.pages)
+
     def replicate(self, max_bytes: int) -> int:
         """Copy upper nodes to host ahead of time, the preamble first; returns bytes copied.
 

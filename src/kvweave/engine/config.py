@@ -1,0 +1,51 @@
+"""The engine's settings."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.model.decoder import Decoder
+
+MEMORY_SHARE = 0.25  # of the memory that is there, for the pool
+MOST_POOL_TOKENS = 1 << 17  # more than this helps nobody on one device of today's size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How much the engine takes on at once."""
+
+    page_tokens: int = 32  # of one page; a tile of the GPU kernel, and fine-grained enough to share
+    pool_tokens: int | None = None  # room for KV of all sequences; None: a quarter of the memory
+    max_running: int = 32  # sequences that are computed at once
+    step_rows: int = 256  # rows of one step while somebody decodes: bounds the gap between tokens
+    alone_rows: int = 2048  # rows of one step while nobody does
+    tree_share: float = 0.5  # of the pool, for exact KV that no request is using
+    host_tokens: int = 0  # exact KV kept in host memory when it leaves the pool
+    idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
+
+    def __post_init__(self) -> None:
+        for name in ("page_tokens", "max_running", "step_rows", "alone_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"EngineConfig.{name} must be at least 1")
+        if not 0.0 <= self.tree_share <= 1.0:
+            raise ConfigError("EngineConfig.tree_share must lie in [0, 1]")
+        if self.pool_tokens is not None and self.pool_tokens < self.page_tokens:
+            raise ConfigError("EngineConfig.pool_tokens must hold at least one page")
+
+
+def num_pages(cfg: EngineConfig, decoder: Decoder) -> int:
+    """Pages of the pool: as configured, or what memory allows."""
+    if cfg.pool_tokens is not None:
+        return cfg.pool_tokens // cfg.page_tokens
+    spec = decoder.spec
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize
+    tokens = int(_memory_bytes(decoder.device) * MEMORY_SHARE) // token_bytes
+    return max(1, min(tokens, MOST_POOL_TOKENS) // cfg.page_tokens)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

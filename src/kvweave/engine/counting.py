@@ -1,0 +1,66 @@
+"""What the engine says of what it did: records of exact requests, and running numbers."""
+
+from collections import Counter
+from dataclasses import replace
+
+from kvweave.engine.live import Live
+from kvweave.fuse.prefill import TREE
+from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
+from kvweave.fuse.request import State
+
+NOT_IN_TREE = "not in the knowledge tree"
+NOT_ASKED_FOR = "not asked for"
+
+
+def exact_record(live: Live) -> FuseRecord:
+    """How an exact prompt was prefilled: what the knowledge tree had, and the rest computed."""
+    request, cached, total = live.request, live.cached, live.prompt_len
+    chunks, start = [], len(request.preamble)
+    for chunk in request.chunks:
+        length = len(chunk.token_ids)
+        is_exact = start + length <= cached
+        state = State.EXACT if is_exact else State.COMPUTED
+        why = NOT_IN_TREE if request.use_tree else NOT_ASKED_FOR
+        record = ChunkRecord(start, length, state, 0, TREE, None)
+        chunks.append(record if is_exact else replace(record, tier=None, why=why))
+        start += length
+    return FuseRecord(
+        strategy="prefix" if request.use_tree else "full",
+        ratio=0.0,
+        encoding="",
+        token_ids=tuple(live.ids[:total]),
+        states=(State.EXACT,) * cached + (State.COMPUTED,) * (total - cached),
+        chunks=tuple(chunks),
+        work=(total - cached) / total,
+        loaded_bytes={},
+        stages=Stages(compute=live.ticket.timeline.computing_s * 1e3),
+    )
+
+
+class Counts:
+    """Running numbers. Written on the engine thread, read on any."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self._counts[name] += amount
+
+    def first_token(self, live: Live) -> None:
+        """A prompt is through: count its tokens by where their KV came from."""
+        record = live.ticket.record
+        assert record is not None, "a prompt that is through has a record"
+        for source, number in record.counts.items():
+            self.add(f"tokens_{source}", number)
+
+    def released(self, live: Live) -> None:
+        """A speculation was right: what it had computed by now need not be waited for."""
+        self.add("speculation_saved_tokens", max(0, live.computed - live.cached))
+
+    def dropped(self, live: Live) -> None:
+        """A speculation was wrong. What entered the knowledge tree is not lost."""
+        kept = live.cached if live.lease is None else max(live.cached, live.lease.num_tokens)
+        self.add("speculation_wasted_tokens", max(0, live.computed - kept))
+
+    def snapshot(self) -> dict[str, int]:
+        return dict(self._counts)

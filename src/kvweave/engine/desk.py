@@ -1,0 +1,183 @@
+"""The life of a request: it begins, loads, is computed, answers and ends. On the engine thread."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvweave.engine.counting import Counts, exact_record
+from kvweave.engine.generate import check_prompt
+from kvweave.engine.live import Live
+from kvweave.engine.loading import Loaded, Loading, waits_outside
+from kvweave.engine.placing import Placing
+from kvweave.engine.prefixes import path_of
+from kvweave.engine.request import Ticket
+from kvweave.engine.runner import Ran
+from kvweave.engine.sampling import Sampler
+from kvweave.engine.scheduler import Scheduler
+from kvweave.engine.weaving import weave
+from kvweave.errors import RequestError
+from kvweave.fuse.prefill import StoredPrompt
+from kvweave.model.decoder import Decoder
+from kvweave.model.paged_kv import PagedKV
+
+log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Knows every request that is not ended. Whatever ends one, all it holds goes back."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        scheduler: Scheduler[Live],
+        placing: Placing,
+        loading: Loading,
+    ) -> None:
+        self._decoder = decoder
+        self._scheduler = scheduler
+        self._placing = placing
+        self._loading = loading
+        self._arrivals = 0
+        self.lives: dict[Ticket, Live] = {}
+        self.counts = Counts()
+
+    def heard_of(self, ticket: Ticket) -> None:
+        """A ticket is new, or its owner released or cancelled it."""
+        live = self.lives.get(ticket)
+        if ticket.is_cancelled:
+            self.end(ticket)
+        elif live is not None:
+            self._release(live)
+        elif not ticket.is_done:
+            self._begin(ticket)
+
+    def _begin(self, ticket: Ticket) -> None:
+        try:
+            request = ticket.make()
+            ids = request.prompt_ids
+            self.check(ids)
+        except Exception as error:  # the planner's, or what it planned cannot be computed
+            ticket.end(error)
+            return
+        self._arrivals += 1
+        live = Live(
+            self._arrivals,
+            len(ids),
+            ticket.is_held,
+            own_step=request.fused is not None,
+            request=request,
+            ticket=ticket,
+            prompt_len=len(ids),
+            ids=ids,
+            room=min(request.sampling.max_tokens, self._most_tokens() - len(ids)),
+            sampler=Sampler(request.sampling),
+            kv=PagedKV(self._placing.pool),
+            path=path_of(request.namespace, request.preamble, request.chunks),
+        )
+        self.lives[ticket] = live
+        others = bool(self._scheduler.running or self._scheduler.waiting)
+        if request.fused is not None and waits_outside(request.fused.expected, others):
+            started_s = time.perf_counter()
+            self._loading.start(request.fused, lambda got: self._loaded(live, got, started_s))
+        else:
+            self._scheduler.add(live)
+
+    def check(self, prompt_ids: Sequence[int]) -> None:
+        """Raise RequestError unless a prompt can be computed here. Any thread."""
+        spec = self._decoder.spec
+        check_prompt(prompt_ids, spec.vocab_size, spec.max_context)
+        most = self._placing.most_tokens
+        if len(prompt_ids) >= most:
+            raise RequestError(
+                f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {most} with the "
+                "answer; send less text or give the engine more pool_tokens"
+            )
+
+    def _most_tokens(self) -> int:
+        return min(self._decoder.spec.max_context, self._placing.most_tokens)
+
+    def _loaded(self, live: Live, got: Loaded, started_s: float) -> None:
+        """The bytes of a request are there, or will never be."""
+        live.ticket.timeline.loading_s = time.perf_counter() - started_s
+        if isinstance(got, BaseException):
+            self.end(live.ticket, got)
+        elif live.ticket not in self.lives:  # cancelled meanwhile
+            got.close()
+        else:
+            live.stored = got
+            self._scheduler.add(live)
+
+    def _release(self, live: Live) -> None:
+        """A held request goes on."""
+        if live.held:
+            self.counts.released(live)
+        logits, live.logits = live.logits, None
+        self._scheduler.release(live)
+        if logits is not None:
+            self._answer(live, logits)
+
+    def hand_out(self, ran: Ran, seconds: float, *, shared: bool) -> None:
+        """What a common step gave one request."""
+        live = ran.work.seq
+        if ran.error is not None:
+            self.end(live.ticket, ran.error)
+            return
+        live.computed += ran.work.num_rows
+        self._placing.offer(live)
+        live.ticket.timeline.stepped(seconds, shared)
+        if ran.logits is None:
+            return
+        if live.ticket.record is None:
+            live.ticket.record = exact_record(live)
+        self._answer(live, ran.logits, ran.likeliest)
+
+    def weave(self, live: Live) -> None:
+        """The own step of a fused request."""
+        started_s = time.perf_counter()
+        try:
+            stored = live.stored or self._open(live)
+            try:
+                prefilled = weave(self._decoder, live, stored, self._placing)
+            finally:
+                stored.close()
+                live.stored = None
+        except Exception as error:  # this request's, and no other's
+            self.end(live.ticket, error)
+            return
+        self._placing.woven(live)
+        live.ticket.timeline.stepped(time.perf_counter() - started_s, False)
+        if live.ticket.record is None:
+            live.ticket.record = prefilled.record
+        if live.known == live.prompt_len:  # else it was preempted while it answered
+            self._answer(live, prefilled.logits)
+
+    def _open(self, live: Live) -> StoredPrompt:
+        assert live.request.fused is not None, "a fused request says how"
+        return self._loading.open(live.request.fused)
+
+    def _answer(self, live: Live, logits: Tensor, likeliest: int | None = None) -> None:
+        """Draw a token and hand it out; a held request keeps the logits instead."""
+        if live.held:
+            live.logits = logits.clone()
+            return
+        if not live.answered:
+            self.counts.first_token(live)
+        self.counts.add("tokens_answered")
+        if live.take(live.choose(logits, likeliest)):
+            self.end(live.ticket)
+
+    def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
+        """A request is finished, cancelled or failed."""
+        live = self.lives.pop(ticket, None)
+        if live is not None:
+            if live.held:
+                self.counts.dropped(live)
+            self._scheduler.remove(live)
+            self._placing.retire(live)
+            if live.stored is not None:
+                live.stored.close()
+            how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
+            self.counts.add(f"requests_{how}")
+        ticket.end(error)

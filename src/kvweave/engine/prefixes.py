@@ -1,0 +1,179 @@
+"""Exact prefixes that requests share: the knowledge tree over pages of the pool.
+
+A node's pages are those that its tokens lie in, in the order of the prompt. The same path always
+stands at the same positions, so pages line up: page j of any sequence on the path holds positions
+[j * page, (j + 1) * page). Chunks end in the middle of pages, hence two rules:
+
+- the first page of a node also holds the rows in front of it that lie in the same page, so that a
+  node's pages are good from their first row to its last token, whoever computed them;
+- whoever continues behind a node that ends inside a page copies the rows of that page up to the end
+  of the node and writes to the copy. Rows that others may read are written once, before they are
+  offered, and never again.
+
+A path begins with the preamble, named with the tenant, so that nothing is shared between tenants.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvweave.engine.config import EngineConfig
+from kvweave.engine.pages import PageAllocator
+from kvweave.engine.request import EngineChunk
+from kvweave.fuse.encode import Prefix
+from kvweave.kv.tree import (
+    ChunkRef,
+    Extended,
+    KnowledgeTree,
+    Pages,
+    TreeConfig,
+    TreeLease,
+    TreeTier,
+)
+from kvweave.kv.tree.node import DEVICE
+from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.types import ChunkId
+
+Cost = Callable[[int, int], float]  # seconds of a prefill: cached tokens, new tokens
+
+
+def guessed_cost_s(cached: int, new: int) -> float:
+    """What a prefill costs where nobody measured: linear in rows, and in what they look at."""
+    return new * (1e-3 + 1e-7 * (cached + new / 2))
+
+
+def path_of(
+    namespace: str, preamble: Sequence[int], chunks: Sequence[EngineChunk]
+) -> tuple[ChunkRef, ...]:
+    """A prompt's path in the tree. The tenant is part of its first name, and so of all paths."""
+    refs = [ChunkRef(chunk.id, len(chunk.token_ids)) for chunk in chunks]
+    if preamble:
+        return (preamble_ref(preamble, namespace), *refs)
+    if refs:
+        refs[0] = refs[0]._replace(id=ChunkId(f"{namespace}|{refs[0].id}"))
+    return tuple(refs)
+
+
+def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
+    """Names a preamble by its tokens and its tenant. An empty one is a path's beginning too."""
+    digest = hashlib.blake2b(repr(tuple(preamble)).encode(), digest_size=16)
+    return ChunkRef(ChunkId(f"{namespace}|preamble-{digest.hexdigest()}"), len(preamble))
+
+
+class HostCopy(NamedTuple):
+    """Pages outside the pool."""
+
+    keys: Tensor  # [L, pages, page, Hk, D]
+    values: Tensor
+
+
+class TreePages:
+    """Moves the bytes of the tree's nodes. On the engine thread."""
+
+    def __init__(self, pool: KVPool, pages: PageAllocator) -> None:
+        self._pool = pool
+        self._pages = pages
+
+    def copy_out(self, pages: Pages) -> Pages | None:
+        at = torch.tensor(pages.handle)
+        keys, values = self._pool.keys[:, at].cpu(), self._pool.values[:, at].cpu()
+        return Pages(pages.size_bytes, HostCopy(keys, values))
+
+    def copy_in(self, pages: Pages) -> Pages | None:
+        copy: HostCopy = pages.handle
+        taken = self._pages.take(copy.keys.shape[1])
+        if taken is None:
+            return None
+        at = torch.tensor(taken)
+        self._pool.keys[:, at] = copy.keys.to(self._pool.keys.device)
+        self._pool.values[:, at] = copy.values.to(self._pool.values.device)
+        return Pages(pages.size_bytes, tuple(taken))
+
+    def free(self, tier: TreeTier, pages: Pages) -> None:
+        if tier is DEVICE:
+            self._pages.release(pages.handle)
+
+
+class Prefixes:
+    """The tree and its pages. Not thread-safe: the engine thread owns it; others may `match`."""
+
+    def __init__(
+        self, cfg: EngineConfig, pool: KVPool, pages: PageAllocator, cost_s: Cost = guessed_cost_s
+    ) -> None:
+        self._pool = pool
+        self._pages = pages
+        self._page_tokens = cfg.page_tokens
+        device_bytes = int(cfg.tree_share * pool.num_pages) * pool.page_bytes
+        host_bytes = cfg.host_tokens * pool.page_bytes // cfg.page_tokens
+        self.is_on = device_bytes > 0
+        config = TreeConfig(max(1, device_bytes), host_bytes)
+        self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
+        self.pinned_pages = 0
+        self._pins: list[TreeLease] = []  # for as long as the engine lives
+
+    def acquire(
+        self, path: Sequence[ChunkRef], num_question_tokens: int, *, count: bool
+    ) -> TreeLease:
+        """Pin what is there of a path, and bring it to the device as far as it goes."""
+        lease = self.tree.acquire(path, num_question_tokens, count=count)
+        self.tree.load(lease)
+        return lease
+
+    def table(self, lease: TreeLease) -> list[int]:
+        """The pages of a leased path, in position order."""
+        table: list[int] = []
+        for node in lease.nodes:
+            if node.num_tokens:
+                first = (node.end - node.num_tokens) // self._page_tokens
+                table[first:] = node.pages[DEVICE].handle  # the deeper node's first page has both
+        return table
+
+    def offer(self, lease: TreeLease, chunk: ChunkRef, start: int, kv: PagedKV) -> bool:
+        """Offer the tokens [start, start + chunk.num_tokens) of a sequence. False: the tree has no
+        room, and none for what stands behind them."""
+        end = start + chunk.num_tokens
+        pages = kv.page_table[start // self._page_tokens : -(-end // self._page_tokens)]
+        self._pages.hold(pages)
+        offered = Pages(len(pages) * self._pool.page_bytes, tuple(pages))
+        extended = self.tree.extend(lease, chunk, offered)
+        if extended is not Extended.ADOPTED:
+            self._pages.release(pages)
+        return extended in (Extended.ADOPTED, Extended.PRESENT)
+
+    def pin(self, namespace: str, preamble: Prefix) -> bool:
+        """Put a preamble that was computed elsewhere into the tree, to stay there. False: no room
+        for it, or none to be had now."""
+        path = path_of(namespace, preamble.token_ids, ())
+        count = -(-len(preamble.token_ids) // self._page_tokens)
+        lease = self.acquire(path, 0, count=False)
+        if path and lease.num_tokens < len(preamble.token_ids):
+            if not self.reclaim(lambda: self._pages.num_free >= count):
+                lease.release()
+                return False
+            kv = PagedKV(self._pool, self._pages.take(count) or ())
+            slots = torch.tensor(kv.slots(range(len(preamble.token_ids))))
+            for layer, made in enumerate(preamble.layers):
+                keys, values = self._pool.slots(layer)
+                keys[slots], values[slots] = made.k, made.v
+            fits = self.offer(lease, path[0], 0, kv)
+            self._pages.release(kv.page_table)
+            if not fits:
+                lease.release()
+                return False
+        self._pins.append(lease)
+        self.pinned_pages += count if path else 0
+        return True
+
+    def reclaim(self, enough: Callable[[], bool]) -> bool:
+        """Let leaves that nobody uses go, the least valuable first, until there is enough."""
+        while not enough():
+            if not self.tree.shrink():
+                return False
+        return True
+
+    def held_pages(self) -> list[int]:
+        """Pages that the tree holds, once for every node that does."""
+        return [page for node in self.tree.holders() for page in node.pages[DEVICE].handle]

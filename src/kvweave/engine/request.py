@@ -1,0 +1,183 @@
+"""What the engine is asked for, and the handle that answers come through."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from kvweave.engine.sampling import Choice, Sampling
+from kvweave.fuse.encode import Prefix
+from kvweave.fuse.prefill import PromptChunk
+from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.strategy import Strategy
+from kvweave.kv.store import KVStore
+from kvweave.types import ChunkId
+
+
+class EngineChunk(NamedTuple):
+    """A chunk of a prompt: `id` names its tokens, so equal ids mean equal tokens."""
+
+    id: ChunkId
+    token_ids: tuple[int, ...]
+
+
+class LoadCost(NamedTuple):
+    """What a fused request is expected to take on this machine."""
+
+    load_s: float  # until all its bytes are in host memory
+    compute_s: float  # of its pass
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPart:
+    """How a prompt is woven from stored chunk KV. See fuse/prefill.py for the fields' meaning."""
+
+    store: KVStore
+    preamble: Callable[[], Prefix]  # called on the engine thread: it may have to compute it
+    chunks: tuple[PromptChunk, ...]  # the request's, with the names of their KV
+    strategy: Strategy
+    ratio: float
+    asked: tuple[int, int] | None = None
+    encoding: str = ""
+    computed: Mapping[int, str] = field(default_factory=dict)  # places computed although stored
+    expected: LoadCost | None = None  # by the cost model; None: nobody knows
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt and how it is to be answered.
+
+    preamble ‖ chunk ‖ chunk ‖ … ‖ question
+
+    `use_tree` takes what the knowledge tree has of preamble and chunks; without it all is computed.
+    Either way what is computed exactly is offered to the tree, unless there is nothing to name it
+    by: a prompt that is one `question` is nobody's prefix.
+    """
+
+    question: tuple[int, ...]
+    sampling: Sampling
+    eos_ids: frozenset[int]
+    preamble: tuple[int, ...] = ()
+    chunks: tuple[EngineChunk, ...] = ()
+    use_tree: bool = False
+    fused: FusedPart | None = None
+    namespace: str = ""  # tenants share exact KV only within one
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        middle = chain.from_iterable(chunk.token_ids for chunk in self.chunks)
+        return [*self.preamble, *middle, *self.question]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened to a request, by time.perf_counter; None: not yet."""
+
+    submitted_s: float
+    admitted_s: float | None = None  # it got its pages
+    loading_s: float = 0.0  # waiting for bytes while others ran
+    computing_s: float = 0.0  # steps it took part in, until its first token
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    preempted: int = 0  # times its pages were taken away
+    shared: bool = False  # others were computed in the same steps
+
+    @property
+    def queued_s(self) -> float:
+        """From submit to admission; until now if that has not come."""
+        until = time.perf_counter() if self.admitted_s is None else self.admitted_s
+        return until - self.submitted_s
+
+    def stepped(self, seconds: float, shared: bool) -> None:
+        """It took part in a step."""
+        if self.first_token_s is None:
+            self.computing_s += seconds
+            self.shared = self.shared or shared
+
+
+class Ticket(Iterator[Choice]):
+    """An answer on its way: iterate for tokens, as they come. Any thread; one thread iterates.
+
+    What failed is raised behind the tokens that came before. Nobody waits for a reader: tokens that
+    are not read yet are kept. A ticket that is no longer wanted must be cancelled.
+    """
+
+    def __init__(
+        self, make: Callable[[], EngineRequest], held: bool, wake: Callable[["Ticket"], None]
+    ) -> None:
+        self.make = make  # the request; called once, by the engine
+        self.record: FuseRecord | None = None  # how the prompt was prefilled; from the first token
+        self.timeline = Timeline(time.perf_counter())
+        self._changed = threading.Condition()
+        self._choices: deque[Choice] = deque()
+        self._error: BaseException | None = None
+        self._done = False
+        self._held = held
+        self._cancelled = False
+        self._wake = wake
+
+    def __next__(self) -> Choice:
+        with self._changed:
+            self._changed.wait_for(lambda: self._choices or self._done)
+            if self._choices:
+                return self._choices.popleft()
+            if self._error is not None:
+                raise self._error
+            raise StopIteration
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: it ends between two steps. Harmless when it is done."""
+        with self._changed:
+            if self._done or self._cancelled:
+                return
+            self._cancelled = True
+        self._wake(self)
+
+    close = cancel  # so that it can be closed like a generator
+
+    def release(self) -> None:
+        """A held request goes on; its first token is there at once if its prompt is computed."""
+        with self._changed:
+            if not self._held:
+                return
+            self._held = False
+        self._wake(self)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, without reading. False: it is not."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done, timeout_s)
+
+    @property
+    def is_held(self) -> bool:
+        return self._held
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled
+
+    @property
+    def is_done(self) -> bool:
+        return self._done
+
+    # ---- the engine's side
+
+    def put(self, choice: Choice) -> None:
+        with self._changed:
+            if self.timeline.first_token_s is None:
+                self.timeline.first_token_s = time.perf_counter()
+            self._choices.append(choice)
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """No more tokens come. The first end counts."""
+        with self._changed:
+            if self._done:
+                return
+            self._done = True
+            self._error = error
+            self.timeline.finished_s = time.perf_counter()
+            self._changed.notify_all()

@@ -1,0 +1,161 @@
+"""Who computes how many rows in the next step. Plain ints and lists, no tensors.
+
+A sequence has tokens that are known and tokens that are computed; the difference is what it still
+needs. Prefill, a slice of it, decode and recomputing after a preemption are the same bookkeeping.
+
+    1  who is one row short (decodes) comes first, so that answers flow
+    2  then those under way, oldest first, as many rows as the step has left
+    3  then who waits, while there is room for its whole prompt
+
+When pages run out, the sequence that came last gives its pages back and is computed again later:
+its tokens are known, so its answer stays the same. Whoever came first always goes on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from kvweave.engine.config import EngineConfig
+from kvweave.engine.waiting import WaitingQueue
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """The numbers of one sequence."""
+
+    arrival: int  # smaller came first
+    known: int  # tokens of the prompt and of the answer so far
+    held: bool = False  # speculation: computed, not answered
+    computed: int = 0  # of the known ones, those whose KV is there
+    pages: int = 0  # that it has
+    own_step: bool = False  # its prefill is a step of its own
+    preempted: int = field(default=0)
+
+    @property
+    def needed(self) -> int:
+        """Rows that it still has to compute."""
+        return self.known - self.computed
+
+
+S = TypeVar("S", bound=Seq)
+
+
+class Work(NamedTuple, Generic[S]):
+    """Rows [computed, computed + num_rows) of one sequence in one step."""
+
+    seq: S
+    num_rows: int
+
+
+class Scheduler(Generic[S]):
+    """Not thread-safe: the engine thread owns it. Asks others to move pages:
+
+    admit(seq)        give it pages for all it knows; False: not now
+    grow(seq, pages)  more pages for a running one; False: there are none
+    retire(seq)       take its pages away; it will be computed again
+    """
+
+    def __init__(
+        self,
+        cfg: EngineConfig,
+        lengths: Callable[[S], tuple[int, int]],
+        admit: Callable[[S], bool],
+        grow: Callable[[S, int], bool],
+        retire: Callable[[S], None],
+    ) -> None:
+        self._cfg = cfg
+        self._admit = admit
+        self._grow = grow
+        self._retire = retire
+        self.waiting: WaitingQueue[S] = WaitingQueue(lengths)
+        self.running: list[S] = []
+        self.parked: list[S] = []  # speculations whose pages somebody else needed
+        self.preemptions = 0
+        self._own_next = False
+
+    def add(self, seq: S) -> None:
+        self.waiting.push(seq)
+
+    def release(self, seq: S) -> None:
+        """A held sequence becomes an ordinary one."""
+        seq.held = False
+        if seq in self.parked:
+            self.parked.remove(seq)
+            self.waiting.push(seq, first=True)
+
+    def remove(self, seq: S) -> None:
+        """It is finished, cancelled or failed. Its pages are the caller's to take back."""
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.parked:
+            self.parked.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq, counts=False)
+
+    def next_step(self) -> list[Work[S]]:
+        """The rows of the next step; empty when there is nothing to compute.
+
+        A sequence that wants a step of its own is alone in the list, with 0 rows.
+        """
+        own = [seq for seq in self.running if seq.own_step]
+        together = [seq for seq in self.running if seq.needed and not seq.own_step]
+        self._own_next = bool(own) and (self._own_next or not together)
+        if self._own_next:  # they take turns with the common step
+            self._own_next = False
+            return [Work(min(own, key=lambda seq: seq.arrival), 0)]
+        self._own_next = True
+        left = self._cfg.alone_rows
+        if any(seq.needed == 1 for seq in together):
+            left = self._cfg.step_rows
+        works: dict[S, int] = {}
+        for seq in sorted(together, key=lambda seq: (seq.needed > 1, seq.arrival)):
+            rows = min(seq.needed, left)
+            if rows and seq in self.running and self._make_room(seq, seq.computed + rows, works):
+                works[seq] = rows
+                left -= rows
+        while left and (new := self._next_in()) is not None:
+            if new.own_step:  # at once if nobody else runs, else in turn
+                if not works:
+                    return self.next_step()
+                break
+            works[new] = min(new.needed, left)
+            left -= works[new]
+        return [Work(seq, rows) for seq, rows in works.items()]
+
+    def _next_in(self) -> S | None:
+        """Let one more sequence in, if there is room for it."""
+        busy = sum(not seq.held for seq in self.running)
+        if not self.waiting or busy >= self._cfg.max_running:
+            return None
+        seq = self.waiting.best()
+        while not self._admit(seq):
+            idle = [held for held in self.running if held.held and held is not seq]
+            if not idle or seq.held:
+                return None
+            self._preempt(max(idle, key=lambda held: held.arrival))
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        return seq
+
+    def _make_room(self, seq: S, num_tokens: int, works: dict[S, int]) -> bool:
+        """Pages for so many tokens of a running sequence; others may have to leave for it."""
+        missing = -(-num_tokens // self._cfg.page_tokens) - seq.pages
+        while missing > 0 and not self._grow(seq, missing):
+            # speculation goes first, then who came last; perhaps that is the sequence itself
+            victim = max(self.running, key=lambda other: (other.held, other.arrival))
+            self._preempt(victim)
+            works.pop(victim, None)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, victim: S) -> None:
+        self.running.remove(victim)
+        self._retire(victim)
+        victim.computed = 0
+        victim.preempted += 1
+        self.preemptions += 1
+        if victim.held:
+            self.parked.append(victim)
+        else:
+            self.waiting.push(victim, first=True)

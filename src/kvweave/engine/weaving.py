@@ -1,0 +1,57 @@
+"""A fused prefill: a step of its own, into pages that belong to the request alone."""
+
+import torch
+
+from kvweave.engine.live import Live
+from kvweave.engine.placing import Placing
+from kvweave.engine.request import FusedPart
+from kvweave.fuse.encode import Prefix
+from kvweave.fuse.prefill import Prefilled, StoredPrompt
+from kvweave.kv.codec import LayerKV
+from kvweave.kv.tree import TreeLease
+from kvweave.model.decoder import Decoder
+
+
+def weave(decoder: Decoder, live: Live, stored: StoredPrompt, placing: Placing) -> Prefilled:
+    """Fill the request's pages with its prompt. What the tree has of it is copied in front.
+
+    Approximate rows come to lie in pages that only this request reads: nothing of it is ever
+    offered to the tree.
+    """
+    part, request = live.request.fused, live.request
+    assert part is not None, "a fused request says how"
+    exact, num_exact = _exact(live, part, placing)
+    live.kv.reserve(live.prompt_len)
+    return stored.prefill(
+        decoder,
+        exact,
+        request.question,
+        live.kv,
+        part.ratio,
+        num_exact=num_exact,
+        asked=part.asked,
+        encoding=part.encoding,
+    )
+
+
+def _exact(live: Live, part: FusedPart, placing: Placing) -> tuple[Prefix, int]:
+    """The exact front of the prompt, and how many chunks it has."""
+    in_front = 1 + bool(live.request.preamble)  # nodes of a path before its first chunk
+    num_exact = 0 if live.lease is None else max(0, len(live.lease.nodes) - in_front)
+    if live.lease is None or not num_exact:
+        return part.preamble(), 0
+    return _prefix(live, live.lease, placing), num_exact
+
+
+def _prefix(live: Live, lease: TreeLease, placing: Placing) -> Prefix:
+    """A leased path as one piece of KV. A copy: a path is short, and the buffer wants it dense."""
+    pool, num_tokens = placing.pool, lease.num_tokens
+    at = torch.tensor(placing.prefixes.table(lease), device=pool.keys.device)
+    layers = (
+        LayerKV(
+            pool.keys[layer, at].flatten(0, 1)[:num_tokens],
+            pool.values[layer, at].flatten(0, 1)[:num_tokens],
+        )
+        for layer in range(pool.keys.shape[0])
+    )
+    return Prefix(tuple(live.ids[:num_tokens]), tuple(layers))

@@ -1,0 +1,125 @@
+"""Keys and values of many sequences in pages of one pool.
+
+    pool   [L, pages, page_tokens, Hk, D], once for keys (rotated) and once for values
+    table  page j of a sequence holds its positions [j * page_tokens, (j + 1) * page_tokens)
+
+Who holds which page is decided elsewhere, in plain ints; here are the bytes. One thread at a time.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvweave.kernels.paged_attention import PagedSegment
+from kvweave.model.sequence_kv import room_for
+from kvweave.model.spec import ModelSpec
+
+
+class KVPool:
+    """The memory of all pages. Allocated once; on a CPU it costs nothing until it is written."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (spec.num_layers, num_pages, page_tokens, spec.num_kv_heads, spec.head_dim)
+        self.page_tokens = page_tokens
+        self.num_pages = num_pages
+        self.keys = room_for(shape, dtype, device)  # [L, P, page, Hk, D]
+        self.values = room_for(shape, dtype, device)
+        self._flat = (-1, spec.num_kv_heads, spec.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, keys and values."""
+        return 2 * self.keys.nbytes // self.num_pages
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer token by token: keys and values [pages * page_tokens, Hk, D], as views."""
+        return self.keys[layer].view(self._flat), self.values[layer].view(self._flat)
+
+    def copy_rows(self, source: int, target: int, num_rows: int) -> None:
+        """Copy the first rows of a page to another page, in every layer."""
+        for part in (self.keys, self.values):
+            part[:, target, :num_rows] = part[:, source, :num_rows]
+
+
+class PagedKV:
+    """One sequence's part of a pool. Grows by `append`; the pages belong to whoever took them."""
+
+    def __init__(self, pool: KVPool, pages: Sequence[int] = ()) -> None:
+        self.pool = pool
+        self.page_table: list[int] = []
+        self.runs: list[tuple[int, int]] = []  # the table as (first page, pages)
+        self.num_tokens = 0  # positions that hold something, counted from 0
+        self.append(pages)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that its pages have room for."""
+        return len(self.page_table) * self.pool.page_tokens
+
+    def append(self, pages: Sequence[int]) -> None:
+        """More pages at the end."""
+        for page in pages:
+            if self.runs and page == self.runs[-1][0] + self.runs[-1][1]:
+                self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + 1)
+            else:
+                self.runs.append((page, 1))
+        self.page_table += pages
+
+    def reserve(self, num_tokens: int) -> None:
+        """Count positions [0, num_tokens) as present. The pages must be there."""
+        assert num_tokens <= self.capacity, f"{num_tokens} tokens in {self.capacity} slots"
+        self.num_tokens = max(self.num_tokens, num_tokens)
+
+    def slots(self, positions: Sequence[int]) -> list[int]:
+        """Where positions lie in the pool's token order."""
+        page = self.pool.page_tokens
+        return [self.page_table[p // page] * page + p % page for p in positions]
+
+    def segment(self, start: int, end: int) -> PagedSegment:
+        """What rows [start, end) of a batch look at."""
+        return PagedSegment(start, end, self.page_table, self.runs)
+
+    def keys(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D], rotated; a view. Only while its pages lie side by side."""
+        return self.pool.slots(layer)[0][self._only_run()]
+
+    def values(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D]; as `keys`."""
+        return self.pool.slots(layer)[1][self._only_run()]
+
+    def _only_run(self) -> slice:
+        assert len(self.runs) <= 1, "pages that do not lie side by side have no dense view"
+        start = self.runs[0][0] * self.pool.page_tokens if self.runs else 0
+        return slice(start, start + self.num_tokens)
+
+
+class PagedPlaces(NamedTuple):
+    """Where the rows of one forward pass over a pool go."""
+
+    pool: KVPool
+    slots: Tensor | slice  # of every row of the batch
+
+    @classmethod
+    def of(
+        cls, batch: Sequence[tuple[PagedKV, Sequence[int]]], device: torch.device
+    ) -> "PagedPlaces":
+        """`batch`: each sequence with the positions of its rows. All live in one pool."""
+        pool = batch[0][0].pool
+        slots = [slot for kv, positions in batch for slot in kv.slots(positions)]
+        if slots[-1] - slots[0] == len(slots) - 1 and len(batch) == 1 and _ascends(slots):
+            return cls(pool, slice(slots[0], slots[-1] + 1))
+        return cls(pool, torch.tensor(slots, device=device))
+
+
+def _ascends(slots: Sequence[int]) -> bool:
+    return all(b - a == 1 for a, b in pairwise(slots))
