@@ -18,7 +18,10 @@ import torch
 
 from kvweave import paths
 from kvweave.errors import ConfigError
+from kvweave.fuse.placement import packing_of
 from kvweave.kernels.rope import rotate
+from kvweave.kernels.unpack import Rows as StoredRows
+from kvweave.kernels.unpack import unpack
 from kvweave.kv.codec import LayerKV, dtype_name, open_codec
 from kvweave.kv.layout import Shape
 from kvweave.kv.tree.node import HOST
@@ -34,6 +37,8 @@ CACHED = (0, 512, 2048)  # exact tokens in front of what is computed
 NEW = (16, 64, 256, 1024)
 PROMPTS = (512, 2048)  # all tokens of a prompt of which some rows are computed
 ROWS = (32, 128, 384)
+# a GPU is measured where it is used: small passes there cost what ordering them costs
+GPU_AXES = ((0, 8192), (32, 512, 4096, 16384), (2048, 8192, 32768), (64, 1024, 6144))
 COPIED_BYTES = 32 << 20
 
 Say = Callable[[str], None]
@@ -92,8 +97,10 @@ def measure(decoder: Decoder, codec: str) -> MachineProfile:
     are first met, with a chunk that they hold: see tier_probes.py."""
     Prefill(decoder)(0, NEW[0])  # the first run of all pays for what later ones find warm
     room = decoder.spec.max_context // 2
+    on_gpu = decoder.device.type == "cuda"
+    axes = GPU_AXES if on_gpu else (CACHED, NEW, PROMPTS, ROWS)
     cached, new, prompts, rows = (
-        tuple(sorted({min(value, room) for value in axis})) for axis in (CACHED, NEW, PROMPTS, ROWS)
+        tuple(sorted({min(value, room) for value in axis})) for axis in axes
     )
     prefill = measure_cross(Prefill(decoder), cached, new, cached[0], PREFILL_BUDGET_S)
     recompute = measure_cross(Recompute(decoder), prompts, rows, prompts[-1], RECOMPUTE_BUDGET_S)
@@ -103,8 +110,8 @@ def measure(decoder: Decoder, codec: str) -> MachineProfile:
         decoder.spec.num_layers,
         grid_of(prefill, cached, in_slices=True),
         grid_of(recompute, prompts, in_slices=False),
-        {HOST.value: Link(_copy_bytes_per_s())},
-        _stitch_s(decoder, codec),
+        {HOST.value: Link(_copy_bytes_per_s(decoder))},
+        _unpack_s(decoder, codec) if on_gpu else _stitch_s(decoder, codec),
     )
 
 
@@ -149,14 +156,18 @@ def wait_for(decoder: Decoder) -> None:
         torch.cuda.synchronize(decoder.device)
 
 
-def _copy_bytes_per_s() -> float:
-    """Copies inside host memory: no load from the host tier is faster."""
+def _copy_bytes_per_s(decoder: Decoder) -> float:
+    """Copies inside host memory, or from page-locked memory to the GPU: no load from the host tier
+    is faster."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
+    if decoder.device.type == "cuda":
+        source = source.pin_memory()
+    target = torch.empty_like(source, device=decoder.device)
     target.copy_(source)
 
     def copy() -> None:
         target.copy_(source)
+        wait_for(decoder)
 
     return COPIED_BYTES / _median_s(copy)
 
@@ -175,6 +186,26 @@ def _stitch_s(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
         k, v = how.decode(data, shape)
         rotate(k.to(decoder.device), angles)
         v.to(decoder.device).clone()
+        wait_for(decoder)
+
+    one_layer()
+    return _median_s(one_layer) * spec.num_layers / num_tokens
+
+
+@torch.inference_mode()
+def _unpack_s(decoder: Decoder, codec: str, num_tokens: int = 4096) -> float:
+    """The same on a GPU, where bytes are decoded and turned by one kernel once they are there."""
+    spec, how, device = decoder.spec, open_codec(codec), decoder.device
+    shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
+    kv = LayerKV(*torch.randn(2, *shape[:3], device=device).to(decoder.dtype))
+    data = torch.empty(how.num_bytes(shape), dtype=torch.uint8, device=device)
+    how.encode(kv, data)
+    at = torch.arange(num_tokens, device=device)
+    rows = StoredRows(torch.zeros_like(at), at, torch.full_like(at, num_tokens), at)
+    packing, angles = packing_of(how, decoder.dtype), decoder.angles(at)
+
+    def one_layer() -> None:
+        unpack(data, packing, rows, angles, kv.k, kv.v)
         wait_for(decoder)
 
     one_layer()

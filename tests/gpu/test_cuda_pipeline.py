@@ -89,7 +89,7 @@ def test_a_ring_of_two_slots_brings_every_layer_decoded(
             parts = [arrived[span.key].decode() for span in world.request.placed]
             torch.testing.assert_close(got.k.cpu(), torch.cat([kv.k for kv in parts]))
             torch.testing.assert_close(got.v.cpu(), torch.cat([kv.v for kv in parts]))
-        source.close()
+        ring.finish()
     assert ring.bytes_per_s > 0
 
 

@@ -37,22 +37,22 @@ def open_source(
     ring = RINGS.take(decoder.device)
     # without a question to push through first, the pass or the scoring takes layers at once
     at_once = needs.probe in ("none", "full")
-    source = PipelinedChunks(
-        decoder,
-        placed,
-        layers,
-        ring,
-        taking_order(needs, decoder.spec.num_layers),
-        0.0 if at_once else ring.start_s.get(needs.probe, float("inf")),
-        begins=at_once,
-    )
-    begun_s = time.perf_counter()
     try:
+        source = PipelinedChunks(
+            decoder,
+            placed,
+            layers,
+            ring,
+            taking_order(needs, decoder.spec.num_layers),
+            0.0 if at_once else ring.start_s.get(needs.probe, float("inf")),
+            begins=at_once,
+        )
+        begun_s = time.perf_counter()
         yield source
-    finally:
-        source.close()
         if source.pass_began_s is not None:
             ring.started(needs.probe, source.pass_began_s - begun_s)
+    finally:
+        ring.finish()  # the lease on the bytes may be released after that
         RINGS.give_back(ring)
 
 
@@ -66,7 +66,10 @@ def taking_order(needs: Needs, num_layers: int) -> list[int]:
 
 
 class PipelinedChunks:
-    """A ChunkSource that lays its layers itself. For the thread that runs the pass; close it."""
+    """A ChunkSource that lays its layers itself. For the thread that runs the pass.
+
+    Whoever lends the ring finishes it before the bytes may go: see `open_source`.
+    """
 
     def __init__(
         self,
@@ -130,10 +133,6 @@ class PipelinedChunks:
     def stalled_s(self) -> float:
         """How long the device stood still for bytes, as far as it is known by now."""
         return self._waited_s + sum(seconds_between(*stall) for stall in self._stalls)
-
-    def close(self) -> None:
-        """Wait for copies under way: the lease on their bytes may be released after that."""
-        self._ring.finish()
 
     def _take(self, layer: int) -> tuple[Slot, Placement]:
         """The slot of a layer, filled as far as the current stream can see."""
