@@ -10,6 +10,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app import Document, Sampling
+from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.profiles import user_path
 from kvweave.ingest import IngestOptions
@@ -229,19 +230,23 @@ def test_concurrent_answers_equal_each_alone(weave: Weave) -> None:
 
 
 def test_a_prompt_prefilled_in_slices_gives_the_same_answer(
-    weave: Weave, monkeypatch: pytest.MonkeyPatch
+    chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     question = "Where does Tom sail with his boat?" * 3
-    whole = weave.ask(question, documents=[], sampling=GREEDY)
+    decoder, tokenizer = load_decoder(chat_model_folder, device="cpu"), Tokenizer(chat_model_folder)
     sizes: list[int] = []
     forward = Decoder.forward
-    monkeypatch.setattr("kvweave.engine.generate.PREFILL_ROWS", 7)
     monkeypatch.setattr(
         Decoder,
         "forward",
         lambda self, batch: sizes.append(len(batch[0].token_ids)) or forward(self, batch),
     )
-    assert weave.ask(question, documents=[], sampling=GREEDY).text == whole.text
+    texts = []
+    for rows in (4096, 7):
+        with Weave(decoder, tokenizer, "tiny", "S", engine=EngineConfig(alone_rows=rows)) as weave:
+            sizes.clear()
+            texts.append(weave.ask(question, sampling=GREEDY).text)
+    assert texts[0] == texts[1]
     assert max(sizes) == 7
 
 

@@ -252,7 +252,8 @@ def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_pa
         world.set_machine()
         weave.plan(QUESTION)
         load_links(weave)["disk"] = Link(1.0, seen_s=time.time())  # a byte per second
-        assert reasons(ask(weave))["reuse"] is Reason.TIER_TOO_SLOW
+        declined = {option.name: option.reason for option in weave.plan(QUESTION).options}
+        assert declined["fused reuse"] is Reason.TIER_TOO_SLOW
         load_links(weave)["disk"].seen_s -= STALE_S
         assert ask(weave).decision.plan.strategy == "reuse"  # type: ignore[union-attr]
 

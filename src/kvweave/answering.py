@@ -5,6 +5,7 @@ Stands between the engine, which knows token ids, and whoever shows text.
 
 import time
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ class Answering:
 
     def __init__(
         self,
-        choices: Iterator[Choice],
+        choices: Generator[Choice, None, None],
         tokenizer: Tokenizer,
         sampling: Sampling,
         prompt_tokens: int,
@@ -97,19 +98,20 @@ class Answering:
         """Stop computing. `answer` stays None unless it was finished."""
         self._pieces.close()
 
-    def _make(self, choices: Iterator[Choice]) -> Generator[Piece, None, None]:
+    def _make(self, choices: Generator[Choice, None, None]) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
         made, reason = self._made, "length"
-        for choice in choices:
-            made.count()
-            if choice.token_id in self._tokenizer.eos_ids:
-                reason = "stop"
-                break
-            cut = matcher.push(detokenizer.push(choice.token_id))
-            yield made.add(Piece(cut.text, self._logprob(choice)))
-            if cut.stopped:
-                self.answer = made.answer("stop", self.prompt_tokens, self._note)
-                return
+        with closing(choices):
+            for choice in choices:
+                made.count()
+                if choice.token_id in self._tokenizer.eos_ids:
+                    reason = "stop"
+                    break
+                cut = matcher.push(detokenizer.push(choice.token_id))
+                yield made.add(Piece(cut.text, self._logprob(choice)))
+                if cut.stopped:
+                    self.answer = made.answer("stop", self.prompt_tokens, self._note)
+                    return
         cut = matcher.push(detokenizer.flush())
         rest = cut.text if cut.stopped else cut.text + matcher.flush()
         if rest:

@@ -1,20 +1,21 @@
 """The composition root: opens a model and a knowledge base, and answers.
 
 `Weave` is what the library, the command line and the server share. It may be used from many
-threads: each request owns its state, and the decoder runs one step at a time.
+threads: one engine computes for all of them.
 """
 
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
+from kvweave.asking import Asking, exact_request, keep_record, plain_request
 from kvweave.detokenizer import Detokenizer
-from kvweave.engine.generate import check_prompt, generate
+from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
 
+T = TypeVar("T")
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 TOP_K = 5  # chunks that are put in front of a question
@@ -53,6 +55,7 @@ class Weave:
         name: str,
         system: str,
         library: "Library | None" = None,
+        engine: EngineConfig | None = None,
     ) -> None:
         self.model_name = name
         self.system = system
@@ -60,7 +63,10 @@ class Weave:
         self._tokenizer = tokenizer
         self._library = library
         self._planning: Planning | None = None  # opened by the first reuse="auto"
-        self._turn = threading.Lock()  # held for one decoder step
+        self._asking = Asking(decoder, engine)
+        self._ingesting = threading.Lock()
+        if library is not None:
+            library.encoder.alone = self._alone
 
     @classmethod
     def open(
@@ -98,6 +104,7 @@ class Weave:
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
+        self._asking.close()
         if self._planning is not None:
             self._planning.close()
         if self._library is not None:
@@ -146,7 +153,7 @@ class Weave:
         `options` choose among files, set limits and prune. `refresh_neighbours` is for encoding
         "neighbours": chunks whose neighbours are others by now are computed again.
         """
-        with self._turn:
+        with self._ingesting:
             return self.library.ingest(
                 sources,
                 chunk_kv=chunk_kv,
@@ -227,19 +234,20 @@ class Weave:
             ratio = chosen_ratio(strategy, ratio)
         prompt = self._prompt(question, documents, system, k)
         retrieve_ms = (time.perf_counter() - called_s) * 1e3
-        if strategy is not None and strategy.reuses == "none":
-            return self._start(prompt.token_ids, sampling, called_s)
-        sampling = sampling or Sampling()
+        sampling, eos_ids = sampling or Sampling(), self._tokenizer.eos_ids
         ids = prompt.token_ids
-        check_prompt(ids, self._decoder.spec.vocab_size, self.max_context)
+        self._asking.check(ids)
         note = Note(retrieve_ms)
         if strategy is None:
             self.library.check_preamble(prompt)
             choices = self._planned(prompt, sampling, bound, permission, note)
+        elif strategy.reuses != "all":
+            request = exact_request(prompt, sampling, eos_ids, use_tree=strategy.reuses == "exact")
+            choices = self._asking.choices(request, keep_record(note))
         else:
-            choices = self.library.generate(
-                prompt, sampling, self._tokenizer.eos_ids, strategy, ratio or 0.0, note.keep
-            )
+            self.library.check_preamble(prompt)
+            request = self.library.request(prompt, sampling, eos_ids, strategy, ratio or 0.0)
+            choices = self._asking.choices(request, keep_record(note))
         return self._answering(choices, sampling, len(ids), called_s, note)
 
     def plan(
@@ -255,10 +263,9 @@ class Weave:
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
         permission = check_planned(bound, order)
         prompt = self._prompt(question, documents, system, k)
-        check_prompt(prompt.token_ids, self._decoder.spec.vocab_size, self.max_context)
+        self._asking.check(prompt.token_ids)
         self.library.check_preamble(prompt)
-        with self._turn:
-            return self._open_planning().plan(prompt, bound, permission).plan
+        return self._alone(lambda: self._open_planning().plan(prompt, bound, permission).plan)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
@@ -268,7 +275,11 @@ class Weave:
         if not messages:
             raise RequestError("messages is empty; send at least one")
         prompt_ids = self._tokenizer.encode_chat(messages)
-        return self._start(prompt_ids, sampling, called_s)
+        sampling = sampling or Sampling()
+        self._asking.check(prompt_ids)
+        request = plain_request(prompt_ids, sampling, self._tokenizer.eos_ids)
+        choices = self._asking.choices(request)
+        return self._answering(choices, sampling, len(prompt_ids), called_s)
 
     def build_prompt(
         self,
@@ -289,11 +300,13 @@ class Weave:
         return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else []
 
     def _open_planning(self) -> "Planning":
-        """Hold the turn: the first time may measure the machine, with the decoder."""
+        """On the engine thread: the first time may measure the machine, with the decoder."""
         if self._planning is None:
             from kvweave.planning import Planning
 
-            self._planning = Planning(self.library, self._decoder, self.facts, self.profile)
+            self._planning = Planning(
+                self.library, self._decoder, self.facts, self.profile, engine=self._asking.engine
+            )
         return self._planning
 
     def _planned(
@@ -303,9 +316,15 @@ class Weave:
         bound: float,
         order: OrderPermission,
         note: Note,
-    ) -> Iterator[Choice]:
-        planning = self._open_planning()
-        yield from planning.generate(prompt, sampling, self._tokenizer.eos_ids, bound, order, note)
+    ) -> Generator[Choice, None, None]:
+        """Planned when its turn comes, by what the engine's tree holds then."""
+        from kvweave.planning import Wish
+
+        wish = Wish(prompt, sampling, self._tokenizer.eos_ids, bound, order, note)
+        return self._asking.choices(
+            lambda: self._open_planning().request(wish),
+            lambda ticket: self._open_planning().observe(wish, ticket),
+        )
 
     def _prompt(
         self,
@@ -324,32 +343,19 @@ class Weave:
         words = self.system if system is None else system
         return lay_out(self._tokenizer, question, chunks, words)
 
-    def _start(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
-    ) -> Answering:
-        sampling = sampling or Sampling()
-        choices = generate(self._decoder, prompt_ids, sampling, self._tokenizer.eos_ids)
-        return self._answering(choices, sampling, len(prompt_ids), called_s)
-
     def _answering(
         self,
-        choices: Iterator[Choice],
+        choices: Generator[Choice, None, None],
         sampling: Sampling,
         prompt_tokens: int,
         called_s: float,
         note: Note | None = None,
     ) -> Answering:
-        turns = self._taking_turns(choices)
-        return Answering(turns, self._tokenizer, sampling, prompt_tokens, called_s, note)
+        return Answering(choices, self._tokenizer, sampling, prompt_tokens, called_s, note)
 
-    def _taking_turns(self, choices: Iterator[Choice]) -> Iterator[Choice]:
-        """Let one request's step run at a time."""
-        while True:
-            with self._turn:
-                choice = next(choices, None)
-            if choice is None:
-                return
-            yield choice
+    def _alone(self, job: Callable[[], T]) -> T:
+        """Use the decoder between two steps of the engine."""
+        return self._asking.engine.run_alone(job)
 
 
 def _refuse_empty(question: str) -> None:

@@ -6,23 +6,24 @@
 Part of the composition root: only `app.py` uses it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from kvweave.asking import exact_request
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
-from kvweave.engine.generate import FIRST_ROOM, continue_answer, room_for_answer
-from kvweave.engine.sampling import Choice, Sampling
+from kvweave.engine.request import EngineRequest, FusedPart, LoadCost
+from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.neighbours import NeighbourTable
-from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.prefill import PromptChunk
 from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
-from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.room import check_room
 from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
@@ -144,7 +145,8 @@ def remove_with_kv(kb: KnowledgeBase, ids: Sequence[DocumentId]) -> Written:
 
 
 class Library:
-    """Ingests and answers from one knowledge base. The decoder's owner serialises calls."""
+    """Ingests from one knowledge base and says how its chunks are answered from. Any thread may
+    make requests; one at a time ingests."""
 
     def __init__(
         self,
@@ -233,23 +235,36 @@ class Library:
             self.kb, self._table, self.store, self.encoder, encodes=encodes, refresh=refresh
         )
 
-    def generate(
+    def request(
         self,
         prompt: Prompt,
         sampling: Sampling,
         eos_ids: Collection[int],
         strategy: Strategy,
         ratio: float,
-        on_record: Callable[[FuseRecord], None],
+        *,
         computed: Mapping[int, str] | None = None,
-    ) -> Iterator[Choice]:
-        """Answer with stored chunk KV as `strategy` says; what is not stored is computed.
-
-        Checks at once, computes when iterated. `on_record` hears how the prompt was prefilled,
-        before the first choice. `computed` as in `prefill_from_store`.
-        """
-        self.check_preamble(prompt)
-        return self._generate(prompt, sampling, eos_ids, strategy, ratio, on_record, computed)
+        use_tree: bool = False,
+        expected: LoadCost | None = None,
+    ) -> EngineRequest:
+        """A prompt to be woven from stored chunk KV as `strategy` says; what is not stored is
+        computed. `computed` as in `prefill_from_store`; `use_tree` and `expected` as the engine
+        has them."""
+        encoder = self.encoder
+        chunks = [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in prompt.chunks]
+        part = FusedPart(
+            self.store,
+            lambda: encoder.preamble,
+            tuple(chunks),
+            strategy,
+            ratio,
+            asked=prompt.asked,
+            encoding=str(encoder.preparation.variant),
+            computed=computed or {},
+            expected=expected,
+        )
+        exact = exact_request(prompt, sampling, eos_ids, use_tree=use_tree)
+        return replace(exact, fused=part)
 
     def check_preamble(self, prompt: Prompt) -> None:
         """Refuse a prompt behind another preamble than that of the stored chunk KV."""
@@ -258,32 +273,3 @@ class Library:
                 "stored chunk KV belongs to the system prompt it was computed behind; "
                 "ask without another one, or with reuse='full'"
             )
-
-    def _generate(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        eos_ids: Collection[int],
-        strategy: Strategy,
-        ratio: float,
-        on_record: Callable[[FuseRecord], None],
-        computed: Mapping[int, str] | None,
-    ) -> Iterator[Choice]:
-        ids, encoder = prompt.token_ids, self.encoder
-        room = room_for_answer(self._decoder, ids, sampling)
-        kv = self._decoder.new_kv(len(ids) + min(room, FIRST_ROOM))
-        prefilled = prefill_from_store(
-            self._decoder,
-            encoder.preamble,
-            [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in prompt.chunks],
-            prompt.question,
-            self.store,
-            kv,
-            strategy,
-            ratio,
-            asked=prompt.asked,
-            encoding=str(encoder.preparation.variant),
-            computed=computed,
-        )
-        on_record(prefilled.record)
-        yield from continue_answer(self._decoder, ids, kv, prefilled.logits, sampling, eos_ids)

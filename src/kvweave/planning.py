@@ -2,33 +2,38 @@
 
     look  →  plan  →  carry out  →  observe
 
-The knowledge tree holds the preamble and nothing else until an engine with pages brings its own.
-Part of the composition root: only `app.py` uses it. Used by whoever has the turn at the decoder,
-one thread at a time.
+Plans are made on the engine's thread, from its knowledge tree as it is when a request begins. Part
+of the composition root: only `app.py` uses it.
 """
 
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvweave.answering import Note
+from kvweave.asking import exact_request
 from kvweave.corpus.chunker import make_chunk_id
-from kvweave.engine.sampling import Choice, Sampling
+from kvweave.engine.engine import Engine
+from kvweave.engine.prefixes import preamble_ref
+from kvweave.engine.request import EngineRequest, LoadCost, Ticket
+from kvweave.engine.sampling import Sampling
 from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.profiles import Profile
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
-from kvweave.kv.tree import ChunkRef, KnowledgeTree, PageOwner, Pages, TreeConfig, TreeTier
+from kvweave.kv.tree import ChunkRef
+from kvweave.kv.tree.behind import TreeBehind
 from kvweave.kv.tree.node import HOST
 from kvweave.library import Library
-from kvweave.machine import Say, open_machine, profile_path, save, say_on_stderr, wait_for
+from kvweave.machine import Say, open_machine, profile_path, save, say_on_stderr
 from kvweave.model.decoder import Decoder
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import GAIN, Link, MachineProfile
+from kvweave.plan.profile import GAIN, Link
 from kvweave.planning_facts import (
     CalibratedGate,
     StoredChunkPeek,
@@ -38,7 +43,6 @@ from kvweave.planning_facts import (
 from kvweave.prompt import Prompt
 from kvweave.types import ChunkId
 
-PREAMBLE = ChunkId("preamble")
 STALE_S = 3600.0  # a tier that nothing came from for this long is measured again
 
 
@@ -50,8 +54,21 @@ class Planned(NamedTuple):
     prompt: Prompt
 
 
+@dataclass(slots=True, eq=False)
+class Wish:
+    """A prompt whose way is still to be chosen, and where what was chosen is noted."""
+
+    prompt: Prompt
+    sampling: Sampling
+    eos_ids: Collection[int]
+    bound: float
+    order: OrderPermission
+    note: Note
+    planned: Planned | None = None  # set when its turn comes
+
+
 class Planning:
-    """Plans and answers over one knowledge base. Opening it may measure the machine: seconds."""
+    """Plans over one knowledge base. Opening it may measure the machine: seconds."""
 
     def __init__(
         self,
@@ -61,12 +78,13 @@ class Planning:
         profile: Profile | None,
         *,
         say: Say = say_on_stderr,
-        tree: KnowledgeTree | None = None,
+        engine: Engine,
     ) -> None:
-        """`tree` is the engine's, behind the library's preamble; None makes one that holds the
-        preamble alone. `say` hears a line when something takes a while."""
+        """On the engine's thread: plans read its knowledge tree behind the library's preamble,
+        which stays there from now on. `say` hears a line when something takes a while."""
         encoder = library.encoder
         self._library = library
+        self._lock = threading.Lock()  # guards what answers move: prices and accesses
         self._decoder = decoder
         self._facts = facts
         self._path = profile_path(decoder)
@@ -78,7 +96,7 @@ class Planning:
             table = profile.table(decoder.revision, encoder.encoding_context, preamble)
         self._strategies = fusing_strategies(facts)
         self._planner = Planner(
-            tree or _preamble_tree(library, self.machine),
+            _tree(engine, library),
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
             gate=CalibratedGate(table),
@@ -91,6 +109,10 @@ class Planning:
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         """What would be done for a prompt. Computes nothing, but loads one chunk of a tier whose
         speed is not known."""
+        with self._lock:
+            return self._plan(prompt, bound, order)
+
+    def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         chunks = _named(prompt)
         self._peek.look_at(chunks)
         self._meet_tiers()
@@ -108,40 +130,51 @@ class Planning:
         ordered = tuple(chunks[chunk.id] for chunk in plan.order)
         return Planned(request, plan, replace(prompt, chunks=ordered))
 
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        eos_ids: Collection[int],
-        bound: float,
-        order: OrderPermission,
-        note: Note,
-    ) -> Iterator[Choice]:
-        """Answer by the cheapest plan. `note` hears what was done before the first choice."""
-        planned = self.plan(prompt, bound, order)
+    def request(self, wish: Wish) -> EngineRequest:
+        """The cheapest plan of a wish, as a request. On the engine thread, right before it runs."""
+        planned = self.plan(wish.prompt, wish.bound, wish.order)
         plan = planned.plan
+        wish.planned = planned
         strategy = self._strategy(plan)
-        started_s = time.perf_counter()
-
-        def on_record(record: FuseRecord) -> None:
-            wait_for(self._decoder)
-            actual_s = time.perf_counter() - started_s
-            predicted_s = plan.chosen.predicted_s
-            assert predicted_s is not None, "what is chosen has a price"
-            note.decision = Decision(plan, Judged(plan.chosen.name, predicted_s, actual_s))
-            note.keep(record)
-            self._observe(strategy, record, actual_s)
-            self._planner.finished(planned.request, plan)
-
-        yield from self._library.generate(
+        if strategy.reuses != "all":
+            use_tree = strategy.reuses == "exact"
+            return exact_request(planned.prompt, wish.sampling, wish.eos_ids, use_tree=use_tree)
+        return self._library.request(
             planned.prompt,
-            sampling,
-            eos_ids,
+            wish.sampling,
+            wish.eos_ids,
             strategy,
             plan.chosen.ratio or 0.0,
-            on_record,
             computed=_computed(plan),
+            use_tree=True,
+            expected=self._expected(plan),
         )
+
+    def observe(self, wish: Wish, ticket: Ticket) -> None:
+        """The first token of a wish is there: note what was done, and learn from it."""
+        planned, record, timeline = wish.planned, ticket.record, ticket.timeline
+        assert planned is not None, "what answers was planned"
+        plan = planned.plan
+        predicted_s = plan.chosen.predicted_s
+        assert predicted_s is not None, "what is chosen has a price"
+        actual_s = timeline.loading_s + timeline.computing_s
+        wish.note.decision = Decision(plan, Judged(plan.chosen.name, predicted_s, actual_s))
+        assert record is not None, "a prompt that is through has a record"
+        wish.note.keep(record)
+        with self._lock:
+            if not timeline.shared:  # a step in company took longer than this request alone
+                self._observe(self._strategy(plan), record, actual_s)
+            self._planner.finished(planned.request, plan)
+
+    def _expected(self, plan: Plan) -> LoadCost:
+        """How long the chosen way loads and computes, by the machine's profile."""
+        load_s = 0.0
+        for span in plan.spans:
+            link = self.machine.link(span.tier) if span.tier else None
+            if link is not None and span.kind is SpanKind.FUSED:
+                load_s += span.load_bytes / link.bytes_per_s
+        total = sum(span.num_tokens for span in plan.spans)
+        return LoadCost(load_s, self.machine.recompute.at(total, plan.chosen.rows))
 
     def _strategy(self, plan: Plan) -> Strategy:
         if plan.strategy is not None:
@@ -208,25 +241,8 @@ def _computed(plan: Plan) -> dict[int, str]:
     }
 
 
-class _NoPages:
-    """Owns nothing: the preamble's KV lives with the encoder, and there are no other nodes."""
-
-    def copy_out(self, pages: Pages) -> Pages | None:
-        return None
-
-    def copy_in(self, pages: Pages) -> Pages | None:
-        return None
-
-    def free(self, tier: TreeTier, pages: Pages) -> None:
-        """The encoder keeps it."""
-
-
-def _preamble_tree(library: Library, machine: MachineProfile) -> KnowledgeTree:
+def _tree(engine: Engine, library: Library) -> TreeBehind:
+    """The engine's tree as plans for this knowledge base see it."""
     preamble = library.encoder.preamble  # computed here if it never was
-    size_bytes = sum(kv.k.nbytes + kv.v.nbytes for kv in preamble.layers)
-    owner: PageOwner = _NoPages()
-    cost_s: Callable[[int, int], float] = machine.prefill.at
-    reference = ChunkRef(PREAMBLE, len(preamble.token_ids))
-    tree = KnowledgeTree(TreeConfig(max(1, size_bytes), 0), owner, cost_s, reference)
-    tree.install_preamble(Pages(size_bytes, None))
-    return tree
+    engine.pin_preamble(preamble)
+    return TreeBehind(engine.tree, preamble_ref(preamble.token_ids))

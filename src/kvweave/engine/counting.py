@@ -1,6 +1,7 @@
 """What the engine says of what it did: records of exact requests, and running numbers."""
 
 from collections import Counter
+from dataclasses import replace
 
 from kvweave.engine.live import Live
 from kvweave.fuse.prefill import TREE
@@ -8,21 +9,23 @@ from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 
 NOT_IN_TREE = "not in the knowledge tree"
+NOT_ASKED_FOR = "not asked for"
 
 
-def tree_record(live: Live) -> FuseRecord:
-    """How a prompt was prefilled that took what the knowledge tree had and computed the rest."""
+def exact_record(live: Live) -> FuseRecord:
+    """How an exact prompt was prefilled: what the knowledge tree had, and the rest computed."""
     request, cached, total = live.request, live.cached, live.prompt_len
     chunks, start = [], len(request.preamble)
     for chunk in request.chunks:
         length = len(chunk.token_ids)
         is_exact = start + length <= cached
         state = State.EXACT if is_exact else State.COMPUTED
-        tier, why = (TREE, None) if is_exact else (None, NOT_IN_TREE)
-        chunks.append(ChunkRecord(start, length, state, 0, tier, why))
+        why = NOT_IN_TREE if request.use_tree else NOT_ASKED_FOR
+        record = ChunkRecord(start, length, state, 0, TREE, None)
+        chunks.append(record if is_exact else replace(record, tier=None, why=why))
         start += length
     return FuseRecord(
-        strategy="prefix",
+        strategy="prefix" if request.use_tree else "full",
         ratio=0.0,
         encoding="",
         token_ids=tuple(live.ids[:total]),
@@ -46,8 +49,8 @@ class Counts:
     def first_token(self, live: Live) -> None:
         """A prompt is through: count its tokens by where their KV came from."""
         record = live.ticket.record
-        counts = {"computed": live.prompt_len} if record is None else record.counts
-        for source, number in counts.items():
+        assert record is not None, "a prompt that is through has a record"
+        for source, number in record.counts.items():
             self.add(f"tokens_{source}", number)
 
     def released(self, live: Live) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvweave.engine.counting import Counts, tree_record
+from kvweave.engine.counting import Counts, exact_record
 from kvweave.engine.generate import check_prompt
 from kvweave.engine.live import Live
 from kvweave.engine.loading import Loaded, Loading, waits_outside
@@ -129,8 +129,8 @@ class Desk:
         live.ticket.timeline.stepped(seconds, shared)
         if ran.logits is None:
             return
-        if not live.answered and live.request.use_tree and live.ticket.record is None:
-            live.ticket.record = tree_record(live)
+        if live.ticket.record is None:
+            live.ticket.record = exact_record(live)
         self._answer(live, ran.logits, ran.likeliest)
 
     def weave(self, live: Live) -> None:

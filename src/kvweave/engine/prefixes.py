@@ -51,16 +51,16 @@ def path_of(
     """A prompt's path in the tree. The tenant is part of its first name, and so of all paths."""
     refs = [ChunkRef(chunk.id, len(chunk.token_ids)) for chunk in chunks]
     if preamble:
-        refs.insert(0, ChunkRef(preamble_id(preamble), len(preamble)))
+        return (preamble_ref(preamble, namespace), *refs)
     if refs:
         refs[0] = refs[0]._replace(id=ChunkId(f"{namespace}|{refs[0].id}"))
     return tuple(refs)
 
 
-def preamble_id(preamble: Sequence[int]) -> ChunkId:
-    """Names a preamble by its tokens."""
+def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
+    """Names a preamble by its tokens and its tenant. An empty one is a path's beginning too."""
     digest = hashlib.blake2b(repr(tuple(preamble)).encode(), digest_size=16)
-    return ChunkId(f"preamble-{digest.hexdigest()}")
+    return ChunkRef(ChunkId(f"{namespace}|preamble-{digest.hexdigest()}"), len(preamble))
 
 
 class HostCopy(NamedTuple):

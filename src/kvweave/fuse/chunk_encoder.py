@@ -4,7 +4,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -34,6 +36,7 @@ from kvweave.kv.store import KVStore
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
@@ -62,12 +65,22 @@ class Texts:
         return cls(filler_ids(tokenizer, variant.size), repeat, tuple(accumulate(lengths)))
 
 
+class Alone(Protocol):
+    """Runs a job where nobody else uses the decoder, and gives its result."""
+
+    def __call__(self, job: Callable[[], T]) -> T: ...
+
+
+def _at_once(job: Callable[[], T]) -> T:
+    return job()
+
+
 class ChunkEncoder:
     """Computes and saves the KV of chunks that the store does not have yet.
 
     Each chunk is stored isolated, and behind its encoding context if there is one. Idempotent by
-    key, so a run that was killed goes on where it stopped. For one thread, the one that owns the
-    decoder. Holds no lock on the store: others may read meanwhile.
+    key, so a run that was killed goes on where it stopped. For one thread; the decoder is used
+    through `alone`, a batch at a time. Holds no lock on the store: others may read meanwhile.
     """
 
     def __init__(
@@ -98,6 +111,7 @@ class ChunkEncoder:
         self._isolated = replace(context, variant=ISOLATED + beside)
         self._context = replace(context, variant=name + beside)
         self._on_saved = on_saved
+        self.alone: Alone = _at_once  # where computing is done; whoever shares the decoder sets it
         self._saves = SaveBook(store)
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
 
@@ -161,17 +175,23 @@ class ChunkEncoder:
         todo = self.absent(chunks, key_of)
         for run in passes([len(chunk.token_ids) for chunk in todo]):
             batch = [todo[i] for i in run]
-            started_s = time.perf_counter()
-            prefix = self._prefix(context_ids)
-            made = encode_chunks(self.decoder, prefix, [chunk.token_ids for chunk in batch])
-            extras = self.extras(prefix, batch, made)
-            num_rows = sum(len(chunk.token_ids) for chunk in batch)
-            per_row_s = (time.perf_counter() - started_s) / num_rows
+            made, extras, seconds = self.alone(partial(self._compute, batch, context_ids))
+            per_row_s = seconds / sum(len(chunk.token_ids) for chunk in batch)
             for chunk, layers, beside in zip(batch, made, extras, strict=True):
                 cost_s = per_row_s * len(chunk.token_ids)
                 self.save(chunk, key_of(chunk.token_ids), layers, beside, cost_s)
             if self._on_saved is not None:
                 self._on_saved(len(batch))
+
+    def _compute(
+        self, batch: Sequence[Chunk], context_ids: tuple[int, ...]
+    ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], float]:
+        """KV of a batch, what lies beside it, and how long it took. All that the decoder does."""
+        started_s = time.perf_counter()
+        prefix = self._prefix(context_ids)
+        made = encode_chunks(self.decoder, prefix, [chunk.token_ids for chunk in batch])
+        extras = self.extras(prefix, batch, made)
+        return made, extras, time.perf_counter() - started_s
 
     def save(
         self,

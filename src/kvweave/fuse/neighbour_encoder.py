@@ -8,6 +8,7 @@ give the same bytes whether their KV was still there or had to be computed again
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.fuse.contexts import neighbour_prefix
@@ -66,6 +67,19 @@ class NeighbourEncoder:
         """One pass."""
         encoder = self._encoder
         started_s = time.perf_counter()
+        made, besides = encoder.alone(partial(self._compute, batch, behind))
+        num_rows = sum(len(chunk.token_ids) for chunk in batch)
+        per_row_s = (time.perf_counter() - started_s) / num_rows
+        for chunk, others, layers, beside in zip(batch, behind, made, besides, strict=True):
+            cost_s = per_row_s * len(chunk.token_ids)
+            key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
+            encoder.save(chunk, key, layers, beside, cost_s)
+
+    def _compute(
+        self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]
+    ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]]]:
+        """All that the decoder does for one pass."""
+        encoder = self._encoder
         isolated = self._isolated({other.id: other for others in behind for other in others})
         prefixes = [
             neighbour_prefix(
@@ -76,13 +90,11 @@ class NeighbourEncoder:
             for others in behind
         ]
         made = encode_chunks(encoder.decoder, prefixes, [chunk.token_ids for chunk in batch])
-        num_rows = sum(len(chunk.token_ids) for chunk in batch)
-        per_row_s = (time.perf_counter() - started_s) / num_rows
-        for chunk, others, prefix, layers in zip(batch, behind, prefixes, made, strict=True):
-            beside = self._beside(chunk, others, prefix, layers)
-            cost_s = per_row_s * len(chunk.token_ids)
-            key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
-            encoder.save(chunk, key, layers, beside, cost_s)
+        besides = [
+            self._beside(chunk, others, prefix, layers)
+            for chunk, others, prefix, layers in zip(batch, behind, prefixes, made, strict=True)
+        ]
+        return made, besides
 
     def _beside(
         self,

@@ -67,6 +67,8 @@ def lay_out(
     """Put together what the tree and the store said. A path ends where it cannot be loaded."""
     start = root.num_tokens
     preamble = _exact(root, 0, can_load) if match.num_tokens >= start else None
+    if preamble is not None:
+        preamble = replace(preamble, chunk_id=None)  # no chunk, though it may be one of the tree's
     path: list[Span] = []
     for node in match.nodes if preamble is not None else ():
         span = _exact(node, start, can_load)

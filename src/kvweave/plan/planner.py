@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvweave.kv.tree.node import ChunkRef
-from kvweave.kv.tree.tree import KnowledgeTree
+from kvweave.kv.tree.node import ChunkRef, Match, Node
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.dedup import ChunkMap, Deduped
 from kvweave.plan.layout import Layout, Stored, lay_out
@@ -61,11 +60,20 @@ class ClosedGate:
         return Verdict(None, Reason.NOT_CALIBRATED)
 
 
+class ReadableTree(Protocol):
+    """What a planner reads of a knowledge tree: exact KV behind one preamble, its root."""
+
+    @property
+    def root(self) -> Node: ...
+    def match(self, chunk_ids: Sequence[ChunkId]) -> Match: ...
+    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int: ...
+
+
 @dataclass(slots=True)
 class Planner:
     """Plans requests of one model and preamble. `plan` is pure; `finished` learns from a run."""
 
-    tree: KnowledgeTree
+    tree: ReadableTree
     costs: CostModel
     peek: ChunkPeek
     strategies: tuple[StrategyInfo, ...] = ()

@@ -1,0 +1,104 @@
+"""The answer path: prompts in, token choices out, through the one engine of a Weave.
+
+Part of the composition root: only `app.py` and its helpers use it. Any thread.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Generator, Sequence
+
+from kvweave.answering import Note
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.engine.config import EngineConfig
+from kvweave.engine.engine import Engine
+from kvweave.engine.generate import check_prompt
+from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
+from kvweave.engine.sampling import Choice, Sampling
+from kvweave.errors import EngineClosed
+from kvweave.model.decoder import Decoder
+from kvweave.prompt import Prompt
+
+Make = Callable[[], EngineRequest]
+OnFirst = Callable[[Ticket], None]
+
+
+class Asking:
+    """Owns the engine, which is made when it is first needed."""
+
+    def __init__(self, decoder: Decoder, cfg: EngineConfig | None = None) -> None:
+        self._decoder = decoder
+        self._cfg = cfg
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._closed = False
+
+    @property
+    def engine(self) -> Engine:
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("this Weave was closed; open another one to ask")
+            if self._engine is None:
+                self._engine = Engine(self._decoder, self._cfg)
+            return self._engine
+
+    def close(self) -> None:
+        """End what runs. Harmless the second time."""
+        with self._lock:
+            self._closed = True
+            engine = self._engine
+        if engine is not None:
+            engine.close()
+
+    def check(self, prompt_ids: Sequence[int]) -> None:
+        """Raise RequestError unless the model can take a prompt."""
+        check_prompt(prompt_ids, self._decoder.spec.vocab_size, self._decoder.spec.max_context)
+
+    def choices(
+        self, request: EngineRequest | Make, on_first: OnFirst | None = None
+    ) -> Generator[Choice, None, None]:
+        """The tokens of an answer. Submitted when iterated; stopped when closed.
+
+        `on_first` hears of the ticket when its first token is there.
+        """
+        ticket = self.engine.submit(request)
+        try:
+            for number, choice in enumerate(ticket):
+                if number == 0 and on_first is not None:
+                    on_first(ticket)
+                yield choice
+        finally:
+            ticket.cancel()
+
+
+def exact_request(
+    prompt: Prompt, sampling: Sampling, eos_ids: Collection[int], *, use_tree: bool
+) -> EngineRequest:
+    """A prompt of which nothing is approximated."""
+    return EngineRequest(
+        prompt.question,
+        sampling,
+        frozenset(eos_ids),
+        prompt.preamble,
+        engine_chunks(prompt),
+        use_tree=use_tree,
+    )
+
+
+def plain_request(
+    prompt_ids: Sequence[int], sampling: Sampling, eos_ids: Collection[int]
+) -> EngineRequest:
+    """A prompt without parts."""
+    return EngineRequest(tuple(prompt_ids), sampling, frozenset(eos_ids))
+
+
+def engine_chunks(prompt: Prompt) -> tuple[EngineChunk, ...]:
+    return tuple(EngineChunk(make_chunk_id(ids), ids) for ids in prompt.chunks)
+
+
+def keep_record(note: Note) -> OnFirst:
+    """Brings the record of a prompt to whoever shows the answer."""
+
+    def on_first(ticket: Ticket) -> None:
+        if ticket.record is not None:
+            note.keep(ticket.record)
+
+    return on_first
