@@ -13,6 +13,7 @@ from kvweave.detokenizer import Detokenizer, StopMatcher
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
+from kvweave.plan.retrieval import SpeculationRecord
 from kvweave.tokenizer import Tokenizer
 
 
@@ -44,6 +45,7 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: FuseRecord | None = None  # how the prompt was prefilled; None if all was computed
     decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
+    speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
 
 
 class Note:
@@ -52,18 +54,20 @@ class Note:
     def __init__(self, retrieve_ms: float = 0.0) -> None:
         self.record: FuseRecord | None = None
         self.decision: Decision | None = None
-        self._retrieve_ms = retrieve_ms
+        self.speculation: SpeculationRecord | None = None
+        self.retrieve_ms = retrieve_ms
 
     def keep(self, record: FuseRecord) -> None:
         """Heard once, before the first token."""
-        stages = replace(record.stages, retrieve=self._retrieve_ms)
+        stages = replace(record.stages, retrieve=self.retrieve_ms)
         self.record = replace(record, stages=stages)
 
 
 class Answering:
     """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
 
-    Nothing is computed before the first piece is asked for; `close` stops at the next token.
+    Nothing is computed before the first piece is asked for, unless a search speculated on it;
+    `close` stops at the next token.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Answering:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._made = _Made(called_s)
+        self._choices = choices
         self._pieces = self._make(choices)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -97,6 +102,7 @@ class Answering:
     def close(self) -> None:
         """Stop computing. `answer` stays None unless it was finished."""
         self._pieces.close()
+        self._choices.close()  # if no piece was asked for, nobody else does
 
     def _make(self, choices: Generator[Choice, None, None]) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
@@ -156,4 +162,5 @@ class _Made:
             logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
             explain=note.record,
             decision=note.decision,
+            speculation=note.speculation,
         )

@@ -13,14 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
-from kvweave.asking import Asking, exact_request, keep_record, plain_request
+from kvweave.asking import Asking, Way, exact_request, keep_record, plain_request
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.profiles import Profile, find_profile
-from kvweave.fuse.strategy import NAMES, NEEDS_PROFILE, ModelFacts, chosen_ratio, open_strategy
+from kvweave.fuse.strategy import (
+    NAMES,
+    NEEDS_PROFILE,
+    ModelFacts,
+    Strategy,
+    chosen_ratio,
+    open_strategy,
+)
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from kvweave.library import Library
     from kvweave.plan.plan import Plan
     from kvweave.planning import Planning
+    from kvweave.speculation import Mode, Speculation, SpeculationConfig
     from kvweave.types import Hit
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
@@ -56,6 +64,7 @@ class Weave:
         system: str,
         library: "Library | None" = None,
         engine: EngineConfig | None = None,
+        speculation: "SpeculationConfig | None" = None,
     ) -> None:
         self.model_name = name
         self.system = system
@@ -65,8 +74,14 @@ class Weave:
         self._planning: Planning | None = None  # opened by the first reuse="auto"
         self._asking = Asking(decoder, engine)
         self._ingesting = threading.Lock()
+        self._speculation: Speculation | None = None
         if library is not None:
+            from kvweave import speculation as speculating
+
             library.encoder.alone = self._alone
+            self._speculation = speculating.Speculation(
+                library.kb, self._asking, decoder.device, speculation
+            )
 
     @classmethod
     def open(
@@ -81,6 +96,7 @@ class Weave:
         embedder: str | None = None,
         encoding: str | None = None,
         extras: Sequence[str] | None = None,
+        speculate: "Mode" = "auto",
     ) -> "Weave":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
@@ -88,19 +104,22 @@ class Weave:
         `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
         encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
         stored beside it; None, each for itself, is what the knowledge base has, filler without
-        extras for a new one.
+        extras for a new one. `speculate` computes prompts while their chunks are searched for:
+        "auto" where that is expected to gain time, "on" always, "off" never.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
         tokenizer = Tokenizer(folder)
         path = Path(model).expanduser()
         name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
-        library = None
+        library, speculation = None, None
         if kb is not None:
             from kvweave.library import Library
+            from kvweave.speculation import SpeculationConfig
 
+            speculation = SpeculationConfig(speculate)
             library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
-        return cls(decoder, tokenizer, name, system, library)
+        return cls(decoder, tokenizer, name, system, library, speculation=speculation)
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
@@ -232,23 +251,23 @@ class Weave:
             facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
             strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
-        prompt = self._prompt(question, documents, system, k)
-        retrieve_ms = (time.perf_counter() - called_s) * 1e3
-        sampling, eos_ids = sampling or Sampling(), self._tokenizer.eos_ids
-        ids = prompt.token_ids
-        self._asking.check(ids)
-        note = Note(retrieve_ms)
-        if strategy is None:
-            self.library.check_preamble(prompt)
-            choices = self._planned(prompt, sampling, bound, permission, note)
-        elif strategy.reuses != "all":
-            request = exact_request(prompt, sampling, eos_ids, use_tree=strategy.reuses == "exact")
-            choices = self._asking.choices(request, keep_record(note))
+        drawn = sampling or Sampling()
+
+        def way_of(prompt: Prompt) -> Way:
+            if strategy is None:
+                return self._planned(prompt, drawn, bound, permission)
+            return self._way(prompt, drawn, strategy, ratio or 0.0)
+
+        if documents is None and self._speculation is not None:
+            _refuse_empty(question)
+            way, choices = self._speculation.answer(
+                question, k, lambda hits: way_of(self._over(hits, question, system))
+            )
         else:
-            self.library.check_preamble(prompt)
-            request = self.library.request(prompt, sampling, eos_ids, strategy, ratio or 0.0)
-            choices = self._asking.choices(request, keep_record(note))
-        return self._answering(choices, sampling, len(ids), called_s, note)
+            way = way_of(self.build_prompt(question, documents or (), system))
+            choices = self._asking.choices(way.request, way.on_first)
+        way.note.retrieve_ms = (time.perf_counter() - called_s) * 1e3
+        return self._answering(choices, drawn, way.prompt_tokens, called_s, way.note)
 
     def plan(
         self,
@@ -309,21 +328,32 @@ class Weave:
             )
         return self._planning
 
+    def _way(self, prompt: Prompt, sampling: Sampling, strategy: Strategy, ratio: float) -> Way:
+        """A prompt answered as the caller says. Raises RequestError if it cannot be."""
+        ids, eos_ids, note = prompt.token_ids, self._tokenizer.eos_ids, Note()
+        self._asking.check(ids)
+        if strategy.reuses != "all":
+            request = exact_request(prompt, sampling, eos_ids, use_tree=strategy.reuses == "exact")
+        else:
+            self.library.check_preamble(prompt)
+            request = self.library.request(prompt, sampling, eos_ids, strategy, ratio)
+        return Way(len(ids), request, keep_record(note), note)
+
     def _planned(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        bound: float,
-        order: OrderPermission,
-        note: Note,
-    ) -> Generator[Choice, None, None]:
+        self, prompt: Prompt, sampling: Sampling, bound: float, order: OrderPermission
+    ) -> Way:
         """Planned when its turn comes, by what the engine's tree holds then."""
         from kvweave.planning import Wish
 
+        ids, note = prompt.token_ids, Note()
+        self._asking.check(ids)
+        self.library.check_preamble(prompt)
         wish = Wish(prompt, sampling, self._tokenizer.eos_ids, bound, order, note)
-        return self._asking.choices(
+        return Way(
+            len(ids),
             lambda: self._open_planning().request(wish),
             lambda ticket: self._open_planning().observe(wish, ticket),
+            note,
         )
 
     def _prompt(
@@ -334,12 +364,13 @@ class Weave:
         k: int,
     ) -> Prompt:
         if documents is None and self._library is not None:
-            return self._retrieved(question, k, system)
+            _refuse_empty(question)
+            return self._over(self.search(question, k), question, system)
         return self.build_prompt(question, documents or (), system)
 
-    def _retrieved(self, question: str, k: int, system: str | None) -> Prompt:
-        _refuse_empty(question)
-        chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+    def _over(self, hits: "Sequence[Hit]", question: str, system: str | None) -> Prompt:
+        """The prompt of a question over what a search found."""
+        chunks = [hit.chunk.token_ids for hit in hits]
         words = self.system if system is None else system
         return lay_out(self._tokenizer, question, chunks, words)
 

@@ -223,10 +223,9 @@ class Engine:
             return False
 
     def _take_in(self) -> None:
-        with self._changed:
-            news = list(self._inbox)
-            self._inbox.clear()
-        for item in news:
+        for _ in range(len(self._inbox)):
+            with self._changed:  # one by one: while a job runs, what waits behind it still counts
+                item = self._inbox.popleft()
             if isinstance(item, Ticket):
                 self._desk.heard_of(item)
             else:

@@ -15,7 +15,7 @@ Plain bookkeeping over whatever starts a generation; needs no model, no index an
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.errors import RequestError
@@ -145,6 +145,36 @@ class Speculator(Generic[G]):
             self._guess.generation.cancel()
             self.said.wrong.append(self._guess.generation)
             self._guess = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRecord:
+    """What speculation did for one answer."""
+
+    id: int
+    stages: int  # that the search had
+    guesses: int
+    right_stage: int | None  # of the guess that became the answer; None: all were wrong
+    search_ms: float  # of the whole search, the query's embedding not counted
+    hidden_ms: float  # of these, while the answer's own prompt was computed
+    saved_tokens: int  # computed for the answer before the search was over
+    wasted_tokens: int  # computed for wrong guesses and of no use to anybody
+
+    def document(self) -> dict[str, object]:
+        """For JSON."""
+        times = {"search_ms": round(self.search_ms, 1), "hidden_ms": round(self.hidden_ms, 1)}
+        return {**asdict(self), **times}
+
+    def summary(self) -> str:
+        """One line for people."""
+        told = f"searched {self.search_ms:.0f} ms in {self.stages} stages"
+        if not self.guesses:
+            return f"{told}, no guess was worth it"
+        if self.right_stage is None:
+            told += ", every guess was wrong"
+        else:
+            told += f", {self.hidden_ms:.0f} ms of it hidden: right since stage {self.right_stage}"
+        return f"{told} ({self.saved_tokens} tokens saved, {self.wasted_tokens} wasted)"
 
 
 def ids_of(hits: Sequence[Hit]) -> TopK:
