@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.engine import Engine
 from kvweave.engine.generate import generate
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
@@ -54,14 +53,10 @@ def with_chunks(
 
 
 def alone(decoder: Decoder, request: EngineRequest) -> list[Choice]:
-    """What the plain way answers."""
+    """What the plain way answers, on a decoder of its own: the engine may be using the other."""
+    decoder = Decoder(decoder.spec, decoder.weights)
     return list(generate(decoder, request.prompt_ids, request.sampling, request.eos_ids))
 
 
 def tokens(ticket: Ticket) -> list[int]:
     return [choice.token_id for choice in ticket]
-
-
-def assert_at_rest(engine: Engine) -> None:
-    """Nothing runs and nothing is held but what the knowledge tree keeps."""
-    engine.run_alone(engine.check_integrity)

@@ -30,6 +30,7 @@ class Live(Seq):
     offered: int = 0  # chunks of the path that the tree has or was offered
     cached: int = 0  # tokens it took from the tree
     counted: bool = False  # the tree counted its access
+    unshared: bool = False  # it needs the whole pool: no lease
     stored: StoredPrompt | None = None  # a fused request's leased bytes, if they came ahead
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
     answered: int = field(default=0)  # tokens given out

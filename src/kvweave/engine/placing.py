@@ -11,10 +11,6 @@ from kvweave.engine.prefixes import Cost, Prefixes, guessed_cost_s
 from kvweave.kv.tree import TreeLease
 from kvweave.model.paged_kv import KVPool, PagedKV
 
-# Who was sent back so often goes on alone: a leased path keeps a page more than its reader uses,
-# and in a pool that the reader fills up that page is the one it lacks.
-PATIENCE = 3
-
 
 class Placing:
     """Not thread-safe: the engine thread owns it."""
@@ -48,8 +44,18 @@ class Placing:
 
     def admit(self, live: Live) -> bool:
         """Pages for all it knows, and one for everybody else to grow; False: not now."""
-        if live.own_step:
-            return self._admit_run(live)
+        place = self._admit_run if live.own_step else self._admit_shared
+        if place(live):
+            return True
+        if self.num_running or live.unshared:
+            return False
+        # A leased path keeps a page more than its reader uses; in a pool that the reader fills up
+        # that page is the one it lacks.
+        live.unshared = True
+        return place(live)
+
+    def _admit_shared(self, live: Live) -> bool:
+        """What the tree has is read where it lies; the rest gets pages of its own."""
         lease, shared, cached = self._match(live)
         page = self.pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
@@ -154,7 +160,7 @@ class Placing:
     def _match(self, live: Live) -> tuple[TreeLease | None, list[int], int]:
         """A lease to read from or to offer behind, the pages it gives, and how many tokens."""
         prefixes = self.prefixes
-        if not prefixes.is_on or not live.path or live.preempted >= PATIENCE:
+        if not prefixes.is_on or not live.path or live.unshared:
             return None, [], 0
         if not live.request.use_tree:  # all is computed; what is exact may still be offered
             return prefixes.acquire((), 0, count=False), [], 0

@@ -1,0 +1,313 @@
+"""Fused requests in the engine: woven as alone, loaded beside others, and never in the tree."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engineworld import SMALL, VOCABULARY, alone, ids, plain, with_chunks
+from kvweave.engine.engine import Engine
+from kvweave.engine.loading import waits_outside
+from kvweave.engine.request import EngineRequest, FusedPart, LoadCost, Ticket
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.prefill import PromptChunk, StoredPrompt, prefill_from_store
+from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.residency import Miss
+from kvweave.kv.store import KVStore
+from kvweave.kv.tree.node import DEVICE
+from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.load import load_decoder
+from kvweave.types import Chunk, ChunkId
+from tiny_models import make_model_folder
+
+RNG = random.Random(0)
+PREAMBLE = ids(RNG, 6)
+CHUNKS = [ids(RNG, n) for n in (11, 1, 19, 7)]
+QUESTION = ids(RNG, 5)
+
+
+class World:
+    """A decoder, a store with the chunks' KV, and requests over both."""
+
+    def __init__(self, decoder: Decoder, folder: Path) -> None:
+        self.decoder = decoder
+        tiers = (HostTierConfig(1 << 20), DiskTierConfig(folder))
+        self.store = KVStore(StoreConfig(tiers=tiers))
+        context = KeyContext("m", "float32", "raw", "t", PREAMBLE, "r")
+        self.encoder = ChunkEncoder(decoder, self.store, context)
+        self.encoder.encode([Chunk(ChunkId(repr(c)), "", "", tuple(c)) for c in CHUNKS])
+        assert self.store.flush()
+
+    def part(self, chunks: list[tuple[int, ...]], strategy: str, ratio: float) -> FusedPart:
+        encoder = self.encoder
+        named = tuple(PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in chunks)
+        facts = ModelFacts(self.decoder.spec.num_layers)
+        preamble = encoder.preamble
+        way = open_strategy(strategy, facts)
+        return FusedPart(self.store, lambda: preamble, named, way, ratio)
+
+    def request(
+        self, chunks: list[tuple[int, ...]], strategy: str = "weave", ratio: float = 0.3
+    ) -> EngineRequest:
+        exact = with_chunks(PREAMBLE, chunks, QUESTION, use_tree=False, max_tokens=6)
+        return replace(exact, fused=self.part(chunks, strategy, ratio))
+
+    def alone(self, request: EngineRequest) -> list[int]:
+        """Woven into a buffer of its own, then decoded one by one."""
+        decoder, part = Decoder(self.decoder.spec, self.decoder.weights), request.fused
+        assert part is not None
+        kv = decoder.new_kv(1)
+        logits = prefill_from_store(
+            decoder, part.preamble(), part.chunks, request.question, self.store, kv,
+            part.strategy, part.ratio,
+        ).logits  # fmt: skip
+        tokens, at = [int(logits.argmax())], len(request.prompt_ids)
+        while len(tokens) < request.sampling.max_tokens:
+            logits = decoder.forward([Rows([tokens[-1]], [at], kv, [0])])[0]
+            tokens.append(int(logits.argmax()))
+            at += 1
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def float_decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = make_model_folder(
+        tmp_path_factory.mktemp("fused"), "llama", max_position_embeddings=512
+    )
+    return load_decoder(folder, device="cpu")
+
+
+@pytest.fixture
+def world(float_decoder: Decoder, tmp_path: Path) -> Iterator[World]:
+    world = World(float_decoder, tmp_path)
+    yield world
+    world.store.close()
+
+
+def answer(ticket: Ticket) -> list[int]:
+    return [choice.token_id for choice in ticket]
+
+
+def shuffled(rng: random.Random) -> list[tuple[int, ...]]:
+    return rng.sample(CHUNKS, rng.randint(1, len(CHUNKS)))
+
+
+def at_rest(engine: Engine, world: World) -> None:
+    engine.run_alone(engine.check_integrity)
+    assert world.store.num_pinned() == 0
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def shared_rows(engine: Engine) -> dict[bytes, torch.Tensor]:
+    """Everything the tree would give out, by path."""
+
+    def copy() -> dict[bytes, torch.Tensor]:
+        pool, page = engine._placing.pool, engine.cfg.page_tokens
+        found = {}
+        for node in engine.tree:
+            table = list(node.pages[DEVICE].handle)
+            rows = node.end - (node.end - node.num_tokens) // page * page
+            both = torch.stack([pool.keys[:, table], pool.values[:, table]])
+            found[node.key] = both.flatten(2, 3)[:, :, :rows].clone()
+        return found
+
+    return engine.run_alone(copy)
+
+
+@pytest.mark.parametrize("strategy", ["reuse", "weave", "cacheblend", "kvshare", "epic"])
+def test_a_fused_answer_is_the_same_as_alone(world: World, strategy: str) -> None:
+    request = world.request(
+        [CHUNKS[2], CHUNKS[0], CHUNKS[2]], strategy, 0.3 * (strategy != "reuse")
+    )
+    want = world.alone(request)
+    with Engine(world.decoder, SMALL) as engine:
+        ticket = engine.submit(request)
+        assert answer(ticket) == want
+        assert ticket.record is not None
+        assert ticket.record.strategy == strategy
+        assert ticket.record.counts["reused"] > 0
+        at_rest(engine, world)
+
+
+def test_a_mixed_crowd_in_a_small_pool_gets_the_answers_of_each_alone(world: World) -> None:
+    rng = random.Random(1)
+    requests: list[EngineRequest] = []
+    for _ in range(30):
+        kind = rng.random()
+        if kind < 0.5:
+            requests.append(world.request(shuffled(rng), rng.choice(["reuse", "weave", "epic"])))
+        elif kind < 0.8:
+            requests.append(with_chunks(PREAMBLE, shuffled(rng), ids(rng, 4)))
+        else:
+            requests.append(plain(ids(rng, rng.randint(1, 30)), max_tokens=12))
+    want = [
+        world.alone(r) if r.fused else [c.token_id for c in alone(world.decoder, r)]
+        for r in requests
+    ]
+    cfg = replace(SMALL, pool_tokens=4 * 40)
+    with Engine(world.decoder, cfg) as engine:
+        tickets = [engine.submit(request) for request in requests]
+        assert [answer(ticket) for ticket in tickets] == want
+        at_rest(engine, world)
+
+
+def test_fused_traffic_leaves_exact_answers_and_shared_rows_bit_identical(world: World) -> None:
+    rng = random.Random(2)
+    asked = [with_chunks(PREAMBLE, chunks, QUESTION) for chunks in (CHUNKS[:2], CHUNKS[1:3])]
+    asked = [replace(r, sampling=replace(r.sampling, logprobs=2)) for r in asked]
+    with Engine(world.decoder, SMALL) as engine:
+        cold = [list(engine.submit(request)) for request in (*asked, *asked)][2:]
+        before = shared_rows(engine)
+        for _ in range(40):
+            tickets = [engine.submit(world.request(shuffled(rng))) for _ in range(3)]
+            for ticket in tickets:
+                list(ticket)
+        after = shared_rows(engine)
+        assert len(before) == 5
+        assert before.keys() == after.keys(), "fused KV entered the tree"
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert [list(engine.submit(request)) for request in asked] == cold
+        at_rest(engine, world)
+
+
+def test_an_exact_path_in_the_tree_stands_in_front_of_what_is_woven(world: World) -> None:
+    chunks = [CHUNKS[2], CHUNKS[0], CHUNKS[3]]
+    with Engine(world.decoder, SMALL) as engine:
+        list(engine.submit(with_chunks(PREAMBLE, chunks[:2], QUESTION)))
+        ticket = engine.submit(replace(world.request(chunks, "weave", 1.0), use_tree=True))
+        got = answer(ticket)
+        assert ticket.record is not None
+        states = [chunk.state.value for chunk in ticket.record.chunks]
+        assert states == ["exact", "exact", "reused"]
+        assert [chunk.start for chunk in ticket.record.chunks] == [6, 25, 36]
+        assert ticket.record.counts["exact"] == 6 + 19 + 11
+        # everything behind the exact part was recomputed, so the answer is exact
+        full = alone(world.decoder, with_chunks(PREAMBLE, chunks, QUESTION, max_tokens=6))
+        assert got == [choice.token_id for choice in full]
+        at_rest(engine, world)
+
+
+def test_a_request_loads_while_others_are_computed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    arrive: Callable[[StoredPrompt], None] = StoredPrompt.arrive
+
+    def slowly(self: StoredPrompt) -> None:
+        assert go.wait(30)
+        arrive(self)
+
+    monkeypatch.setattr(StoredPrompt, "arrive", slowly)
+    request = world.request(CHUNKS)
+    with Engine(world.decoder, SMALL) as engine:
+        other = engine.submit(plain([1, 2, 3], max_tokens=300))
+        next(other)
+        loading = engine.submit(request)
+        for _ in range(299):
+            next(other)  # its bytes are not there, and nobody waits for them
+        assert not loading.is_done
+        go.set()
+        assert answer(loading) == world.alone(request)
+        assert loading.timeline.loading_s > 0
+        at_rest(engine, world)
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_a_request_that_ends_while_it_loads_gives_its_lease_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    go, there = threading.Event(), threading.Event()
+
+    def slowly(self: StoredPrompt) -> None:
+        there.set()
+        assert go.wait(30)
+
+    monkeypatch.setattr(StoredPrompt, "arrive", slowly)
+    with Engine(world.decoder, SMALL) as engine:
+        other = engine.submit(plain([1, 2, 3], max_tokens=400))
+        next(other)
+        loading = engine.submit(world.request(CHUNKS))
+        assert there.wait(30)
+        assert world.store.num_pinned() > 0
+        if end == "cancel":
+            loading.cancel()
+            assert loading.wait(30)
+            other.cancel()
+            go.set()
+        else:
+            threading.Timer(0.05, go.set).start()
+            engine.close()
+    assert world.store.num_pinned() == 0
+    assert engine.stats()["pages_used"] == 0
+
+
+def test_chunks_that_are_lost_on_the_way_are_computed(world: World) -> None:
+    request = world.request([CHUNKS[2], CHUNKS[0]])
+    world.store.delete([world.encoder.key(CHUNKS[2]), world.encoder.key(CHUNKS[0])])
+    with Engine(world.decoder, SMALL) as engine:
+        ticket = engine.submit(request)
+        full = with_chunks(PREAMBLE, [CHUNKS[2], CHUNKS[0]], QUESTION, max_tokens=6)
+        assert answer(ticket) == [c.token_id for c in alone(world.decoder, full)]
+        assert ticket.record is not None
+        assert [chunk.why for chunk in ticket.record.chunks] == [str(Miss.ABSENT)] * 2
+        at_rest(engine, world)
+
+
+def test_a_weave_that_fails_fails_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no weaving today")
+
+    monkeypatch.setattr("kvweave.fuse.prefill.fuse", broken)
+    with Engine(world.decoder, SMALL) as engine:
+        good = plain([1, 2, 3], max_tokens=20)
+        beside = engine.submit(good)
+        with pytest.raises(RuntimeError, match="no weaving today"):
+            list(engine.submit(world.request(CHUNKS)))
+        assert list(beside) == alone(world.decoder, good)
+        at_rest(engine, world)
+
+
+def test_a_held_fused_request_is_woven_and_waits(world: World) -> None:
+    request = world.request(CHUNKS)
+    with Engine(world.decoder, SMALL) as engine:
+        guess = engine.submit(request, held=True)
+        engine.run_alone(lambda: None)
+        engine.run_alone(lambda: None)
+        assert not guess.is_done
+        guess.release()
+        assert answer(guess) == world.alone(request)
+        dropped = engine.submit(request, held=True)
+        dropped.cancel()
+        assert dropped.wait(30)
+        at_rest(engine, world)
+
+
+def test_the_rule_between_the_two_ways_to_overlap() -> None:
+    slow, quick = LoadCost(4.0, 1.0), LoadCost(0.5, 1.0)
+    assert not waits_outside(slow, others_ready=False)
+    assert waits_outside(slow, others_ready=True)
+    assert not waits_outside(quick, others_ready=True)
+    assert waits_outside(None, others_ready=True)
+
+
+def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:
+    cfg = replace(SMALL, pool_tokens=4 * 24)
+    rng = random.Random(3)
+    with Engine(world.decoder, cfg) as engine:
+        assert engine.run_alone(lambda: engine.pin_preamble(world.encoder.preamble))
+        for _ in range(10):  # enough to push everything else out
+            list(engine.submit(with_chunks(PREAMBLE, [ids(rng, 30)], QUESTION)))
+            request = plain(ids(rng, 60), max_tokens=20)
+            assert list(engine.submit(request)) == alone(world.decoder, request)
+        ticket = engine.submit(with_chunks(PREAMBLE, [ids(rng, 8)], QUESTION))
+        list(ticket)
+        assert ticket.record is not None
+        assert ticket.record.counts["exact"] >= len(PREAMBLE)
+        assert max(max(chunk) for chunk in CHUNKS) < VOCABULARY
+        at_rest(engine, world)
