@@ -139,7 +139,7 @@ class Bench:
             eos_ids, note = self.tokenizer.eos_ids, Note()
             request = exact_request(prompt, self.sampling, eos_ids, use_tree=True)
             request = replace(request, namespace=namespace)
-            return Way(len(prompt.token_ids), request, keep_record(note), note)
+            return Way(len(prompt.token_ids), request, keep_record(note, prompt), note)
 
         started_s = time.perf_counter()
         way, choices = speculation.answer(question, self.k, way_of)

@@ -7,14 +7,16 @@ KV in host memory, on disk with a warm page cache, and on disk with the cache dr
     python bench/ttft.py --data ../shared/data --out bench/results/ttft-cpu.json
 
 `speedup_15` and `speedup_0` are full prefill's time over that of `weave` at 15 % and of `reuse`,
-medians, host tier.
+medians, host tier. `auto` is the planner's choice among the ways that the model's calibration
+allows within --bound; `auto_over_best` is its time over that of the best of them, full and prefix
+included, and `auto_over_full` over full prefill's, by tier.
 """
 
 import argparse
 import os
 import statistics
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -27,17 +29,21 @@ from rich.progress import Progress
 from rich.table import Table
 
 from common import finish, read_jsonl, result_header
-from kvweave.app import Sampling, Weave
+from kvweave.app import AUTO, Sampling, Weave
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
+from kvweave.fuse.calibration import BOUND
+from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.preparation import Preparation
-from kvweave.fuse.strategy import open_strategy
+from kvweave.fuse.profiles import load_profile
+from kvweave.fuse.strategy import NAMES, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.library import KV_FOLDER, Library, make_encoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.planning_facts import CalibratedGate
 from kvweave.prompt import SYSTEM
 from kvweave.tokenizer import Tokenizer
 
@@ -68,6 +74,7 @@ WAYS = (
     Way("weave", 0.05),
     Way("weave", 0.15),
     Way("weave", 0.3),
+    Way(AUTO, None),
 )
 
 
@@ -78,7 +85,9 @@ def main() -> None:
     prompt_tokens: list[int] = []
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
         world = World(args, Path(folder))
-        ways, skipped = world.possible(WAYS)
+        ways, skipped = world.possible(
+            [w for w in WAYS if not args.only or w.strategy in args.only]
+        )
         world.warm()
         task = progress.add_task("asking", total=(args.rounds + 1) * len(TIERS) * len(ways))
         for turn in range(-1, args.rounds):  # the first round warms up
@@ -100,11 +109,14 @@ def main() -> None:
     config = {
         "model": args.model, "chunks": args.chunks, "rounds": args.rounds, "threads": args.threads,
         "encoding": args.encoding, "prompt_tokens": round(statistics.fmean(prompt_tokens)),
+        "bound": args.bound, "profile": "packaged" if args.profile is None else args.profile.name,
         "codec": "int8", "cold": "page cache of the chunk KV files dropped before each question",
     }  # fmt: skip
     results = {
-        "speedup_15": round(full / by["host", "weave 0.15"], 2),
-        "speedup_0": round(full / by["host", "reuse"], 2),
+        "speedup_15": ratio_of(full, by.get(("host", "weave 0.15"))),
+        "speedup_0": ratio_of(full, by.get(("host", "reuse"))),
+        **judge_auto(by, full, world.allowed),
+        "auto_took": {f"{tier}: {took}": count for (tier, took), count in world.took.items()},
         "skipped": skipped,
         "cells": cells,
     }
@@ -120,6 +132,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=14)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--bound", type=float, default=BOUND, help="of auto, in nats per token")
+    parser.add_argument("--profile", type=Path, help="of the model, in place of the packaged one")
+    parser.add_argument("--only", nargs="*", help="strategies to measure; all by default")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -154,6 +169,25 @@ class World:
             tier: Weave(self._decoder, self._tokenizer, args.model, SYSTEM, self._over(store))
             for tier, store in self._stores.items()
         }
+        self._bound = args.bound
+        self.took: Counter[tuple[str, str]] = Counter()  # what auto chose, by tier
+        os.environ["KVWEAVE_HOME"] = str(folder / "home")  # this run's own machine profile
+        if args.profile is not None:
+            weights, tokens = self._decoder.weights.fingerprint, self._tokenizer.fingerprint
+            for weave in self._weaves.values():
+                weave.profile = load_profile(args.profile, weights, tokens)
+        self.allowed = self._allowed()
+
+    def _allowed(self) -> dict[str, float]:
+        """Strategies that the gate lets through, each with its ratio."""
+        weave = self._weaves["host"]
+        encoder = weave.library.encoder
+        table = weave.profile and weave.profile.table(
+            self._decoder.revision, encoder.encoding_context, digest_ids(encoder.preamble_ids)
+        )
+        gate = CalibratedGate(table)
+        verdicts = {name: gate.min_ratio(name, self._bound).ratio for name in NAMES}
+        return {name: ratio for name, ratio in verdicts.items() if ratio is not None}
 
     @contextmanager
     def _library(self, tiers: Any) -> Iterator[Library]:
@@ -175,6 +209,9 @@ class World:
         """Ways this model can go, and why not the others."""
         found, skipped = [], {}
         for way in ways:
+            if way.strategy == AUTO:
+                found.append(way)
+                continue
             try:
                 open_strategy(way.strategy, self._weaves["host"].facts)
                 found.append(way)
@@ -192,8 +229,11 @@ class World:
             k=self._chunks,
             reuse=way.strategy,
             ratio=way.ratio,
+            bound=self._bound,
             sampling=Sampling(max_tokens=1),
         )
+        if answer.decision is not None and turn >= 0:
+            self.took[tier, answer.decision.plan.chosen.name] += 1
         measured = {"ttft": answer.ttft_ms}
         if answer.explain is not None:
             stages = answer.explain.stages
@@ -204,7 +244,7 @@ class World:
             measured["rest"] = answer.ttft_ms - sum(measured[s] for s in STAGES[:-1])
             found = [c.tier for c in answer.explain.chunks if c.tier]
             wanted = "host" if tier == "host" else "disk"
-            if way.strategy != "prefix" and turn >= 0:
+            if way.strategy not in ("prefix", AUTO) and turn >= 0:
                 assert found == [wanted] * self._chunks, f"chunk KV came from {found}"
         return measured, answer.prompt_tokens
 
@@ -212,6 +252,26 @@ class World:
         for store in self._stores.values():
             store.close()
         self._kb.close()
+
+
+def ratio_of(time_ms: float, of_ms: float | None) -> float | None:
+    return None if of_ms is None else round(time_ms / of_ms, 2)
+
+
+def judge_auto(
+    by: dict[tuple[str, str], float], full: float, allowed: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Auto beside the best way it was allowed, and beside full prefill, by tier."""
+    names = {f"{name} {ratio:g}" if ratio else name for name, ratio in allowed.items()}
+    over_best, over_full = {}, {}
+    for tier in TIERS:
+        auto = by.get((tier, AUTO))
+        if auto is None:
+            continue
+        singles = [ms for (t, way), ms in by.items() if t == tier and way in {*names, "prefix"}]
+        over_best[tier] = round(auto / min([full, *singles]), 3)
+        over_full[tier] = round(auto / full, 3)
+    return {"auto_over_best": over_best, "auto_over_full": over_full}
 
 
 def texts_of(data: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, str]]:

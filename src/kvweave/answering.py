@@ -3,9 +3,10 @@
 Stands between the engine, which knows token ids, and whoever shows text.
 """
 
+import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.plan.retrieval import SpeculationRecord
+from kvweave.prompt import Prompt
 from kvweave.tokenizer import Tokenizer
 
 
@@ -51,7 +53,11 @@ class Answer:
 class Note:
     """Carries what was done for a prompt from whoever prefills it to its answer."""
 
-    def __init__(self, retrieve_ms: float = 0.0) -> None:
+    def __init__(
+        self, retrieve_ms: float = 0.0, on_laid: Callable[[Prompt], None] | None = None
+    ) -> None:
+        """`on_laid` hears the prompt as it was laid out in the end."""
+        self._on_laid = on_laid
         self.record: FuseRecord | None = None
         self.decision: Decision | None = None
         self.speculation: SpeculationRecord | None = None
@@ -61,6 +67,34 @@ class Note:
         """Heard once, before the first token."""
         stages = replace(record.stages, retrieve=self.retrieve_ms)
         self.record = replace(record, stages=stages)
+
+    def laid(self, prompt: Prompt) -> None:
+        """The prompt is prefilled, its chunks in this order."""
+        if self._on_laid is not None:
+            self._on_laid(prompt)
+
+
+class Answers:
+    """How many answers are in the making. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        with self._changed:
+            self._num += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num -= 1
+                self._changed.notify_all()
+
+    def wait_for_none(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num == 0, timeout_s)
 
 
 class Answering:

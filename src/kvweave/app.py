@@ -8,12 +8,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
 from kvweave.asking import Asking, Way, exact_request, keep_record, plain_request
+from kvweave.conversations import Conversations, Talk
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Choice, Sampling
@@ -31,17 +33,27 @@ from kvweave.fuse.strategy import (
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
-from kvweave.plan.ordering import OrderPermission
-from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, lay_out
+from kvweave.plan.ordering import PROMOTION, OrderPermission
+from kvweave.prompt import (
+    SYSTEM,
+    Document,
+    Prompt,
+    build_prompt,
+    chunk_text,
+    lay_out,
+    past_messages,
+)
 from kvweave.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvweave.fuse.chunk_encoder import ChunkEncoder
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
     from kvweave.library import Library
     from kvweave.plan.plan import Plan
     from kvweave.planning import Planning
+    from kvweave.seen_chunks import SeenChunks
     from kvweave.speculation import Mode, Speculation, SpeculationConfig
     from kvweave.types import Hit
 
@@ -50,6 +62,7 @@ __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob
 T = TypeVar("T")
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+ALONE_WAIT_S = 30.0  # work beside answers waits so long for a moment without one
 TOP_K = 5  # chunks that are put in front of a question
 
 
@@ -65,7 +78,10 @@ class Weave:
         library: "Library | None" = None,
         engine: EngineConfig | None = None,
         speculation: "SpeculationConfig | None" = None,
+        promotion: int = PROMOTION,
     ) -> None:
+        """`promotion`: requests that bring a chunk which was never ingested before its KV is stored
+        with the knowledge base; 0: never."""
         self.model_name = name
         self.system = system
         self._decoder = decoder
@@ -82,6 +98,8 @@ class Weave:
             self._speculation = speculating.Speculation(
                 library.kb, self._asking, decoder.device, speculation
             )
+        self._conversations = Conversations()
+        self._seen = None if library is None else self._watch(library.encoder, promotion)
 
     @classmethod
     def open(
@@ -96,6 +114,7 @@ class Weave:
         embedder: str | None = None,
         encoding: str | None = None,
         extras: Sequence[str] | None = None,
+        promotion: int = PROMOTION,
         speculate: "Mode" = "auto",
     ) -> "Weave":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
@@ -104,8 +123,10 @@ class Weave:
         `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
         encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
         stored beside it; None, each for itself, is what the knowledge base has, filler without
-        extras for a new one. `speculate` computes prompts while their chunks are searched for:
-        "auto" where that is expected to gain time, "on" always, "off" never.
+        extras for a new one. `promotion`: how many requests bring a document that was never
+        ingested before its KV is stored with the knowledge base; 0: never. `speculate` computes
+        prompts while their chunks are searched for: "auto" where that is expected to gain time,
+        "on" always, "off" never.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
@@ -119,10 +140,20 @@ class Weave:
 
             speculation = SpeculationConfig(speculate)
             library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
-        return cls(decoder, tokenizer, name, system, library, speculation=speculation)
+        return cls(
+            decoder,
+            tokenizer,
+            name,
+            system,
+            library,
+            speculation=speculation,
+            promotion=promotion,
+        )
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
+        if self._seen is not None:
+            self._seen.close()
         self._asking.close()
         if self._planning is not None:
             self._planning.close()
@@ -201,6 +232,9 @@ class Weave:
         ratio: float | None = None,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> Answer:
         """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
@@ -210,6 +244,10 @@ class Weave:
         faster, and not exact. "auto" takes the cheapest way on this machine that calibration allows
         within `bound` (nats per token); `order="free"` lets it move chunks. `Answer.explain` says
         what was done, and `Answer.decision` why.
+
+        `history` are the {"role", "content"} messages said before, the user's first. With a
+        `conversation_id` the chunks of those turns stand in the history again, and those it holds
+        are not sent twice; conversations of one `tenant` are unknown to others.
         """
         return self.stream(
             question,
@@ -221,6 +259,9 @@ class Weave:
             ratio=ratio,
             bound=bound,
             order=order,
+            conversation_id=conversation_id,
+            history=history,
+            tenant=tenant,
         ).finish()
 
     def stream(
@@ -235,6 +276,9 @@ class Weave:
         ratio: float | None = None,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> Answering:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
@@ -251,20 +295,28 @@ class Weave:
             facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
             strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
+        talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
         drawn = sampling or Sampling()
 
-        def way_of(prompt: Prompt) -> Way:
-            if strategy is None:
-                return self._planned(prompt, drawn, bound, permission)
-            return self._way(prompt, drawn, strategy, ratio or 0.0)
+        def laid(final: Prompt) -> None:
+            talk.sent(question, final.chunks)
+            if self._seen is not None and strategy is not None and strategy.reuses == "all":
+                self._seen.saw(final.chunks)
 
+        def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
+            """Says nothing to anybody before its first token: it may be a guess."""
+            prompt, note = self._over(chunks, question, system, talk), Note(on_laid=laid)
+            if strategy is None:
+                return self._planned(prompt, drawn, bound, permission, note)
+            return self._way(prompt, drawn, strategy, ratio or 0.0, note)
+
+        _refuse_empty(question)
         if documents is None and self._speculation is not None:
-            _refuse_empty(question)
             way, choices = self._speculation.answer(
-                question, k, lambda hits: way_of(self._over(hits, question, system))
+                question, k, lambda hits: way_of([hit.chunk.token_ids for hit in hits])
             )
         else:
-            way = way_of(self.build_prompt(question, documents or (), system))
+            way = way_of(self._texts(documents or ()))
             choices = self._asking.choices(way.request, way.on_first)
         way.note.retrieve_ms = (time.perf_counter() - called_s) * 1e3
         return self._answering(choices, drawn, way.prompt_tokens, called_s, way.note)
@@ -278,10 +330,14 @@ class Weave:
         k: int = TOP_K,
         bound: float = BOUND,
         order: str = "keep",
+        conversation_id: str | None = None,
+        history: Sequence[Mapping[str, Any]] = (),
+        tenant: str = "",
     ) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
         permission = check_planned(bound, order)
-        prompt = self._prompt(question, documents, system, k)
+        talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
+        prompt = self._prompt(question, documents, system, k, talk)
         self._asking.check(prompt.token_ids)
         self.library.check_preamble(prompt)
         return self._alone(lambda: self._open_planning().plan(prompt, bound, permission).plan)
@@ -324,28 +380,40 @@ class Weave:
             from kvweave.planning import Planning
 
             self._planning = Planning(
-                self.library, self._decoder, self.facts, self.profile, engine=self._asking.engine
+                self.library,
+                self._decoder,
+                self.facts,
+                self.profile,
+                engine=self._asking.engine,
+                seen=self._seen,
             )
         return self._planning
 
-    def _way(self, prompt: Prompt, sampling: Sampling, strategy: Strategy, ratio: float) -> Way:
+    def _way(
+        self, prompt: Prompt, sampling: Sampling, strategy: Strategy, ratio: float, note: Note
+    ) -> Way:
         """A prompt answered as the caller says. Raises RequestError if it cannot be."""
-        ids, eos_ids, note = prompt.token_ids, self._tokenizer.eos_ids, Note()
+        ids, eos_ids = prompt.token_ids, self._tokenizer.eos_ids
         self._asking.check(ids)
         if strategy.reuses != "all":
             request = exact_request(prompt, sampling, eos_ids, use_tree=strategy.reuses == "exact")
         else:
             self.library.check_preamble(prompt)
             request = self.library.request(prompt, sampling, eos_ids, strategy, ratio)
-        return Way(len(ids), request, keep_record(note), note)
+        return Way(len(ids), request, keep_record(note, prompt), note)
 
     def _planned(
-        self, prompt: Prompt, sampling: Sampling, bound: float, order: OrderPermission
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        bound: float,
+        order: OrderPermission,
+        note: Note,
     ) -> Way:
         """Planned when its turn comes, by what the engine's tree holds then."""
         from kvweave.planning import Wish
 
-        ids, note = prompt.token_ids, Note()
+        ids = prompt.token_ids
         self._asking.check(ids)
         self.library.check_preamble(prompt)
         wish = Wish(prompt, sampling, self._tokenizer.eos_ids, bound, order, note)
@@ -362,17 +430,42 @@ class Weave:
         documents: Sequence[Document | str] | None,
         system: str | None,
         k: int,
+        talk: Talk,
     ) -> Prompt:
+        """The question behind its history and the chunks that the history does not hold."""
+        _refuse_empty(question)
         if documents is None and self._library is not None:
-            _refuse_empty(question)
-            return self._over(self.search(question, k), question, system)
-        return self.build_prompt(question, documents or (), system)
+            chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        else:
+            chunks = self._texts(documents or ())
+        return self._over(chunks, question, system, talk)
 
-    def _over(self, hits: "Sequence[Hit]", question: str, system: str | None) -> Prompt:
-        """The prompt of a question over what a search found."""
-        chunks = [hit.chunk.token_ids for hit in hits]
+    def _texts(self, documents: Sequence[Document | str]) -> list[tuple[int, ...]]:
+        """Documents of a request as chunks."""
+        texts = [Document(d) if isinstance(d, str) else d for d in documents]
+        return [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+
+    def _over(
+        self, chunks: Sequence[tuple[int, ...]], question: str, system: str | None, talk: Talk
+    ) -> Prompt:
+        """The prompt of a question over chunks."""
+        held = talk.held(chunks)
+        new = [ids for ids in chunks if ids not in held]
         words = self.system if system is None else system
-        return lay_out(self._tokenizer, question, chunks, words)
+        prompt = lay_out(self._tokenizer, question, new, words, talk.messages)
+        return replace(prompt, left_out=tuple(held))
+
+    def _watch(self, encoder: "ChunkEncoder", promotion: int) -> "SeenChunks | None":
+        if not promotion:
+            return None
+        from kvweave.seen_chunks import SeenChunks
+
+        return SeenChunks(encoder, self.max_context, self._when_quiet, promotion)
+
+    def _when_quiet(self, work: Callable[[], None]) -> None:
+        """Encode something when no answer needs the decoder, or has needed it for long."""
+        self._asking.answers.wait_for_none(ALONE_WAIT_S)
+        work()
 
     def _answering(
         self,

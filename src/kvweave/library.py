@@ -36,6 +36,7 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.plan.plan import Reason
 from kvweave.prompt import SYSTEM, Prompt, split_template
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import DocumentId
@@ -251,7 +252,11 @@ class Library:
         computed. `computed` as in `prefill_from_store`; `use_tree` and `expected` as the engine
         has them."""
         encoder = self.encoder
-        chunks = [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in prompt.chunks]
+        parts = (*prompt.history, *prompt.chunks)
+        chunks = [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in parts]
+        said = len(prompt.history)  # never stored: computed, or in the tree
+        told = dict.fromkeys(range(said), str(Reason.HISTORY))
+        told |= {said + place: why for place, why in (computed or {}).items()}
         part = FusedPart(
             self.store,
             lambda: encoder.preamble,
@@ -260,7 +265,7 @@ class Library:
             ratio,
             asked=prompt.asked,
             encoding=str(encoder.preparation.variant),
-            computed=computed or {},
+            computed=told,
             expected=expected,
         )
         exact = exact_request(prompt, sampling, eos_ids, use_tree=use_tree)

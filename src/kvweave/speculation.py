@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from kvweave.asking import Asking, OnFirst, Way, under_way
+from kvweave.asking import Asking, OnFirst, Way
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Choice
@@ -108,7 +108,7 @@ class Speculation:
             return way, self._asking.choices(way.request, self._learning(way.on_first))
         got = self._speculate(self._kb.search_staged(vector, k, num_stages), way_of, num_stages)
         way, ticket = got.generation
-        return way, under_way(ticket, self._noting(way, got.said))
+        return way, self._asking.under_way(ticket, self._noting(way, got.said))
 
     def _num_stages(self) -> int:
         if self._cfg.mode == "off":

@@ -159,6 +159,17 @@ class Arrival:
         if idle:
             self._hooks.idle(self)
 
+    def bytes_left(self) -> int:
+        """What is still to come. Before the header is known: what the books say of its size."""
+        with self._changed:
+            header = self.header
+            if self._failure is not None or self._cancelled:
+                return 0
+            if header is None:
+                return 0 if self.source is None else self.source.size_bytes
+            layers = zip(header.layers, self._ready, strict=False)  # the list comes a moment later
+            return sum(section.size_bytes for section, is_here in layers if not is_here)
+
     def close_reader(self) -> None:
         """Called by the store when the arrival is idle for good."""
         reader, self._reader = self._reader, None

@@ -48,6 +48,14 @@ class Loads:
         arrival = self._arrivals.get(key)
         return None if arrival is None else arrival.tier_name
 
+    def pending_bytes(self) -> dict[str, int]:
+        """Bytes on their way to host memory, by the tier they come from. Lock is held."""
+        pending: dict[str, int] = {}
+        for arrival in self._arrivals.values():
+            name = arrival.tier_name
+            pending[name] = pending.get(name, 0) + arrival.bytes_left()
+        return pending
+
     def disown(self, key: ChunkKey) -> None:
         """A chunk is deleted: what is under way serves its leases and is not kept. Lock is held."""
         self._arrivals.pop(key, None)
