@@ -14,6 +14,7 @@ from kvweave.detokenizer import Detokenizer, StopMatcher
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
+from kvweave.plan.retrieval import SpeculationRecord
 from kvweave.prompt import Prompt
 from kvweave.tokenizer import Tokenizer
 
@@ -46,6 +47,7 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: FuseRecord | None = None  # how the prompt was prefilled; None if all was computed
     decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
+    speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
 
 
 class Note:
@@ -58,11 +60,12 @@ class Note:
         self._on_laid = on_laid
         self.record: FuseRecord | None = None
         self.decision: Decision | None = None
-        self._retrieve_ms = retrieve_ms
+        self.speculation: SpeculationRecord | None = None
+        self.retrieve_ms = retrieve_ms
 
     def keep(self, record: FuseRecord) -> None:
         """Heard once, before the first token."""
-        stages = replace(record.stages, retrieve=self._retrieve_ms)
+        stages = replace(record.stages, retrieve=self.retrieve_ms)
         self.record = replace(record, stages=stages)
 
     def laid(self, prompt: Prompt) -> None:
@@ -97,7 +100,8 @@ class Answers:
 class Answering:
     """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
 
-    Nothing is computed before the first piece is asked for; `close` stops at the next token.
+    Nothing is computed before the first piece is asked for, unless a search speculated on it;
+    `close` stops at the next token.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Answering:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._made = _Made(called_s)
+        self._choices = choices
         self._pieces = self._make(choices)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -131,6 +136,7 @@ class Answering:
     def close(self) -> None:
         """Stop computing. `answer` stays None unless it was finished."""
         self._pieces.close()
+        self._choices.close()  # if no piece was asked for, nobody else does
 
     def _make(self, choices: Generator[Choice, None, None]) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
@@ -190,4 +196,5 @@ class _Made:
             logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
             explain=note.record,
             decision=note.decision,
+            speculation=note.speculation,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
-from kvweave.asking import Asking, exact_request, keep_record, plain_request
+from kvweave.asking import Asking, Way, exact_request, keep_record, plain_request
 from kvweave.conversations import Conversations, Talk
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
@@ -23,7 +23,14 @@ from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.profiles import Profile, find_profile
-from kvweave.fuse.strategy import NAMES, NEEDS_PROFILE, ModelFacts, chosen_ratio, open_strategy
+from kvweave.fuse.strategy import (
+    NAMES,
+    NEEDS_PROFILE,
+    ModelFacts,
+    Strategy,
+    chosen_ratio,
+    open_strategy,
+)
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
     from kvweave.plan.plan import Plan
     from kvweave.planning import Planning
     from kvweave.seen_chunks import SeenChunks
+    from kvweave.speculation import Mode, Speculation, SpeculationConfig
     from kvweave.types import Hit
 
 __all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
@@ -70,6 +78,7 @@ class Weave:
         system: str,
         library: "Library | None" = None,
         engine: EngineConfig | None = None,
+        speculation: "SpeculationConfig | None" = None,
         promotion: int = PROMOTION,
     ) -> None:
         """`promotion`: requests that bring a chunk which was never ingested before its KV is stored
@@ -82,9 +91,15 @@ class Weave:
         self._planning: Planning | None = None  # opened by the first reuse="auto"
         self._asking = Asking(decoder, engine)
         self._ingesting = threading.Lock()
+        self._speculation: Speculation | None = None
         if library is not None:
+            from kvweave import speculation as speculating
+
             library.encoder.alone = self._alone
             library.forgotten = self._asking.forget
+            self._speculation = speculating.Speculation(
+                library.kb, self._asking, decoder.device, speculation
+            )
         self._conversations = Conversations()
         self._seen = None if library is None else self._watch(library.encoder, promotion)
 
@@ -102,6 +117,7 @@ class Weave:
         encoding: str | None = None,
         extras: Sequence[str] | None = None,
         promotion: int = PROMOTION,
+        speculate: "Mode" = "auto",
     ) -> "Weave":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
@@ -110,19 +126,31 @@ class Weave:
         encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
         stored beside it; None, each for itself, is what the knowledge base has, filler without
         extras for a new one. `promotion`: how many requests bring a document that was never
-        ingested before its KV is stored with the knowledge base; 0: never.
+        ingested before its KV is stored with the knowledge base; 0: never. `speculate` computes
+        prompts while their chunks are searched for: "auto" where that is expected to gain time,
+        "on" always, "off" never.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
         tokenizer = Tokenizer(folder)
         path = Path(model).expanduser()
         name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
-        library = None
+        library, speculation = None, None
         if kb is not None:
             from kvweave.library import Library
+            from kvweave.speculation import SpeculationConfig
 
+            speculation = SpeculationConfig(speculate)
             library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
-        return cls(decoder, tokenizer, name, system, library, promotion=promotion)
+        return cls(
+            decoder,
+            tokenizer,
+            name,
+            system,
+            library,
+            speculation=speculation,
+            promotion=promotion,
+        )
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
@@ -275,29 +303,30 @@ class Weave:
             strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
         talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
-        prompt = self._prompt(question, documents, system, k, talk)
-        retrieve_ms = (time.perf_counter() - called_s) * 1e3
-        sampling, eos_ids = sampling or Sampling(), self._tokenizer.eos_ids
-        ids = prompt.token_ids
-        self._asking.check(ids)
+        drawn = sampling or Sampling()
 
         def laid(final: Prompt) -> None:
             talk.sent(question, final.chunks)
             if self._seen is not None and strategy is not None and strategy.reuses == "all":
                 self._seen.saw(final.chunks)
 
-        note = Note(retrieve_ms, laid)
-        if strategy is None:
-            self.library.check_preamble(prompt)
-            choices = self._planned(prompt, sampling, bound, permission, note)
-        elif strategy.reuses != "all":
-            request = exact_request(prompt, sampling, eos_ids, use_tree=strategy.reuses == "exact")
-            choices = self._asking.choices(request, keep_record(note, prompt))
+        def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
+            """Says nothing to anybody before its first token: it may be a guess."""
+            prompt, note = self._over(chunks, question, system, talk), Note(on_laid=laid)
+            if strategy is None:
+                return self._planned(prompt, drawn, bound, permission, note)
+            return self._way(prompt, drawn, strategy, ratio or 0.0, note)
+
+        _refuse_empty(question)
+        if documents is None and self._speculation is not None:
+            way, choices = self._speculation.answer(
+                question, k, lambda hits: way_of([hit.chunk.token_ids for hit in hits])
+            )
         else:
-            self.library.check_preamble(prompt)
-            request = self.library.request(prompt, sampling, eos_ids, strategy, ratio or 0.0)
-            choices = self._asking.choices(request, keep_record(note, prompt))
-        return self._answering(choices, sampling, len(ids), called_s, note)
+            way = way_of(self._texts(documents or ()))
+            choices = self._asking.choices(way.request, way.on_first)
+        way.note.retrieve_ms = (time.perf_counter() - called_s) * 1e3
+        return self._answering(choices, drawn, way.prompt_tokens, called_s, way.note)
 
     def plan(
         self,
@@ -367,6 +396,19 @@ class Weave:
             )
         return self._planning
 
+    def _way(
+        self, prompt: Prompt, sampling: Sampling, strategy: Strategy, ratio: float, note: Note
+    ) -> Way:
+        """A prompt answered as the caller says. Raises RequestError if it cannot be."""
+        ids, eos_ids = prompt.token_ids, self._tokenizer.eos_ids
+        self._asking.check(ids)
+        if strategy.reuses != "all":
+            request = exact_request(prompt, sampling, eos_ids, use_tree=strategy.reuses == "exact")
+        else:
+            self.library.check_preamble(prompt)
+            request = self.library.request(prompt, sampling, eos_ids, strategy, ratio)
+        return Way(len(ids), request, keep_record(note, prompt), note)
+
     def _planned(
         self,
         prompt: Prompt,
@@ -374,14 +416,19 @@ class Weave:
         bound: float,
         order: OrderPermission,
         note: Note,
-    ) -> Generator[Choice, None, None]:
+    ) -> Way:
         """Planned when its turn comes, by what the engine's tree holds then."""
         from kvweave.planning import Wish
 
+        ids = prompt.token_ids
+        self._asking.check(ids)
+        self.library.check_preamble(prompt)
         wish = Wish(prompt, sampling, self._tokenizer.eos_ids, bound, order, note)
-        return self._asking.choices(
+        return Way(
+            len(ids),
             lambda: self._open_planning().request(wish),
             lambda ticket: self._open_planning().observe(wish, ticket),
+            note,
         )
 
     def _prompt(
@@ -397,8 +444,18 @@ class Weave:
         if documents is None and self._library is not None:
             chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
         else:
-            texts = [Document(d) if isinstance(d, str) else d for d in documents or ()]
-            chunks = [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+            chunks = self._texts(documents or ())
+        return self._over(chunks, question, system, talk)
+
+    def _texts(self, documents: Sequence[Document | str]) -> list[tuple[int, ...]]:
+        """Documents of a request as chunks."""
+        texts = [Document(d) if isinstance(d, str) else d for d in documents]
+        return [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+
+    def _over(
+        self, chunks: Sequence[tuple[int, ...]], question: str, system: str | None, talk: Talk
+    ) -> Prompt:
+        """The prompt of a question over chunks."""
         held = talk.held(chunks)
         new = [ids for ids in chunks if ids not in held]
         words = self.system if system is None else system

@@ -5,6 +5,7 @@ Part of the composition root: only `app.py` and its helpers use it. Any thread.
 
 import threading
 from collections.abc import Callable, Collection, Generator, Sequence
+from typing import NamedTuple
 
 from kvweave.answering import Answers, Note
 from kvweave.corpus.chunker import make_chunk_id
@@ -20,6 +21,15 @@ from kvweave.types import ChunkId
 
 Make = Callable[[], EngineRequest]
 OnFirst = Callable[[Ticket], None]
+
+
+class Way(NamedTuple):
+    """How one prompt is to be answered."""
+
+    prompt_tokens: int
+    request: EngineRequest | Make
+    on_first: OnFirst
+    note: Note
 
 
 class Asking:
@@ -68,9 +78,21 @@ class Asking:
 
         `on_first` hears of the ticket when its first token is there.
         """
+        yield from self.under_way(self.engine.submit(request), on_first)
+
+    def under_way(
+        self, ticket: Ticket, on_first: OnFirst | None = None
+    ) -> Generator[Choice, None, None]:
+        """The tokens of an answer that has begun. Closed or forgotten, even before the first token
+        is asked for, they stop it."""
+        tokens = self._tokens(ticket, on_first)
+        next(tokens)  # a generator that never ran would stop nothing
+        return tokens
+
+    def _tokens(self, ticket: Ticket, on_first: OnFirst | None) -> Generator[Choice, None, None]:
         with self.answers.one():
-            ticket = self.engine.submit(request)
             try:
+                yield Choice(0, None)  # for `under_way` alone
                 for number, choice in enumerate(ticket):
                     if number == 0 and on_first is not None:
                         on_first(ticket)
