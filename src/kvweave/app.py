@@ -24,14 +24,15 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.plan.ordering import OrderPermission
-from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, lay_out
+from kvweave.prompt import SYSTEM, Document, Prompt, build_prompt, chunk_text, lay_out_turns
 from kvweave.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from kvweave.conversations import Memory
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
-    from kvweave.library import Library
+    from kvweave.library import Library, OpenEmbedder
     from kvweave.plan.plan import Plan
     from kvweave.planning import Planning
     from kvweave.types import Hit
@@ -95,6 +96,33 @@ class Weave:
 
             library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
         return cls(decoder, tokenizer, name, system, library)
+
+    def over(
+        self,
+        folder: Path,
+        *,
+        open_embedder: "OpenEmbedder | None" = None,
+        encoding: str | None = None,
+        tenant_salt: str = "",
+    ) -> "Weave":
+        """A Weave with the same model over another knowledge base, made if it is not there.
+
+        The two take turns at the decoder. Close each; the model goes with the last.
+        """
+        from kvweave.library import Library
+
+        library = Library.open(
+            folder,
+            self._decoder,
+            self._tokenizer,
+            self.system,
+            encoding=encoding,
+            open_embedder=open_embedder,
+            tenant_salt=tenant_salt,
+        )
+        other = Weave(self._decoder, self._tokenizer, self.model_name, self.system, library)
+        other._turn = self._turn
+        return other
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
@@ -209,8 +237,15 @@ class Weave:
         ratio: float | None = None,
         bound: float = BOUND,
         order: str = "keep",
+        history: Sequence[Mapping[str, str]] = (),
+        memory: "Memory | None" = None,
     ) -> Answering:
-        """As `ask`, piece by piece."""
+        """As `ask`, piece by piece.
+
+        `history` are the user and assistant messages in front of the question, a user's first; the
+        chunks stand in front of them all. `memory` is that of their conversation: the chunks that
+        earlier turns brought stay where they were, and none stands there twice.
+        """
         called_s = time.perf_counter()
         permission = check_planned(bound, order)
         if reuse not in REUSES:
@@ -225,7 +260,7 @@ class Weave:
             facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
             strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
-        prompt = self._prompt(question, documents, system, k)
+        prompt = self._prompt(question, documents, system, k, history, memory)
         retrieve_ms = (time.perf_counter() - called_s) * 1e3
         if strategy is not None and strategy.reuses == "none":
             return self._start(prompt.token_ids, sampling, called_s)
@@ -270,6 +305,14 @@ class Weave:
         prompt_ids = self._tokenizer.encode_chat(messages)
         return self._start(prompt_ids, sampling, called_s)
 
+    def complete(
+        self, prompt: str | Sequence[int], *, sampling: Sampling | None = None
+    ) -> Answering:
+        """Continue a text or token ids, without a chat template."""
+        called_s = time.perf_counter()
+        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        return self._start(ids, sampling, called_s)
+
     def build_prompt(
         self,
         question: str,
@@ -313,16 +356,20 @@ class Weave:
         documents: Sequence[Document | str] | None,
         system: str | None,
         k: int,
+        history: Sequence[Mapping[str, str]] = (),
+        memory: "Memory | None" = None,
     ) -> Prompt:
-        if documents is None and self._library is not None:
-            return self._retrieved(question, k, system)
-        return self.build_prompt(question, documents or (), system)
-
-    def _retrieved(self, question: str, k: int, system: str | None) -> Prompt:
         _refuse_empty(question)
-        chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        if documents is None and self._library is not None:
+            chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
+        else:
+            texts = [Document(d) if isinstance(d, str) else d for d in documents or ()]
+            chunks = [tuple(self._tokenizer.encode_text(chunk_text(d))) for d in texts]
+        if memory is not None:
+            chunks = memory.together(chunks)
         words = self.system if system is None else system
-        return lay_out(self._tokenizer, question, chunks, words)
+        turns = [*history, {"role": "user", "content": question}]
+        return lay_out_turns(self._tokenizer, turns, chunks, words)
 
     def _start(
         self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float

@@ -7,7 +7,7 @@ and company; the question closes with the header of the answer. Each part is tok
 so a chunk has the same ids wherever it stands.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvweave.errors import UnsupportedModel
@@ -65,6 +65,39 @@ def lay_out(
     )
 
 
+def lay_out_turns(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, str]],
+    chunks: Sequence[tuple[int, ...]],
+    system: str = SYSTEM,
+) -> Prompt:
+    """As `lay_out`, for a conversation: the chunks stand in front of its first user message.
+
+    `messages` are user and assistant in turn, a user's first and last. The preamble is that of a
+    single question, so stored chunk KV fits.
+    """
+    if len(messages) == 1:
+        return lay_out(tokenizer, messages[0]["content"], chunks, system)
+    given: list[Mapping[str, str]] = [{"role": "system", "content": system}] if system else []
+    first, last = len(given), len(given) + len(messages) - 1
+    parts = tokenizer.render_parts([*given, *messages])
+    places = [part.message for part in parts]
+    if places.count(first) != 1 or places.count(last) != 1:
+        raise UnsupportedModel(
+            "the chat template does not show each user message once; send one message at a time"
+        )
+    start = places.index(first)
+    words = f"{LABEL if chunks else ''}{parts[start].text.strip()}"
+    question, asked = tokenizer.encode_text(words), (0, 0)
+    for part in parts[start + 1 :]:
+        own = part.message is None
+        ids = tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
+        if part.message == last:
+            asked = (len(question), len(question) + len(ids))
+        question += ids
+    return Prompt(tuple(_encoded(tokenizer, parts[:start])), tuple(chunks), tuple(question), asked)
+
+
 def chunk_text(document: Document) -> str:
     """What stands in the prompt for a document: its title as a line of its own, then the text."""
     title = f"{document.title.strip()}\n" if document.title.strip() else ""
@@ -90,11 +123,16 @@ def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[i
             f"the chat template shows the user's words {len(places)} times; kvweave wants one place"
         )
 
-    def encode(some: Sequence[Part]) -> list[int]:
-        ids: list[int] = []
-        for part in some:
-            own = part.message is None
-            ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
-        return ids
+    return (
+        _encoded(tokenizer, parts[: places[0]]),
+        _encoded(tokenizer, parts[places[0] + 1 :]),
+    )
 
-    return encode(parts[: places[0]]), encode(parts[places[0] + 1 :])
+
+def _encoded(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
+    """Parts as ids, with control tokens in the template's own words alone."""
+    ids: list[int] = []
+    for part in parts:
+        own = part.message is None
+        ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
+    return ids
