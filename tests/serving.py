@@ -13,26 +13,33 @@ import httpx
 from torch import Tensor
 
 from kvweave.app import Weave
+from kvweave.libraries import Libraries
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
-from kvweave.serve.bridge import Limits
+from kvweave.serve.auth import Keys
+from kvweave.serve.limits import Limits
 from kvweave.serve.server import Server
 from kvweave.tokenizer import Tokenizer
 
 
 @contextmanager
 def serving(
-    weave: Weave, limits: Limits | None = None, *, patience_s: float = 1.0
+    weave: Weave,
+    limits: Limits | None = None,
+    *,
+    libraries: Libraries | None = None,
+    keys: Keys | None = None,
+    patience_s: float = 1.0,
 ) -> Iterator[str]:
     """Serve `weave` on a thread; give the address; stop in order and check that it stopped."""
     listener = socket.create_server(("127.0.0.1", 0))  # listens already: no waiting for start-up
-    server = Server(weave, limits=limits, patience_s=patience_s)
+    server = Server(weave, limits=limits, libraries=libraries, keys=keys, patience_s=patience_s)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(timeout=30)
     assert not thread.is_alive(), "the server did not stop"
 

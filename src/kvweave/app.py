@@ -37,7 +37,17 @@ if TYPE_CHECKING:
     from kvweave.planning import Planning
     from kvweave.types import Hit
 
-__all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
+__all__ = [
+    "BOUND",
+    "TOP_K",
+    "Answer",
+    "Answering",
+    "Document",
+    "Piece",
+    "Sampling",
+    "TokenLogprob",
+    "Weave",
+]
 
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))

@@ -16,14 +16,28 @@ from typing import NamedTuple
 
 from kvweave.app import Weave
 from kvweave.conversations import Conversations, Memory
-from kvweave.corpus.catalogue_reads import DocumentInfo
+from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
 from kvweave.corpus.embedder import Embedder, Vectors
+from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import ConfigError, CorpusError, RequestError
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, TextSource
 from kvweave.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.metrics import Metrics
+
+__all__ = [
+    "Embedded",
+    "FileBytes",
+    "Libraries",
+    "LibrariesConfig",
+    "Memory",
+    "NoSuchKnowledgeBase",
+    "Place",
+    "TextSource",
+    "check_name",
+    "check_tenant",
+]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # no dot, no slash: never a path of its own
 NAMES = "letters, digits, - and _, at most 64, a letter or digit first"
@@ -124,6 +138,13 @@ class Libraries:
 
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
         return self.get(tenant, name).library.kb.documents()
+
+    def totals(self, tenant: str, name: str) -> Totals:
+        """Counts of a knowledge base, which is not opened for it."""
+        folder = self._folder(Place(tenant, check_name(name)))
+        assert folder is not None, "a name from `names` has a folder"
+        with KnowledgeBase.open(folder) as kb:
+            return kb.totals()
 
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""
