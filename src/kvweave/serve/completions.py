@@ -97,7 +97,8 @@ class CompletionForm:
         return CompletionLogprobs(
             tokens=[t.token for t in tokens],
             token_logprobs=[t.logprob for t in tokens],
-            top_logprobs=[dict(t.alternatives) for t in tokens],
+            # of parts of characters, which look the same as text, the likeliest counts
+            top_logprobs=[dict(reversed(t.alternatives)) for t in tokens],
             text_offset=[offset + sum(lengths[:place]) for place in range(len(tokens))],
         )
 

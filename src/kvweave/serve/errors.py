@@ -56,11 +56,10 @@ def busy(what: str) -> ApiError:
 
 
 def install_error_handlers(http: FastAPI) -> None:
-    """Make `http` answer every failure in the shape above."""
+    """Make `http` answer every failure in the shape above; of bugs `logs.RequestLog` does it."""
     http.add_exception_handler(RequestValidationError, _on_validation)
     http.add_exception_handler(HTTPException, _on_http)
     http.add_exception_handler(KVWeaveError, _on_kvweave)
-    http.add_exception_handler(Exception, _on_bug)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -155,8 +154,3 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
 async def _on_kvweave(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KVWeaveError), "installed for another exception"
     return reply(as_api_error(error))
-
-
-async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    # Starlette raises it again behind this reply, so the log gets its traceback from there.
-    return reply(ApiError(500, "internal error; the server's log says more"))

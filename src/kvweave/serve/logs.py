@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvweave.serve.errors import as_api_error, reply
+
 log = logging.getLogger("kvweave.requests")
 
 Format = Literal["human", "json"]
@@ -51,6 +53,10 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, sending)
+        except Exception as error:  # a bug: told here, where the log still knows the request
+            if status:
+                raise  # half a reply is out; the server cuts the connection
+            await reply(as_api_error(error))(scope, receive, sending)
         finally:
             self._say(scope, status, (time.perf_counter() - started_s) * 1e3)
             request_id.reset(token)

@@ -40,6 +40,9 @@ class ServerMetrics:
         self._degraded = count(
             "degradations", "Chunks computed although reuse was asked for, by reason", "reason"
         )
+        self._chunks = count(
+            "chunks", "Chunks of prompts that reuse, by the tier that had their KV", "tier"
+        )
         self._strategies = count("strategies", "Answers by how they were prefilled", "strategy")
         for outcome in ("finished", "failed", "abandoned"):
             self._answers.labels(outcome)
@@ -72,6 +75,7 @@ class ServerMetrics:
         for source, count in record.counts.items():
             self._prompt.labels(source).inc(count)
         for chunk in record.chunks:
+            self._chunks.labels(chunk.tier or "none").inc()
             if chunk.why is not None:
                 self._degraded.labels(chunk.why).inc()
 

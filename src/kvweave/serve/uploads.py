@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.exceptions import HTTPException
 
 from kvweave.libraries import FileBytes, TextSource
 from kvweave.serve.errors import ApiError, describe
@@ -49,8 +49,10 @@ def _text(body: bytes) -> TextSource:
 async def _files(request: Request, limits: Limits) -> list[TextSource | FileBytes]:
     try:
         form = await request.form(max_files=limits.upload_files, max_fields=16)
-    except MultiPartException as error:
-        raise ApiError(400, f"the form does not parse: {error.message}") from error
+    except ApiError:  # too large, or too slow
+        raise
+    except HTTPException as error:  # what the parser found
+        raise ApiError(400, f"the form does not parse: {error.detail}") from error
     try:
         parts = list(form.multi_items())
         fields = [name for name, part in parts if not isinstance(part, UploadFile)]
