@@ -1,16 +1,13 @@
 """One server for the tests that do not need one of their own, and one with knowledge bases."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
 from kvweave.app import Weave
-from kvweave.libraries import Libraries, LibrariesConfig
-from serving import make_weave, serving
-from tiny_corpus import WordEmbedder
+from serving import Shelf, make_libraries, make_weave, serving
 
 
 @pytest.fixture(scope="session")
@@ -28,22 +25,6 @@ def url(weave: Weave) -> Iterator[str]:
 def client(url: str) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
-
-
-@dataclass
-class Shelf:
-    """A server with a folder of knowledge bases."""
-
-    url: str
-    weave: Weave
-    libraries: Libraries
-    root: Path
-
-
-def make_libraries(weave: Weave, root: Path) -> Libraries:
-    """Small chunks of KV without a filler, which a context of 512 tokens has no room for."""
-    config = LibrariesConfig(root=root, embedder="words", encoding="isolated")
-    return Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
 
 
 @pytest.fixture(scope="session")

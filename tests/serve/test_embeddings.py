@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from conftest import Shelf
+from serving import Shelf
 from tiny_corpus import WordEmbedder
 
 

@@ -9,10 +9,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from conftest import Shelf, make_libraries
 from kvweave.libraries import Place
 from kvweave.serve.limits import Limits
-from serving import make_weave, serving, user
+from serving import Shelf, make_libraries, make_weave, serving, user
 from tiny_corpus import make_text
 
 DRAIN = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}

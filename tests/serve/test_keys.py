@@ -8,11 +8,10 @@ import openai
 import pytest
 from openai import OpenAI
 
-from conftest import make_libraries
 from kvweave.app import Weave
 from kvweave.errors import ConfigError
 from kvweave.serve.auth import digest, parse_keys, read_keys
-from serving import serving, user
+from serving import make_libraries, serving, user
 
 KEYS = parse_keys(["sk-nobody", "sk-acme-1:acme", "sk-acme-2:acme", "sk-other:other"])
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}

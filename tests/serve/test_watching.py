@@ -14,13 +14,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import Shelf
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
 from kvweave.serve.logs import HumanLines, JsonLines
 from kvweave.serve.scraping import engine_metrics
 from kvweave.serve.server import Server
-from serving import GatedDecoder, make_weave, raw_request, user, wait_for_health
+from serving import GatedDecoder, Shelf, make_weave, raw_request, user, wait_for_health
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}
 

@@ -11,6 +11,7 @@ from kvweave.serve.ingesting import ingest_events, report_out
 from kvweave.serve.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.sse import EventStream, as_events
 from kvweave.serve.uploads import read_upload
+from kvweave.serve.wire import NAME_PATTERN
 from kvweave.serve.wire_kb import (
     DocumentList,
     DocumentOut,
@@ -29,7 +30,10 @@ MOST_HITS = 1000
 def kb_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
     libraries, chores = context.libraries, context.chores
-    Name = Path(description="A knowledge base: letters, digits, - and _")
+    Name = Path(
+        description="A knowledge base: letters, digits, - and _",
+        json_schema_extra={"pattern": NAME_PATTERN},
+    )
 
     @routes.get("")
     async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:

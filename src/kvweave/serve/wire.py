@@ -16,6 +16,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # of a knowledge base, see libraries.py
+
 
 def _encodable(text: str) -> str:
     """JSON can name halves of a surrogate pair; no tokenizer can read them."""
@@ -91,6 +93,11 @@ def _listed(stop: Any) -> Any:
 Stops = Annotated[list[Text], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 
 
+def _said(**bounds: Any) -> Any:
+    """Bounds for the schema alone: they are checked where the words for it are better."""
+    return Field(json_schema_extra=bounds)
+
+
 class StreamOptions(Incoming):
     include_usage: bool = False
 
@@ -114,19 +121,19 @@ class Drawing(Incoming):
     """How answers are drawn: what chat and plain completions share."""
 
     model: Text | None = None  # left out: the one that is served
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # extension; 0 keeps all tokens
-    repetition_penalty: float = 1.0  # extension
-    seed: int | None = None
-    stop: Stops = Field(default_factory=list)
-    n: int = 1  # answers to each prompt
+    max_tokens: Annotated[int | None, _said(minimum=1)] = None
+    temperature: Annotated[float, _said(minimum=0, maximum=100)] = 1.0
+    top_p: Annotated[float, _said(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, _said(minimum=0)] = 0  # extension; 0 keeps all tokens
+    repetition_penalty: Annotated[float, _said(minimum=0.01, maximum=100)] = 1.0  # extension
+    seed: Annotated[int | None, _said(minimum=0, maximum=2**63 - 1)] = None
+    stop: Annotated[Stops, _said(maxItems=4)] = Field(default_factory=list)
+    n: Annotated[int, _said(minimum=1, maximum=16)] = 1  # answers to each prompt
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Only the value that asks for nothing is accepted:
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: Annotated[float, _said(const=0)] = 0.0
+    frequency_penalty: Annotated[float, _said(const=0)] = 0.0
     # The caller's own bookkeeping; it has no bearing on the answer.
     user: Text | None = None
 
@@ -138,11 +145,12 @@ class Drawing(Incoming):
 class ChatRequest(Drawing):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], _said(minItems=1)]
     # Extensions: what to answer from, and how
     documents: list[AnyDocument] | None = None  # these chunks
-    kb: Text | None = None  # the nearest chunks of this knowledge base; its chunk KV is reused
-    k: int | None = None  # so many of them
+    # the nearest chunks of this knowledge base; its chunk KV is reused
+    kb: Annotated[Text | None, _said(pattern=NAME_PATTERN)] = None
+    k: Annotated[int | None, _said(minimum=1, maximum=1000)] = None  # so many of them
     conversation_id: Text | None = None  # chunks of earlier turns stay in front, each once
     order: Literal["keep", "free"] | None = None  # may reuse "auto" move chunks?
     reuse: AnyReuse | None = None
@@ -150,8 +158,8 @@ class ChatRequest(Drawing):
 
     max_completion_tokens: int | None = None  # the newer name of max_tokens
     logprobs: bool = False
-    top_logprobs: int | None = None
-    store: bool = False  # only false
+    top_logprobs: Annotated[int | None, _said(minimum=0, maximum=20)] = None
+    store: Annotated[bool, _said(const=False)] = False
     metadata: dict[str, str] | None = None  # the caller's own
 
 
