@@ -7,7 +7,7 @@ threads: each request owns its state, and the decoder runs one step at a time.
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ __all__ = [
     "Weave",
 ]
 
+LookUp = Callable[[Callable[[], "list[Hit]"]], "list[Hit]"]
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 TOP_K = 5  # chunks that are put in front of a question
@@ -72,6 +73,7 @@ class Weave:
         self._library = library
         self._planning: Planning | None = None  # opened by the first reuse="auto"
         self._turn = threading.Lock()  # held for one decoder step
+        self._look_up: LookUp | None = None
 
     @classmethod
     def open(
@@ -114,10 +116,12 @@ class Weave:
         open_embedder: "OpenEmbedder | None" = None,
         encoding: str | None = None,
         tenant_salt: str = "",
+        look_up: "LookUp | None" = None,
     ) -> "Weave":
         """A Weave with the same model over another knowledge base, made if it is not there.
 
-        The two take turns at the decoder. Close each; the model goes with the last.
+        The two take turns at the decoder. Close each; the model goes with the last. `look_up` runs
+        searches, on threads of its choice: a catalogue keeps a connection per thread.
         """
         from kvweave.library import Library
 
@@ -132,6 +136,7 @@ class Weave:
         )
         other = Weave(self._decoder, self._tokenizer, self.model_name, self.system, library)
         other._turn = self._turn
+        other._look_up = look_up
         return other
 
     def close(self) -> None:
@@ -199,7 +204,9 @@ class Weave:
 
     def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
         """The chunks of the knowledge base nearest to `question`, best first."""
-        return self.library.kb.search(question, k)
+        if self._look_up is None:
+            return self.library.kb.search(question, k)
+        return self._look_up(lambda: self.library.kb.search(question, k))
 
     def ask(
         self,

@@ -9,6 +9,7 @@ Part of the composition root, for the server. All methods may be called from any
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ __all__ = [
     "check_tenant",
 ]
 
+SEARCHERS = 4  # threads that look things up: each has a connection to every catalogue it met
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # no dot, no slash: never a path of its own
 NAMES = "letters, digits, - and _, at most 64, a letter or digit first"
 
@@ -86,6 +88,7 @@ class Libraries:
         self._weave = weave
         self._embedders = _Embedders(open_embedder)
         self._conversations = Conversations(max_tokens=weave.max_context // 2)
+        self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
         self._opening = threading.Lock()  # guards the next two
         self._open: dict[Place, Weave] = {}
         self._writing: dict[Place, threading.Lock] = {}  # one writer each; the others wait
@@ -113,6 +116,7 @@ class Libraries:
                     open_embedder=self._embedders.get,
                     encoding=self.config.encoding,
                     tenant_salt=tenant,
+                    look_up=lambda search: self._searching.submit(search).result(),
                 )
                 self._writing[place] = threading.Lock()
             return self._open[place]
@@ -178,6 +182,7 @@ class Libraries:
         with self._opening:
             weaves = list(self._open.values())
             self._open.clear()
+        self._searching.shutdown()
         for weave in weaves:
             weave.close()
 

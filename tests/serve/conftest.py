@@ -10,6 +10,14 @@ from kvweave.app import Weave
 from serving import Shelf, make_libraries, make_weave, serving
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured of this machine stays out of the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVWEAVE_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def weave(chat_model_folder: Path) -> Weave:
     return make_weave(chat_model_folder)
