@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"kernels", "model", "kv", "fuse"},
     "hosts": {"kv", "fuse"},
     "gateway": {"corpus", "plan"},
-    "serve": {"app"},
+    "serve": {"app", "libraries"},
     "cli": {
         "app",
+        "libraries",
         "library",
         "qa",
         "serve",

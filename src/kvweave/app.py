@@ -51,16 +51,27 @@ if TYPE_CHECKING:
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
-    from kvweave.library import Library
+    from kvweave.library import Library, OpenEmbedder
     from kvweave.plan.plan import Plan
     from kvweave.planning import Planning
     from kvweave.seen_chunks import SeenChunks
     from kvweave.speculation import Mode, Speculation, SpeculationConfig
     from kvweave.types import Hit
 
-__all__ = ["Answer", "Answering", "Document", "Piece", "Sampling", "TokenLogprob", "Weave"]
+__all__ = [
+    "BOUND",
+    "TOP_K",
+    "Answer",
+    "Answering",
+    "Document",
+    "Piece",
+    "Sampling",
+    "TokenLogprob",
+    "Weave",
+]
 
 T = TypeVar("T")
+LookUp = Callable[[Callable[[], "list[Hit]"]], "list[Hit]"]
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 ALONE_WAIT_S = 30.0  # work beside answers waits so long for a moment without one
@@ -80,16 +91,22 @@ class Weave:
         engine: EngineConfig | None = None,
         speculation: "SpeculationConfig | None" = None,
         promotion: int = PROMOTION,
+        *,
+        asking: Asking | None = None,
+        tenant: str = "",
     ) -> None:
         """`promotion`: requests that bring a chunk which was never ingested before its KV is stored
-        with the knowledge base; 0: never."""
+        with the knowledge base; 0: never. `asking` is another Weave's, whose engine is shared;
+        `tenant` is whose knowledge base it is: tenants share no exact KV."""
         self.model_name = name
         self.system = system
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._library = library
         self._planning: Planning | None = None  # opened by the first reuse="auto"
-        self._asking = Asking(decoder, engine)
+        self._asking = asking or Asking(decoder, engine)
+        self._owns_engine = asking is None
+        self._tenant = tenant
         self._ingesting = threading.Lock()
         self._speculation: Speculation | None = None
         if library is not None:
@@ -102,6 +119,7 @@ class Weave:
             )
         self._conversations = Conversations()
         self._seen = None if library is None else self._watch(library.encoder, promotion)
+        self._look_up: LookUp | None = None
 
     @classmethod
     def open(
@@ -152,11 +170,49 @@ class Weave:
             promotion=promotion,
         )
 
+    def over(
+        self,
+        folder: Path,
+        *,
+        open_embedder: "OpenEmbedder | None" = None,
+        encoding: str | None = None,
+        tenant_salt: str = "",
+        look_up: "LookUp | None" = None,
+    ) -> "Weave":
+        """A Weave with the same model over another knowledge base, made if it is not there.
+
+        The two share an engine. Close this one last. `look_up` runs searches, on threads of its
+        choice: a catalogue keeps a connection per thread.
+        """
+        from kvweave.library import Library
+
+        library = Library.open(
+            folder,
+            self._decoder,
+            self._tokenizer,
+            self.system,
+            encoding=encoding,
+            open_embedder=open_embedder,
+            tenant_salt=tenant_salt,
+        )
+        other = Weave(
+            self._decoder,
+            self._tokenizer,
+            self.model_name,
+            self.system,
+            library,
+            asking=self._asking,
+            tenant=tenant_salt,
+        )
+        other._look_up = look_up
+        return other
+
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
         if self._seen is not None:
             self._seen.close()
-        self._asking.close()
+        if self._owns_engine:
+            self._asking.close()
         if self._planning is not None:
             self._planning.close()
         if self._library is not None:
@@ -225,7 +281,9 @@ class Weave:
 
     def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
         """The chunks of the knowledge base nearest to `question`, best first."""
-        return self.library.kb.search(question, k)
+        if self._look_up is None:
+            return self.library.kb.search(question, k)
+        return self._look_up(lambda: self.library.kb.search(question, k))
 
     def ask(
         self,
@@ -287,7 +345,12 @@ class Weave:
         history: Sequence[Mapping[str, Any]] = (),
         tenant: str = "",
     ) -> Answering:
-        """As `ask`, piece by piece."""
+        """As `ask`, piece by piece.
+
+        `history` are the user and assistant messages in front of the question, a user's first; the
+        chunks stand in front of them all. `memory` is that of their conversation: the chunks that
+        earlier turns brought stay where they were, and none stands there twice.
+        """
         called_s = time.perf_counter()
         permission = check_planned(bound, order)
         if reuse not in REUSES:
@@ -302,6 +365,7 @@ class Weave:
             facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
             strategy = open_strategy(reuse, facts)
             ratio = chosen_ratio(strategy, ratio)
+        tenant = tenant or self._tenant
         talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
         drawn = sampling or Sampling()
 
@@ -312,7 +376,8 @@ class Weave:
 
         def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
             """Says nothing to anybody before its first token: it may be a guess."""
-            prompt, note = self._over(chunks, question, system, talk), Note(on_laid=laid)
+            prompt = self._over(chunks, question, system, talk, tenant)
+            note = Note(on_laid=laid)
             if strategy is None:
                 return self._planned(prompt, drawn, bound, permission, note)
             return self._way(prompt, drawn, strategy, ratio or 0.0, note)
@@ -344,7 +409,7 @@ class Weave:
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
         permission = check_planned(bound, order)
         talk = self._conversations.talk(tenant, conversation_id, past_messages(history))
-        prompt = self._prompt(question, documents, system, k, talk)
+        prompt = self._prompt(question, documents, system, k, talk, tenant or self._tenant)
         self._asking.check(prompt.token_ids)
         self.library.check_preamble(prompt)
         return self._alone(lambda: self._open_planning().plan(prompt, bound, permission).plan)
@@ -357,11 +422,15 @@ class Weave:
         if not messages:
             raise RequestError("messages is empty; send at least one")
         prompt_ids = self._tokenizer.encode_chat(messages)
-        sampling = sampling or Sampling()
-        self._asking.check(prompt_ids)
-        request = plain_request(prompt_ids, sampling, self._tokenizer.eos_ids)
-        choices = self._asking.choices(request)
-        return self._answering(choices, sampling, len(prompt_ids), called_s)
+        return self._plain(prompt_ids, sampling, called_s)
+
+    def complete(
+        self, prompt: str | Sequence[int], *, sampling: Sampling | None = None
+    ) -> Answering:
+        """Continue a text or token ids, without a chat template."""
+        called_s = time.perf_counter()
+        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        return self._plain(ids, sampling, called_s)
 
     def build_prompt(
         self,
@@ -393,6 +462,7 @@ class Weave:
                 self.profile,
                 engine=self.engine,
                 seen=self._seen,
+                tenant=self._tenant,
             )
         return self._planning
 
@@ -438,6 +508,7 @@ class Weave:
         system: str | None,
         k: int,
         talk: Talk,
+        tenant: str,
     ) -> Prompt:
         """The question behind its history and the chunks that the history does not hold."""
         _refuse_empty(question)
@@ -445,7 +516,7 @@ class Weave:
             chunks = [hit.chunk.token_ids for hit in self.search(question, k)]
         else:
             chunks = self._texts(documents or ())
-        return self._over(chunks, question, system, talk)
+        return self._over(chunks, question, system, talk, tenant)
 
     def _texts(self, documents: Sequence[Document | str]) -> list[tuple[int, ...]]:
         """Documents of a request as chunks."""
@@ -453,14 +524,19 @@ class Weave:
         return [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
 
     def _over(
-        self, chunks: Sequence[tuple[int, ...]], question: str, system: str | None, talk: Talk
+        self,
+        chunks: Sequence[tuple[int, ...]],
+        question: str,
+        system: str | None,
+        talk: Talk,
+        tenant: str,
     ) -> Prompt:
         """The prompt of a question over chunks."""
         held = talk.held(chunks)
         new = [ids for ids in chunks if ids not in held]
         words = self.system if system is None else system
         prompt = lay_out(self._tokenizer, question, new, words, talk.messages)
-        return replace(prompt, left_out=tuple(held))
+        return replace(prompt, left_out=tuple(held), tenant=tenant)
 
     def _watch(self, encoder: "ChunkEncoder", promotion: int) -> "SeenChunks | None":
         if not promotion:
@@ -473,6 +549,16 @@ class Weave:
         """Encode something when no answer needs the decoder, or has needed it for long."""
         self._asking.answers.wait_for_none(ALONE_WAIT_S)
         work()
+
+    def _plain(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
+    ) -> Answering:
+        """Answer a prompt without parts."""
+        sampling = sampling or Sampling()
+        self._asking.check(prompt_ids)
+        request = plain_request(prompt_ids, sampling, self._tokenizer.eos_ids)
+        choices = self._asking.choices(request)
+        return self._answering(choices, sampling, len(prompt_ids), called_s)
 
     def _answering(
         self,

@@ -112,6 +112,7 @@ def exact_request(
         prompt.preamble,
         engine_chunks(prompt),
         use_tree=use_tree,
+        namespace=prompt.tenant,
     )
 
 

@@ -81,6 +81,7 @@ class Planning:
         say: Say = say_on_stderr,
         engine: Engine,
         seen: SeenChunks | None = None,
+        tenant: str = "",
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the library's preamble,
         which stays there from now on. `seen` hears which chunks came. `say` hears a line when
@@ -99,7 +100,7 @@ class Planning:
             table = profile.table(decoder.revision, encoder.encoding_context, preamble)
         self._strategies, unavailable = fusing_strategies(facts)
         self._seen = seen
-        tree = _tree(engine, library)
+        tree = _tree(engine, library, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
         self._tiers = TierProbes(
             library.store, decoder.spec.num_layers, encoder.context.codec, self.machine.links
@@ -237,8 +238,8 @@ def _computed(plan: Plan) -> dict[int, str]:
     }
 
 
-def _tree(engine: Engine, library: Library) -> TreeBehind:
+def _tree(engine: Engine, library: Library, tenant: str) -> TreeBehind:
     """The engine's tree as plans for this knowledge base see it."""
     preamble = library.encoder.preamble  # computed here if it never was
-    engine.pin_preamble(preamble)
-    return TreeBehind(engine.tree, preamble_ref(preamble.token_ids))
+    engine.pin_preamble(preamble, tenant)
+    return TreeBehind(engine.tree, preamble_ref(preamble.token_ids, tenant))

@@ -37,6 +37,7 @@ class Prompt:
     asked: tuple[int, int]  # the part [start, end) of `question` that the user wrote
     history: tuple[tuple[int, ...], ...] = ()  # between preamble and chunks: chunks, and words
     left_out: tuple[tuple[int, ...], ...] = ()  # chunks that were wanted and the history has
+    tenant: str = ""  # with whom its exact KV may be shared
 
     @property
     def token_ids(self) -> list[int]:
@@ -180,11 +181,16 @@ def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[i
             f"the chat template shows the user's words {len(places)} times; kvweave wants one place"
         )
 
-    def encode(some: Sequence[Part]) -> list[int]:
-        ids: list[int] = []
-        for part in some:
-            own = part.message is None
-            ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
-        return ids
+    return (
+        _encoded(tokenizer, parts[: places[0]]),
+        _encoded(tokenizer, parts[places[0] + 1 :]),
+    )
 
-    return encode(parts[: places[0]]), encode(parts[places[0] + 1 :])
+
+def _encoded(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
+    """Parts as ids, with control tokens in the template's own words alone."""
+    ids: list[int] = []
+    for part in parts:
+        own = part.message is None
+        ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
+    return ids
