@@ -204,7 +204,7 @@ def test_documents_beside_a_knowledge_base_find_its_chunk_kv(filled: Shelf) -> N
     assert all(chunk["tier"] for chunk in told["chunks"]), "its text is the chunk's own"
 
 
-def test_a_conversation_keeps_its_chunks_in_front_and_never_twice(filled: Shelf) -> None:
+def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled: Shelf) -> None:
     def turn(messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
         fields = {"kb": "cluster", "k": 1, "reuse": "reuse", "messages": messages, **more}
         return ask(filled.url, **fields)
@@ -212,13 +212,19 @@ def test_a_conversation_keeps_its_chunks_in_front_and_never_twice(filled: Shelf)
     first = user("How do I drain a node?")
     one = turn(first, conversation_id="c1")
     said = {"role": "assistant", "content": one["choices"][0]["message"]["content"]}
-    second = [*first, said, *user("What does a quota limit?")]
-    two = turn(second, conversation_id="c1")
-    assert (len(one["explain"]["chunks"]), len(two["explain"]["chunks"])) == (1, 2)
-    assert two["explain"]["chunks"][0]["start"] == one["explain"]["chunks"][0]["start"]
-    assert len(turn(second, conversation_id="c1")["explain"]["chunks"]) == 2
-    assert len(turn(second)["explain"]["chunks"]) == 1
-    assert len(turn(second, conversation_id="c2")["explain"]["chunks"]) == 1
+    other = turn([*first, said, *user("What does a quota limit?")], conversation_id="c1")
+    chunk, words, new = other["explain"]["chunks"]
+    assert [chunk["start"], chunk["tokens"]] == [
+        one["explain"]["chunks"][0][name] for name in ("start", "tokens")
+    ], "the chunk of the first turn stands where it stood"
+    assert words["start"] == chunk["start"] + chunk["tokens"]
+    assert new["tokens"] > 0
+    same = [*first, said, *user("And how do I drain a node again?")]
+    again = turn(same, conversation_id="c1")
+    assert len(again["explain"]["chunks"]) == 2, "what the history holds is not sent twice"
+    for strangers in ({}, {"conversation_id": "c2"}):
+        words, new = turn(same, **strangers)["explain"]["chunks"]
+        assert new["tokens"] == chunk["tokens"], "nothing is known of another conversation"
 
 
 def test_the_list_has_every_knowledge_base(filled: Shelf) -> None:

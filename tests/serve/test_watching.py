@@ -4,6 +4,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -194,6 +195,9 @@ def test_a_failure_on_a_worker_is_logged_with_the_request_it_belongs_to(
 def test_people_get_one_line_whatever_the_path_holds(url: str) -> None:
     with logged(HumanLines()) as lines:
         httpx.get(f"{url}/v1/a%0Ab%1B[31m", headers={"x-request-id": "abc"})
+        give_up_s = time.monotonic() + 10
+        while not lines and time.monotonic() < give_up_s:  # written once the reply is out
+            time.sleep(0.01)
     (line,) = lines
     assert "\n" not in line
     assert "\x1b" not in line
