@@ -28,7 +28,7 @@ from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
 from kvweave.errors import EngineClosed
 from kvweave.fuse.encode import Prefix
-from kvweave.kv.tree import KnowledgeTree
+from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool
 from kvweave.types import ChunkId
@@ -129,6 +129,7 @@ class Engine:
             "parked": len(scheduler.parked),
             "preemptions": scheduler.preemptions,
             "tree_nodes": len(self.tree),
+            **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._desk.counts.snapshot(),
         }
 
