@@ -1,6 +1,7 @@
 """`kvweave serve`: an OpenAI-compatible server over one model and its knowledge bases."""
 
 import importlib.util
+import signal
 import socket
 from contextlib import closing
 from pathlib import Path
@@ -134,8 +135,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _run(server: "Server", weave: "Weave", libraries: "Libraries", listener: socket.socket) -> None:
+    # uvicorn stops in order and then passes the signal on, which must not end us before we close
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with closing(weave), closing(libraries):
         try:
             server.run([listener])
-        except KeyboardInterrupt:  # it has shut down in order and now passes the signal on
+        except KeyboardInterrupt:
             click.echo("stopped", err=True)
