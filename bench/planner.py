@@ -22,10 +22,11 @@ from rich.table import Table
 from common import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig, TreeTier
 from kvweave.plan.cost import CostModel, StrategyInfo
+from kvweave.plan.gate import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import PlanRequest
-from kvweave.plan.planner import Planner, Verdict
+from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, Link, MachineProfile
 from kvweave.types import ChunkId
 

@@ -81,8 +81,9 @@ def main() -> None:
     show(results, args)
     config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     config["data"] = "2wikimultihopqa, hotpotqa, musique + cacheblend_musique_s"
-    for name in ("out", "values", "neighbours", "limit_s"):
+    for name in ("out", "values", "neighbours", "limit_s", "tf32"):
         config.pop(name)
+    config["questions_in_tf32"] = sum(bool(v.get("tf32")) for v in values)
     config["seconds"] = round(time.perf_counter() - started_s)
     header = result_header("quality", args.device)
     finish({**header, "config": config, "skipped": skipped, "cells": results}, args.out)
@@ -102,6 +103,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--neighbours", type=Path, help="from bench/quality_neighbours.py")
     parser.add_argument("--values", type=Path, help="keep every question's figures here; go on")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--tf32", action="store_true", help="faster products on a GPU, 10 bits")
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop asking after this long")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -124,7 +126,7 @@ def run_all(args: argparse.Namespace, questions: list[Question]) -> Iterator[dic
     if args.workers == 1:
         lab = Lab(args)
         for i, question in enumerate(questions):
-            yield lab.ask(question, check=i == 0)
+            yield lab.ask(question, check=i == 0) | {"tf32": args.tf32}
         return
     context = mp.get_context("spawn")
     queue = context.Queue()
@@ -164,7 +166,10 @@ def work(number: int, args: argparse.Namespace, questions: list[Question], queue
             if time.perf_counter() > stop_s:
                 break
             try:
-                queue.put(lab.ask(questions[i], check=i == number))
+                figures = lab.ask(questions[i], check=i == number)
+                queue.put(figures | {"tf32": args.tf32})
+                # on from the second: the first was checked against `fuse`, to more digits
+                torch.backends.cuda.matmul.allow_tf32 = args.tf32
             except torch.OutOfMemoryError as error:  # a run over the rest picks it up
                 torch.cuda.empty_cache()
                 queue.put(f"question {i}: {error}")
@@ -353,9 +358,21 @@ class Lab:
             _, closing = split_template(self.tokenizer, "")
             repeat = [*self.tokenizer.encode_text(REPEAT), *closing]
             found[extra_name("kvzip")] = {}
-            for i, key in enumerate(keys):
-                (scores,) = kvzip_scores(self.decoder, prefixes[i], [chunks[i]], [made[i]], repeat)
-                found[extra_name("kvzip")][key] = pack_anchors(choose_anchors(made[i], scores))
+            sizes = [len(ids) + len(repeat) for ids in chunks]
+            for prefix in dict.fromkeys(map(id, prefixes)):  # chunks behind one prefix run together
+                mine = [i for i in range(len(keys)) if id(prefixes[i]) == prefix]
+                for run in passes([sizes[i] for i in mine], 8192):
+                    batch = [mine[j] for j in run]
+                    scores = kvzip_scores(
+                        self.decoder,
+                        prefixes[batch[0]],
+                        [chunks[i] for i in batch],
+                        [made[i] for i in batch],
+                        repeat,
+                    )
+                    for i, each in zip(batch, scores, strict=True):
+                        packed = pack_anchors(choose_anchors(made[i], each))
+                        found[extra_name("kvzip")][keys[i]] = packed
         return found
 
     def changed(self, strategy: Strategy, scene: Scene, trials: Trials) -> torch.Tensor:

@@ -23,7 +23,7 @@ from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer, PackedChunk, layer_of
+from kvweave.kv.objects import EncodedLayer, PackedChunk, extra_of, extra_tensor, layer_of
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.sequence_kv import SequenceKV
 
@@ -193,11 +193,19 @@ class Packed:
 
     chunks: dict[ChunkKey, PackedChunk]
 
+    def is_ready(self, layer: int) -> bool:
+        return True
+
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
         return {key: layer_of(p.header, p.memory, layer) for key, p in self.chunks.items()}
 
     def extras(self, name: str) -> dict[ChunkKey, memoryview]:
-        return {}
+        found = {key: extra_of(p.header, p.memory, name) for key, p in self.chunks.items()}
+        return {key: data for key, data in found.items() if data is not None}
+
+    def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
+        found = {key: extra_tensor(p.header, p.memory, name) for key, p in self.chunks.items()}
+        return {key: data for key, data in found.items() if data is not None}
 
 
 def key_of(chunk: Sequence[int]) -> ChunkKey:

@@ -1,4 +1,4 @@
-"""A real server on a free port, and decoders that tests can hold still or break."""
+"""A real server on a free port, knowledge bases for it, decoders to hold still or break."""
 
 import json
 import socket
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,34 @@ import httpx
 from torch import Tensor
 
 from kvweave.app import Weave
+from kvweave.libraries import Libraries, LibrariesConfig
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
-from kvweave.serve.bridge import Limits
+from kvweave.serve.auth import Keys
+from kvweave.serve.limits import Limits
 from kvweave.serve.server import Server
 from kvweave.tokenizer import Tokenizer
+from tiny_corpus import WordEmbedder
 
 
 @contextmanager
 def serving(
-    weave: Weave, limits: Limits | None = None, *, patience_s: float = 1.0
+    weave: Weave,
+    limits: Limits | None = None,
+    *,
+    libraries: Libraries | None = None,
+    keys: Keys | None = None,
+    patience_s: float = 1.0,
 ) -> Iterator[str]:
     """Serve `weave` on a thread; give the address; stop in order and check that it stopped."""
     listener = socket.create_server(("127.0.0.1", 0))  # listens already: no waiting for start-up
-    server = Server(weave, limits=limits, patience_s=patience_s)
+    server = Server(weave, limits=limits, libraries=libraries, keys=keys, patience_s=patience_s)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(timeout=30)
     assert not thread.is_alive(), "the server did not stop"
 
@@ -68,6 +77,22 @@ class FailingDecoder(Decoder):
 def make_weave(folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d) -> Weave:
     decoder = wrap(load_decoder(folder, device="cpu"))
     return Weave(decoder, Tokenizer(folder), "tiny", "Be brief.")
+
+
+@dataclass
+class Shelf:
+    """A server with a folder of knowledge bases."""
+
+    url: str
+    weave: Weave
+    libraries: Libraries
+    root: Path
+
+
+def make_libraries(weave: Weave, root: Path) -> Libraries:
+    """Small chunks of KV without a filler, which a context of 512 tokens has no room for."""
+    config = LibrariesConfig(root=root, embedder="words", encoding="isolated")
+    return Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
 
 
 def user(text: str) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +31,11 @@ from kvweave.library import Library, make_encoder
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.plan.plan import Reason, SpanKind
+from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
-from kvweave.planning import STALE_S
 from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
 from kvweave.prompt import SYSTEM, split_template
+from kvweave.tier_probes import STALE_S
 from kvweave.tokenizer import Tokenizer
 from running import Run, run
 from tiny_corpus import make_text, open_kb
@@ -151,9 +151,13 @@ def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
 
 
 def reasons(answer: Answer) -> dict[str, Reason]:
-    """Why each option was taken or not."""
     assert answer.decision is not None
-    return {option.name.split()[-1]: option.reason for option in answer.decision.plan.options}
+    return why(answer.decision.plan)
+
+
+def why(plan: Plan) -> dict[str, Reason]:
+    """Why each option was taken or not."""
+    return {option.name.split()[-1]: option.reason for option in plan.options}
 
 
 def test_an_open_gate_fuses_with_the_smallest_ratio_within_the_bound(
@@ -183,6 +187,19 @@ def test_a_closed_gate_is_exact_and_equal_to_full(world: World, weave: Weave) ->
     assert answer.text == ask(weave, "full").text
     prompt = weave.build_prompt("x").preamble
     assert answer.explain.counts["exact"] == len(prompt), "int8 rounds: only the preamble is exact"
+
+
+def test_a_strategy_without_its_profile_is_declined_with_the_way_out(
+    world: World, weave: Weave
+) -> None:
+    world.set_machine()
+    assert reasons(ask(weave))["qcfuse"] is Reason.NO_LAYERS
+    assert "kvweave calibrate layers" in Reason.NO_LAYERS
+
+
+def test_a_rounded_first_chunk_is_computed_and_the_plan_says_so(world: World, weave: Weave) -> None:
+    world.set_machine()
+    assert weave.plan(QUESTION).spans[1].reason is Reason.ROUNDED
 
 
 def test_a_bound_that_no_ratio_meets_closes_the_gate(world: World, weave: Weave) -> None:
@@ -231,10 +248,15 @@ def test_a_tier_slower_than_compute_is_left_and_the_record_says_why(
         quick = ask(weave)
         assert quick.explain is not None
         assert quick.explain.counts["reused"] > 256
-        assert "faulty disk" in load_links(weave)
+        assert "faulty disk/int8" in load_links(weave)
     world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.3))
     world.set_machine(token_s=1e-5)  # a token takes no time, a read takes long
     with world.open() as weave:
+        started_s = time.monotonic()
+        first = why(weave.plan(QUESTION))
+        assert first["reuse"] is Reason.TIER_UNKNOWN, "nobody waits for a slow tier"
+        assert time.monotonic() - started_s < 2
+        plan_until(weave, lambda plan: why(plan)["reuse"] is not Reason.TIER_UNKNOWN)
         slow = ask(weave)
         assert slow.explain is not None
         assert slow.explain.counts["reused"] == 0
@@ -251,11 +273,18 @@ def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_pa
         assert weave.library.store.flush()
         world.set_machine()
         weave.plan(QUESTION)
-        load_links(weave)["disk"] = Link(1.0, seen_s=time.time())  # a byte per second
-        declined = {option.name: option.reason for option in weave.plan(QUESTION).options}
-        assert declined["fused reuse"] is Reason.TIER_TOO_SLOW
-        load_links(weave)["disk"].seen_s -= STALE_S
-        assert ask(weave).decision.plan.strategy == "reuse"  # type: ignore[union-attr]
+        load_links(weave)["disk/int8"] = Link(1.0, seen_s=time.time())  # a byte per second
+        assert why(weave.plan(QUESTION))["reuse"] is Reason.TIER_TOO_SLOW
+        load_links(weave)["disk/int8"].seen_s -= STALE_S
+        plan_until(weave, lambda plan: plan.strategy == "reuse")
+
+
+def plan_until(weave: Weave, is_so: Callable[[Plan], bool]) -> None:
+    """Plan until something found out beside the plans shows."""
+    give_up_s = time.monotonic() + 20
+    while not is_so(weave.plan(QUESTION)):
+        assert time.monotonic() < give_up_s, "it never came"
+        time.sleep(0.05)
 
 
 def load_links(weave: Weave) -> dict[str, Link]:

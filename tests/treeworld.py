@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig, TreeTier
+from kvweave.kv.tree.node import path_key
 from kvweave.types import ChunkId
 
 DEVICE, HOST = TreeTier.DEVICE, TreeTier.HOST
@@ -141,6 +142,14 @@ class Item:
     pins: int = 0
 
 
+def path_order(path: Path) -> bytes:
+    """How the tree breaks ties between paths."""
+    key = path_key(b"", PREAMBLE.id)
+    for name in path:
+        key = path_key(key, ChunkId(name))
+    return key
+
+
 class SlowTree:
     """The tree as its rules read, one scan after another. No heaps, no counters."""
 
@@ -149,6 +158,7 @@ class SlowTree:
         self.policy = policy
         self.clock = {"device": 0.0, "host": 0.0}
         self.items: dict[Path, Item] = {}
+        self.doomed: list[list[Item]] = []  # subtrees out of the tree while a lease holds them
 
     def stored(self) -> dict[Path, set[str]]:
         return {path: set(item.tiers) for path, item in self.items.items() if item.tiers}
@@ -187,7 +197,8 @@ class SlowTree:
         return self.clock[tier] + item.uses * item.mean_cost
 
     def used(self, tier: str) -> int:
-        return sum(item.size for item in self.items.values() if tier in item.tiers)
+        gone = [item for subtree in self.doomed for item in subtree]
+        return sum(i.size for i in (*self.items.values(), *gone) if tier in i.tiers)
 
     def below(self, path: Path) -> list[Path]:
         deep = len(path)
@@ -258,6 +269,43 @@ class SlowTree:
         item.tiers.add("device")
         item.rank["device"] = self.worth(item, "device")
         return True
+
+    def replicate(self, room: int) -> int:
+        """Upper nodes to host, level by level, the worthiest first; returns tokens copied."""
+        copied, level = 0, [path for path in self.on_device() if len(path) == 1]
+        while level:
+            level.sort(key=lambda path: (-self.items[path].rank["device"], path_order(path)))
+            below: list[Path] = []
+            for path in level:
+                item = self.items[path]
+                if "host" not in item.tiers:
+                    if copied + item.size > room or not self.swap_out(path):
+                        continue
+                    copied += item.size
+                below += [p for p in self.on_device() if p[:-1] == path]
+            level = below
+        return copied
+
+    def on_device(self) -> list[Path]:
+        return [path for path, item in self.items.items() if "device" in item.tiers]
+
+    def forget(self, name: str) -> int:
+        """Every path through a chunk leaves; a subtree that a lease holds keeps its room."""
+        gone = [path for path, item in self.items.items() if name in path and item.tiers]
+        for top in [path for path in gone if path.index(name) == len(path) - 1]:
+            subtree = [path for path in gone if path[: len(top)] == top]
+            held = [self.items[path] for path in subtree]
+            for path in subtree:  # what is remembered of it stays: its use, not its pages
+                item = self.items[path]
+                self.items[path] = Item(
+                    item.size, set(), item.uses, item.last_s, item.mean_cost, item.misses
+                )
+            if any(item.pins for item in held):
+                self.doomed.append(held)
+        return len(gone)
+
+    def released(self) -> None:
+        self.doomed = [held for held in self.doomed if any(item.pins for item in held)]
 
     def lose_device(self) -> None:
         for item in self.items.values():

@@ -3,9 +3,10 @@
 Stands between the engine, which knows token ids, and whoever shows text.
 """
 
+import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from kvweave.detokenizer import Detokenizer, StopMatcher
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
+from kvweave.plan.retrieval import SpeculationRecord
+from kvweave.prompt import Prompt
 from kvweave.tokenizer import Tokenizer
 
 
@@ -44,26 +47,61 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: FuseRecord | None = None  # how the prompt was prefilled; None if all was computed
     decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
+    speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
 
 
 class Note:
     """Carries what was done for a prompt from whoever prefills it to its answer."""
 
-    def __init__(self, retrieve_ms: float = 0.0) -> None:
+    def __init__(
+        self, retrieve_ms: float = 0.0, on_laid: Callable[[Prompt], None] | None = None
+    ) -> None:
+        """`on_laid` hears the prompt as it was laid out in the end."""
+        self._on_laid = on_laid
         self.record: FuseRecord | None = None
         self.decision: Decision | None = None
-        self._retrieve_ms = retrieve_ms
+        self.speculation: SpeculationRecord | None = None
+        self.retrieve_ms = retrieve_ms
 
     def keep(self, record: FuseRecord) -> None:
         """Heard once, before the first token."""
-        stages = replace(record.stages, retrieve=self._retrieve_ms)
+        stages = replace(record.stages, retrieve=self.retrieve_ms)
         self.record = replace(record, stages=stages)
+
+    def laid(self, prompt: Prompt) -> None:
+        """The prompt is prefilled, its chunks in this order."""
+        if self._on_laid is not None:
+            self._on_laid(prompt)
+
+
+class Answers:
+    """How many answers are in the making. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        with self._changed:
+            self._num += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num -= 1
+                self._changed.notify_all()
+
+    def wait_for_none(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num == 0, timeout_s)
 
 
 class Answering:
     """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
 
-    Nothing is computed before the first piece is asked for; `close` stops at the next token.
+    Nothing is computed before the first piece is asked for, unless a search speculated on it;
+    `close` stops at the next token.
     """
 
     def __init__(
@@ -82,6 +120,7 @@ class Answering:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._made = _Made(called_s)
+        self._choices = choices
         self._pieces = self._make(choices)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -97,6 +136,7 @@ class Answering:
     def close(self) -> None:
         """Stop computing. `answer` stays None unless it was finished."""
         self._pieces.close()
+        self._choices.close()  # if no piece was asked for, nobody else does
 
     def _make(self, choices: Generator[Choice, None, None]) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
@@ -156,4 +196,5 @@ class _Made:
             logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
             explain=note.record,
             decision=note.decision,
+            speculation=note.speculation,
         )

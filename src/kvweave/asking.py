@@ -5,8 +5,9 @@ Part of the composition root: only `app.py` and its helpers use it. Any thread.
 
 import threading
 from collections.abc import Callable, Collection, Generator, Sequence
+from typing import NamedTuple
 
-from kvweave.answering import Note
+from kvweave.answering import Answers, Note
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -22,6 +23,15 @@ Make = Callable[[], EngineRequest]
 OnFirst = Callable[[Ticket], None]
 
 
+class Way(NamedTuple):
+    """How one prompt is to be answered."""
+
+    prompt_tokens: int
+    request: EngineRequest | Make
+    on_first: OnFirst
+    note: Note
+
+
 class Asking:
     """Owns the engine, which is made when it is first needed."""
 
@@ -31,6 +41,7 @@ class Asking:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._closed = False
+        self.answers = Answers()  # under way
 
     @property
     def engine(self) -> Engine:
@@ -67,14 +78,27 @@ class Asking:
 
         `on_first` hears of the ticket when its first token is there.
         """
-        ticket = self.engine.submit(request)
-        try:
-            for number, choice in enumerate(ticket):
-                if number == 0 and on_first is not None:
-                    on_first(ticket)
-                yield choice
-        finally:
-            ticket.cancel()
+        yield from self.under_way(self.engine.submit(request), on_first)
+
+    def under_way(
+        self, ticket: Ticket, on_first: OnFirst | None = None
+    ) -> Generator[Choice, None, None]:
+        """The tokens of an answer that has begun. Closed or forgotten, even before the first token
+        is asked for, they stop it."""
+        tokens = self._tokens(ticket, on_first)
+        next(tokens)  # a generator that never ran would stop nothing
+        return tokens
+
+    def _tokens(self, ticket: Ticket, on_first: OnFirst | None) -> Generator[Choice, None, None]:
+        with self.answers.one():
+            try:
+                yield Choice(0, None)  # for `under_way` alone
+                for number, choice in enumerate(ticket):
+                    if number == 0 and on_first is not None:
+                        on_first(ticket)
+                    yield choice
+            finally:
+                ticket.cancel()
 
 
 def exact_request(
@@ -88,6 +112,7 @@ def exact_request(
         prompt.preamble,
         engine_chunks(prompt),
         use_tree=use_tree,
+        namespace=prompt.tenant,
     )
 
 
@@ -99,14 +124,17 @@ def plain_request(
 
 
 def engine_chunks(prompt: Prompt) -> tuple[EngineChunk, ...]:
-    return tuple(EngineChunk(make_chunk_id(ids), ids) for ids in prompt.chunks)
+    """What stands between preamble and question; what was said before is a part like others."""
+    parts = (*prompt.history, *prompt.chunks)
+    return tuple(EngineChunk(make_chunk_id(ids), ids) for ids in parts)
 
 
-def keep_record(note: Note) -> OnFirst:
+def keep_record(note: Note, prompt: Prompt) -> OnFirst:
     """Brings the record of a prompt to whoever shows the answer."""
 
     def on_first(ticket: Ticket) -> None:
         if ticket.record is not None:
             note.keep(ticket.record)
+        note.laid(prompt)
 
     return on_first

@@ -6,7 +6,7 @@
 Part of the composition root: only `app.py` uses it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvweave.asking import exact_request
 from kvweave.corpus.catalogue import Written
-from kvweave.corpus.embedder import SentenceEmbedder
+from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.request import EngineRequest, FusedPart, LoadCost
@@ -36,6 +36,7 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.plan.plan import Reason
 from kvweave.prompt import SYSTEM, Prompt, split_template
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import DocumentId
@@ -46,13 +47,21 @@ from kvweave.upkeep import Forgotten, Upkeep, neighbours_of, open_table, remove_
 CODEC = "int8"
 DEFAULT_EMBEDDER = "minilm"
 
+OpenEmbedder = Callable[[str], Embedder]
+
+
+def open_sentence_embedder(name: str) -> Embedder:
+    return SentenceEmbedder(locate(name), name=name)
+
 
 def open_store(folder: Path) -> KVStore:
     """The chunk KV of the knowledge base in `folder`: host memory over its disk."""
     return KVStore(StoreConfig(tiers=(HostTierConfig(), DiskTierConfig(folder / KV_FOLDER))))
 
 
-def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) -> KeyContext:
+def key_context(
+    decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM, tenant_salt: str = ""
+) -> KeyContext:
     """What this model's chunk KV depends on, besides the chunk."""
     preamble_ids, _ = split_template(tokenizer, system)
     return KeyContext(
@@ -62,6 +71,7 @@ def key_context(decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM) ->
         tokenizer=tokenizer.fingerprint,
         preamble_ids=tuple(preamble_ids),
         rope=repr(decoder.spec.rope),
+        tenant_salt=tenant_salt,
     )
 
 
@@ -73,13 +83,14 @@ def make_encoder(
     system: str,
     kb: KnowledgeBase,
     table: NeighbourTable | None,
+    tenant_salt: str = "",
 ) -> ChunkEncoder:
     """An encoder for the chunks of `kb` behind `system`. `table` as `open_table` gives it."""
     _, closing = split_template(tokenizer, system)
     return ChunkEncoder(
         decoder,
         store,
-        key_context(decoder, tokenizer, system),
+        key_context(decoder, tokenizer, system, tenant_salt),
         preparation,
         Texts.of(tokenizer, preparation, closing),
         neighbours_of=(
@@ -174,20 +185,29 @@ class Library:
         embedder: str | None = None,
         encoding: str | None = None,
         extras: Sequence[str] | None = None,
+        *,
+        open_embedder: OpenEmbedder | None = None,
+        tenant_salt: str = "",
     ) -> "Library":
-        """Open or make the knowledge base; None is what it was made with."""
+        """Open or make the knowledge base; None is what it was made with.
+
+        `open_embedder` lets several share one embedder; chunk KV is shared with those alone who
+        have the same `tenant_salt`.
+        """
         preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
         stored = read_settings(folder)
         name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
         kb = KnowledgeBase.open(
             folder,
             tokenizer=tokenizer,
-            embedder=SentenceEmbedder(locate(name), name=name),
+            embedder=(open_embedder or open_sentence_embedder)(name),
             create=True,
         )
         store = open_store(folder)
         table = open_table(folder, preparation)
-        encoder = make_encoder(decoder, tokenizer, store, preparation, system, kb, table)
+        encoder = make_encoder(
+            decoder, tokenizer, store, preparation, system, kb, table, tenant_salt
+        )
         library = cls(kb, store, decoder, encoder, table)
         library.repair()
         return library
@@ -258,7 +278,11 @@ class Library:
         computed. `computed` as in `prefill_from_store`; `use_tree` and `expected` as the engine
         has them."""
         encoder = self.encoder
-        chunks = [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in prompt.chunks]
+        parts = (*prompt.history, *prompt.chunks)
+        chunks = [PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in parts]
+        said = len(prompt.history)  # never stored: computed, or in the tree
+        told = dict.fromkeys(range(said), str(Reason.HISTORY))
+        told |= {said + place: why for place, why in (computed or {}).items()}
         part = FusedPart(
             self.store,
             lambda: encoder.preamble,
@@ -267,7 +291,7 @@ class Library:
             ratio,
             asked=prompt.asked,
             encoding=str(encoder.preparation.variant),
-            computed=computed or {},
+            computed=told,
             expected=expected,
         )
         exact = exact_request(prompt, sampling, eos_ids, use_tree=use_tree)

@@ -7,35 +7,38 @@ the composition root: only `planning.py` uses it.
 """
 
 import logging
-import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from kvweave import paths
 from kvweave.errors import ConfigError
+from kvweave.fuse.placement import packing_of
 from kvweave.kernels.rope import rotate
+from kvweave.kernels.unpack import Rows as StoredRows
+from kvweave.kernels.unpack import unpack
 from kvweave.kv.codec import LayerKV, dtype_name, open_codec
 from kvweave.kv.layout import Shape
 from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder, Rows
-from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
+from kvweave.plan.cross import SAMPLES, grid_of, measure_cross
+from kvweave.plan.profile import VERSION, Link, MachineProfile, load_profile
 
 log = logging.getLogger(__name__)
 
-BUDGET_S = 8.0  # per grid; large points are left out on a machine too slow for it
-CACHED = (0, 1024)  # exact tokens in front of what is computed
-NEW = (32, 128, 512, 1024)
+PREFILL_BUDGET_S = 5.0  # large points are left out on a machine too slow for them
+RECOMPUTE_BUDGET_S = 3.0
+CACHED = (0, 512, 2048)  # exact tokens in front of what is computed
+NEW = (16, 64, 256, 1024)
 PROMPTS = (512, 2048)  # all tokens of a prompt of which some rows are computed
-ROWS = (32, 128, 512)
-QUICK_S = 0.25  # a run shorter than this is made three times
-STALLED = 3.0  # a run this many times slower than a smaller one says met something else at work
+ROWS = (32, 128, 384)
+# a GPU is measured where it is used: small passes there cost what ordering them costs
+GPU_AXES = ((0, 8192), (32, 512, 4096, 16384), (2048, 8192, 32768), (64, 1024, 6144))
 COPIED_BYTES = 32 << 20
 
 Say = Callable[[str], None]
@@ -67,9 +70,12 @@ def open_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> Mach
         except ConfigError as error:
             log.warning("%s", error)
         else:
-            if (found.model, found.num_layers) == (decoder.revision, decoder.spec.num_layers):
+            if found.version != VERSION:
+                log.info("%s is of an earlier version; measured anew", path)
+            elif (found.model, found.num_layers) == (decoder.revision, decoder.spec.num_layers):
                 return found
-            log.warning("%s is of another model; measured anew", path)
+            else:
+                log.warning("%s is of another model; measured anew", path)
     say("measuring this machine for reuse 'auto', once …")
     started_s = time.perf_counter()
     profile = measure(decoder, codec)
@@ -88,72 +94,60 @@ def save(profile: MachineProfile, path: Path) -> None:
 
 def measure(decoder: Decoder, codec: str) -> MachineProfile:
     """Prefill, recomputation, decoding of chunk KV and host memory. Tiers are measured when they
-    are first met, with a chunk that they hold: see planning.py."""
-    _prefill(decoder, 0, NEW[0])  # the first run of all pays for what later ones find warm
+    are first met, with a chunk that they hold: see tier_probes.py."""
+    Prefill(decoder)(0, NEW[0])  # the first run of all pays for what later ones find warm
     room = decoder.spec.max_context // 2
+    on_gpu = decoder.device.type == "cuda"
+    axes = GPU_AXES if on_gpu else (CACHED, NEW, PROMPTS, ROWS)
     cached, new, prompts, rows = (
-        tuple(sorted({min(value, room) for value in axis})) for axis in (CACHED, NEW, PROMPTS, ROWS)
+        tuple(sorted({min(value, room) for value in axis})) for axis in axes
     )
+    prefill = measure_cross(Prefill(decoder), cached, new, cached[0], PREFILL_BUDGET_S)
+    recompute = measure_cross(Recompute(decoder), prompts, rows, prompts[-1], RECOMPUTE_BUDGET_S)
     return MachineProfile(
         decoder.revision,
         device_words(decoder),
         decoder.spec.num_layers,
-        _grid(cached, new, partial(_prefill, decoder)),
-        _grid(prompts, rows, partial(_recompute, decoder)),
-        {HOST.value: Link(_copy_bytes_per_s())},
-        _stitch_s(decoder, codec),
+        grid_of(prefill, cached, in_slices=True),
+        grid_of(recompute, prompts, in_slices=False),
+        {HOST.value: Link(_copy_bytes_per_s(decoder))},
+        _unpack_s(decoder, codec) if on_gpu else _stitch_s(decoder, codec),
     )
 
 
-def _grid(xs: tuple[int, ...], ys: tuple[int, ...], run: Callable[[int, int], None]) -> Grid:
-    """As many of `ys` as the budget allows, two at least: beyond the last one, prices go on along
-    its slope. A run that met something else at work is made again while there is time."""
-    deadline_s = time.perf_counter() + BUDGET_S
-    columns: list[list[float]] = []
-    for y in ys:
-        more = y / ys[len(columns) - 1] if columns else math.inf  # than in the column before
-        if len(columns) >= 2 and time.perf_counter() + sum(columns[-1]) * more > deadline_s:
-            break
-        longest_s = STALLED * max(columns[-1]) * more if columns else math.inf
-        columns.append([_seconds(partial(run, x, y), longest_s, deadline_s) for x in xs])
-    for less, next_ in reversed(list(pairwise(columns))):  # no point is dearer than one with more
-        less[:] = map(min, less, next_)
-    return Grid(xs, ys[: len(columns)], [list(row) for row in zip(*columns, strict=True)])
+class Prefill:
+    """Runs `new` tokens behind `cached` ones. What those hold does not change the time."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def __call__(self, cached: int, new: int) -> float:
+        return _run(self._decoder, cached, cached + new, range(cached, cached + new))
 
 
-def _seconds(
-    run: Callable[[], None], longest_s: float = math.inf, deadline_s: float = math.inf
-) -> float:
-    """The best of three runs, or of one that takes a while; `longest_s` is more than it can."""
-    times: list[float] = []
-    while not times or (
-        len(times) < 3 and not QUICK_S < min(times) < longest_s and time.perf_counter() < deadline_s
-    ):
-        started_s = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started_s)
-    return min(times)
+class Recompute:
+    """Runs `rows` of `total` tokens, spread evenly, as a fused pass computes them."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def __call__(self, total: int, rows: int) -> float:
+        rows = min(rows, total)
+        return _run(self._decoder, total, total, [i * total // rows for i in range(rows)])
 
 
-def _prefill(decoder: Decoder, cached: int, new: int) -> None:
-    """`new` tokens behind `cached` ones. What the cached ones hold does not change the time."""
-    _run(decoder, cached + new, range(cached, cached + new))
-
-
-def _recompute(decoder: Decoder, total: int, rows: int) -> None:
-    """`rows` of `total` tokens, spread evenly, as a fused pass computes them."""
-    rows = min(rows, total)
-    _run(decoder, total, [i * total // rows for i in range(rows)])
-
-
-def _run(decoder: Decoder, total: int, positions: Sequence[int]) -> None:
+def _run(decoder: Decoder, present: int, total: int, positions: Sequence[int]) -> float:
+    """Seconds of one pass over `positions`; `present` tokens are there before the clock starts."""
     kv = decoder.new_kv(total)
-    kv.reserve(total)
-    for layer in range(decoder.spec.num_layers):
+    kv.reserve(present)
+    for layer in range(decoder.spec.num_layers if present else 0):
         kv.keys(layer).zero_()
         kv.values(layer).zero_()
+    wait_for(decoder)
+    started_s = time.perf_counter()
     decoder.forward([Rows([1] * len(positions), positions, kv, [len(positions) - 1])])
     wait_for(decoder)
+    return time.perf_counter() - started_s
 
 
 def wait_for(decoder: Decoder) -> None:
@@ -162,16 +156,20 @@ def wait_for(decoder: Decoder) -> None:
         torch.cuda.synchronize(decoder.device)
 
 
-def _copy_bytes_per_s() -> float:
-    """Copies inside host memory: no load from the host tier is faster."""
+def _copy_bytes_per_s(decoder: Decoder) -> float:
+    """Copies inside host memory, or from page-locked memory to the GPU: no load from the host tier
+    is faster."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
+    if decoder.device.type == "cuda":
+        source = source.pin_memory()
+    target = torch.empty_like(source, device=decoder.device)
     target.copy_(source)
 
     def copy() -> None:
         target.copy_(source)
+        wait_for(decoder)
 
-    return COPIED_BYTES / _seconds(copy)
+    return COPIED_BYTES / _median_s(copy)
 
 
 @torch.inference_mode()
@@ -191,4 +189,33 @@ def _stitch_s(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
         wait_for(decoder)
 
     one_layer()
-    return _seconds(one_layer) * spec.num_layers / num_tokens
+    return _median_s(one_layer) * spec.num_layers / num_tokens
+
+
+@torch.inference_mode()
+def _unpack_s(decoder: Decoder, codec: str, num_tokens: int = 4096) -> float:
+    """The same on a GPU, where bytes are decoded and turned by one kernel once they are there."""
+    spec, how, device = decoder.spec, open_codec(codec), decoder.device
+    shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
+    kv = LayerKV(*torch.randn(2, *shape[:3], device=device).to(decoder.dtype))
+    data = torch.empty(how.num_bytes(shape), dtype=torch.uint8, device=device)
+    how.encode(kv, data)
+    at = torch.arange(num_tokens, device=device)
+    rows = StoredRows(torch.zeros_like(at), at, torch.full_like(at, num_tokens), at)
+    packing, angles = packing_of(how, decoder.dtype), decoder.angles(at)
+
+    def one_layer() -> None:
+        unpack(data, packing, rows, angles, kv.k, kv.v)
+        wait_for(decoder)
+
+    one_layer()
+    return _median_s(one_layer) * spec.num_layers / num_tokens
+
+
+def _median_s(run: Callable[[], None]) -> float:
+    times = []
+    for _ in range(SAMPLES):
+        started_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)

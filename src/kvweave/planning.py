@@ -7,7 +7,6 @@ of the composition root: only `app.py` uses it.
 """
 
 import threading
-import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,11 +28,12 @@ from kvweave.kv.tree.node import HOST
 from kvweave.library import Library
 from kvweave.machine import Say, open_machine, profile_path, save, say_on_stderr
 from kvweave.model.decoder import Decoder
+from kvweave.plan.altpath import AlternativePaths
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import GAIN, Link
+from kvweave.plan.profile import GAIN
 from kvweave.planning_facts import (
     CalibratedGate,
     StoredChunkPeek,
@@ -41,9 +41,9 @@ from kvweave.planning_facts import (
     strategy_info,
 )
 from kvweave.prompt import Prompt
+from kvweave.seen_chunks import SeenChunks
+from kvweave.tier_probes import TierProbes
 from kvweave.types import ChunkId
-
-STALE_S = 3600.0  # a tier that nothing came from for this long is measured again
 
 
 class Planned(NamedTuple):
@@ -52,6 +52,7 @@ class Planned(NamedTuple):
     request: PlanRequest
     plan: Plan
     prompt: Prompt
+    elsewhere: frozenset[ChunkId]  # computed here, though the tree has it behind another path
 
 
 @dataclass(slots=True, eq=False)
@@ -79,9 +80,12 @@ class Planning:
         *,
         say: Say = say_on_stderr,
         engine: Engine,
+        seen: SeenChunks | None = None,
+        tenant: str = "",
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the library's preamble,
-        which stays there from now on. `say` hears a line when something takes a while."""
+        which stays there from now on. `seen` hears which chunks came. `say` hears a line when
+        something takes a while."""
         encoder = library.encoder
         self._library = library
         self._lock = threading.Lock()  # guards what answers move: prices and accesses
@@ -94,12 +98,20 @@ class Planning:
         if profile is not None:
             preamble = digest_ids(encoder.preamble_ids)
             table = profile.table(decoder.revision, encoder.encoding_context, preamble)
-        self._strategies = fusing_strategies(facts)
+        self._strategies, unavailable = fusing_strategies(facts)
+        self._seen = seen
+        tree = _tree(engine, library, tenant)
+        self._paths = AlternativePaths(tree, self._peek.has_copy)
+        self._tiers = TierProbes(
+            library.store, decoder.spec.num_layers, encoder.context.codec, self.machine.links
+        )
         self._planner = Planner(
-            _tree(engine, library),
+            tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
             gate=CalibratedGate(table),
+            unavailable=unavailable,
+            pending_bytes=library.store.pending_bytes,
         )
 
     def close(self) -> None:
@@ -107,15 +119,15 @@ class Planning:
         save(self.machine, self._path)
 
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
-        """What would be done for a prompt. Computes nothing, but loads one chunk of a tier whose
-        speed is not known."""
+        """What would be done for a prompt. Computes nothing, but has one chunk loaded from a tier
+        whose speed is not known, and waits a moment for that."""
         with self._lock:
             return self._plan(prompt, bound, order)
 
     def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         chunks = _named(prompt)
         self._peek.look_at(chunks)
-        self._meet_tiers()
+        self._tiers.meet(self._peek.found())
         encoder, stitch_s = self._library.encoder, self.machine.stitch_s
         self._planner.strategies = tuple(
             strategy_info(strategy, encoder, stitch_s) for strategy in self._strategies.values()
@@ -125,10 +137,14 @@ class Planning:
             len(prompt.question),
             order,
             quality_bound=bound,
+            history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.history),
+            in_history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.left_out),
         )
         plan = self._planner.plan(request)
         ordered = tuple(chunks[chunk.id] for chunk in plan.order)
-        return Planned(request, plan, replace(prompt, chunks=ordered))
+        path = [part.id for part in (*request.history, *plan.order)]
+        elsewhere = self._paths.only_elsewhere(path) & chunks.keys()
+        return Planned(request, plan, replace(prompt, chunks=ordered), frozenset(elsewhere))
 
     def request(self, wish: Wish) -> EngineRequest:
         """The cheapest plan of a wish, as a request. On the engine thread, right before it runs."""
@@ -161,6 +177,9 @@ class Planning:
         wish.note.decision = Decision(plan, Judged(plan.chosen.name, predicted_s, actual_s))
         assert record is not None, "a prompt that is through has a record"
         wish.note.keep(record)
+        wish.note.laid(planned.prompt)
+        if self._seen is not None:
+            self._seen.saw(planned.prompt.chunks, planned.elsewhere)
         with self._lock:
             if not timeline.shared:  # a step in company took longer than this request alone
                 self._observe(self._strategy(plan), record, actual_s)
@@ -181,35 +200,13 @@ class Planning:
             return self._strategies[plan.strategy]
         return open_strategy(plan.chosen.name, self._facts)
 
-    def _meet_tiers(self) -> None:
-        """Load one chunk from every tier whose speed nobody knows, or has seen for long: one that
-        was too slow is left alone by every plan and would never be found to have recovered."""
-        links, store = self.machine.links, self._library.store
-        for key, peek in self._peek.found():
-            if peek.tier is None or peek.tier == HOST or self._is_known(peek.tier):
-                continue
-            with store.acquire([key]) as lease:
-                transfer = store.load(lease)
-                for layer in range(self._decoder.spec.num_layers):
-                    transfer.wait_layer(layer)
-                sizes = [header.total_bytes for header in transfer.headers().values()]
-                seconds = transfer.seconds().get(peek.tier, 0.0)
-            if sizes and seconds > 0 and not transfer.lost:
-                links[peek.tier] = Link(sizes[0] / seconds, seen_s=time.time())
-
-    def _is_known(self, tier: str) -> bool:
-        link = self.machine.link(tier)
-        return link is not None and time.time() - link.seen_s < STALE_S
-
     def _observe(self, strategy: Strategy, record: FuseRecord, actual_s: float) -> None:
         """Move the prices towards what just happened."""
         machine, counts = self.machine, record.counts
         rows = counts["computed"] + counts["recomputed"]
         placed = sum(chunk.num_tokens for chunk in record.chunks if chunk.tier is not None)
         for tier, seconds in record.arrived_s.items():
-            if tier in machine.links:
-                machine.links[tier].observe(record.loaded_bytes.get(tier, 0), seconds)
-                machine.links[tier].seen_s = time.time()
+            self._tiers.came(tier, record.loaded_bytes.get(tier, 0), seconds)
         if not placed:
             machine.prefill.observe(counts["exact"], rows, actual_s)
             return
@@ -232,8 +229,8 @@ def _named(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:
 
 
 def _computed(plan: Plan) -> dict[int, str]:
-    """Places of the chunks that the plan computes, and why."""
-    chunks = [span for span in plan.spans if span.chunk_id is not None]
+    """Places of the chunks that the plan computes, and why. The history is not among them."""
+    chunks = [span for span in plan.spans if span.chunk_id is not None and not span.in_history]
     return {
         place: str(span.reason)
         for place, span in enumerate(chunks)
@@ -241,8 +238,8 @@ def _computed(plan: Plan) -> dict[int, str]:
     }
 
 
-def _tree(engine: Engine, library: Library) -> TreeBehind:
+def _tree(engine: Engine, library: Library, tenant: str) -> TreeBehind:
     """The engine's tree as plans for this knowledge base see it."""
     preamble = library.encoder.preamble  # computed here if it never was
-    engine.pin_preamble(preamble)
-    return TreeBehind(engine.tree, preamble_ref(preamble.token_ids))
+    engine.pin_preamble(preamble, tenant)
+    return TreeBehind(engine.tree, preamble_ref(preamble.token_ids, tenant))

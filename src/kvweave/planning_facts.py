@@ -19,9 +19,9 @@ from kvweave.kv.layout import Shape
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo
+from kvweave.plan.gate import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Reason
-from kvweave.plan.planner import Verdict
 from kvweave.types import ChunkId
 
 # A codec that gives back every bit, by the model's dtype; "raw" does for all.
@@ -39,17 +39,19 @@ def layer_bytes_per_token(encoder: ChunkEncoder) -> float:
     return open_codec(context.codec).num_bytes(shape) / shape.num_tokens
 
 
-def fusing_strategies(facts: ModelFacts) -> dict[str, Strategy]:
-    """Every strategy that can run on this model and reuses what is not exact."""
+def fusing_strategies(facts: ModelFacts) -> tuple[dict[str, Strategy], dict[str, Reason]]:
+    """Every strategy that can run on this model and reuses what is not exact; why not others."""
     found: dict[str, Strategy] = {}
+    unavailable: dict[str, Reason] = {}
     for name in NAMES:
         try:
             strategy = open_strategy(name, facts)
         except ConfigError:  # it wants the critical layers, which nobody has looked for
+            unavailable[name] = Reason.NO_LAYERS
             continue
         if strategy.reuses == "all":
             found[name] = strategy
-    return found
+    return found, unavailable
 
 
 def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0.0) -> StrategyInfo:
@@ -136,6 +138,13 @@ class StoredChunkPeek:
             if peek.residency is not Residency.ABSENT
         ]
 
+    def has_copy(self, chunk_id: ChunkId) -> bool:
+        """Whether some tier has KV of a chunk of this prompt, in whatever encoding context."""
+        ids = self._chunks.get(chunk_id)
+        if ids is None:
+            return False
+        return any(p.residency is not Residency.ABSENT for p in self._store.peek(self._keys(ids)))
+
     def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
         stored: dict[ChunkId, list[Stored]] = {}
         found = dict(self.found())
@@ -163,4 +172,5 @@ class StoredChunkPeek:
             exact_when_first=isolated,
             rounded=isolated and self._rounded,
             has=frozenset(preparation.extras),
+            codec=self._encoder.context.codec,
         )

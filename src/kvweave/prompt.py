@@ -1,16 +1,18 @@
-"""The prompt of a question over documents, in the three parts that reuse needs.
+"""The prompt of a question over documents, in the parts that reuse needs.
 
-    preamble ‖ chunk ‖ chunk ‖ … ‖ question
+    preamble ‖ history ‖ chunk ‖ chunk ‖ … ‖ question
 
-The preamble (chat header, system prompt) is the same for every question; chunks come in any order
-and company; the question closes with the header of the answer. Each part is tokenised by itself,
-so a chunk has the same ids wherever it stands.
+The preamble (chat header, system prompt) is the same for every question; the history is what was
+said before in a conversation; chunks come in any order and company; the question closes with the
+header of the answer. Each part is tokenised by itself, so a chunk has the same ids wherever it
+stands, in the history too: an earlier turn has the ids there that its own prompt had.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvweave.errors import UnsupportedModel
+from kvweave.errors import RequestError, UnsupportedModel
 from kvweave.tokenizer import Part, Tokenizer
 
 LABEL = "Question: "
@@ -33,10 +35,23 @@ class Prompt:
     chunks: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
     asked: tuple[int, int]  # the part [start, end) of `question` that the user wrote
+    history: tuple[tuple[int, ...], ...] = ()  # between preamble and chunks: chunks, and words
+    left_out: tuple[tuple[int, ...], ...] = ()  # chunks that were wanted and the history has
+    tenant: str = ""  # with whom its exact KV may be shared
 
     @property
     def token_ids(self) -> list[int]:
-        return [*self.preamble, *(i for chunk in self.chunks for i in chunk), *self.question]
+        parts = (*self.history, *self.chunks)
+        return [*self.preamble, *(i for part in parts for i in part), *self.question]
+
+
+@dataclass(frozen=True, slots=True)
+class PastMessage:
+    """One message of a conversation, with the chunks that stood in front of the user's words."""
+
+    role: str  # "user" or "assistant"
+    content: str
+    chunks: tuple[tuple[int, ...], ...] = ()
 
 
 def build_prompt(
@@ -52,17 +67,93 @@ def lay_out(
     question: str,
     chunks: Sequence[tuple[int, ...]],
     system: str = SYSTEM,
+    history: Sequence[PastMessage] = (),
 ) -> Prompt:
-    """As `build_prompt`, for chunks that have their token ids already."""
+    """As `build_prompt`, for chunks that have their token ids already, behind a history."""
     preamble, closing = split_template(tokenizer, system)
-    words = tokenizer.encode_text(f"{LABEL}{question.strip()}" if chunks else question.strip())
+    words = _words(tokenizer, question, bool(chunks))
     label = len(tokenizer.encode_text(LABEL.rstrip())) if chunks else 0
     return Prompt(
         preamble=tuple(preamble),
         chunks=tuple(chunks),
         question=(*words, *closing),
         asked=(min(label, len(words) - 1), len(words)),
+        history=tuple(_history(tokenizer, system, history)) if history else (),
     )
+
+
+def past_messages(messages: Sequence[Mapping[str, Any]]) -> list[PastMessage]:
+    """Judge a history as it was sent. Raises RequestError."""
+    past: list[PastMessage] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant") or not isinstance(content, str):
+            raise RequestError("history holds user and assistant messages whose content is text")
+        past.append(PastMessage(role, content))
+    if past and past[0].role != "user":
+        raise RequestError("history begins with a user's message")
+    return past
+
+
+def _words(tokenizer: Tokenizer, question: str, has_chunks: bool) -> list[int]:
+    """What a user asked, as it stands behind chunks or alone."""
+    text = question.strip()
+    return tokenizer.encode_text(f"{LABEL}{text}" if has_chunks else text)
+
+
+def _history(
+    tokenizer: Tokenizer, system: str, past: Sequence[PastMessage]
+) -> list[tuple[int, ...]]:
+    """Earlier turns up to the header of the next question: each chunk a part of its own, and what
+    was said between them."""
+    parts: list[tuple[int, ...]] = []
+    said: list[int] = []
+    for text, message in _rendered(tokenizer, system, past):
+        if message is None:
+            said += tokenizer.encode(text)
+            continue
+        if message.chunks:
+            if said:
+                parts.append(tuple(said))
+            parts += message.chunks
+            said = []
+        is_user = message.role == "user"
+        words = _words(tokenizer, message.content, bool(message.chunks))
+        said += words if is_user else tokenizer.encode_text(message.content)
+    if said:
+        parts.append(tuple(said))
+    return parts
+
+
+def _rendered(
+    tokenizer: Tokenizer, system: str, past: Sequence[PastMessage]
+) -> list[tuple[str, PastMessage | None]]:
+    """The history in the template's words (None) and in the messages', behind the preamble."""
+    if not tokenizer.has_chat_template:
+        spoken: list[tuple[str, PastMessage | None]] = []
+        for message in past:
+            is_user = message.role == "user"
+            spoken += [(message.content, message), ("\nAnswer:" if is_user else "\n\n", None)]
+        return spoken
+    messages = [{"role": "system", "content": system}] if system else []
+    first = len(messages)
+    messages += [{"role": m.role, "content": m.content} for m in past]
+    messages.append({"role": "user", "content": "…"})
+    parts = tokenizer.render_parts(messages)
+    places = [part.message for part in parts if part.message is not None and part.message >= first]
+    if places != list(range(first, len(messages))):
+        raise UnsupportedModel(
+            "the chat template does not show every message of the history once and in order"
+        )
+    start = next(i for i, part in enumerate(parts) if part.message == first)
+    alone = tokenizer.render_parts([*messages[:first], messages[-1]])
+    if [part.text for part in parts[:start]] != [part.text for part in alone[:start]]:
+        raise UnsupportedModel("the chat template changes the preamble when a history follows it")
+    end = next(i for i, part in enumerate(parts) if part.message == len(messages) - 1)
+    return [
+        (part.text, None if part.message is None else past[part.message - first])
+        for part in parts[start:end]
+    ]
 
 
 def chunk_text(document: Document) -> str:
@@ -90,11 +181,16 @@ def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[i
             f"the chat template shows the user's words {len(places)} times; kvweave wants one place"
         )
 
-    def encode(some: Sequence[Part]) -> list[int]:
-        ids: list[int] = []
-        for part in some:
-            own = part.message is None
-            ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
-        return ids
+    return (
+        _encoded(tokenizer, parts[: places[0]]),
+        _encoded(tokenizer, parts[places[0] + 1 :]),
+    )
 
-    return encode(parts[: places[0]]), encode(parts[places[0] + 1 :])
+
+def _encoded(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
+    """Parts as ids, with control tokens in the template's own words alone."""
+    ids: list[int] = []
+    for part in parts:
+        own = part.message is None
+        ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
+    return ids

@@ -96,6 +96,14 @@ class Tokenizer:
         """Ids of exactly this text: no BOS, no EOS, no template. Control tokens are recognised."""
         return list(self._fast.encode(text, add_special_tokens=False).ids)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a prompt to be continued: control tokens are recognised, and what the tokenizer
+        itself puts in front of every text (BOS, where the model wants one) is there."""
+        try:
+            return list(self._fast.encode(text).ids)
+        except (TypeError, UnicodeError) as error:  # see encode_text
+            raise RequestError("the text is not valid Unicode; send UTF-8") from error
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and, for each, the half-open character range of `text` it came from."""
         encoding = self._fast.encode(text, add_special_tokens=False)

@@ -1,5 +1,6 @@
 """`kvweave serve` as people start it: a process that greets, answers, stops; or says why not."""
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import OpenAI
 
@@ -50,6 +52,31 @@ def test_the_snippet_of_the_greeting_runs_and_control_c_stops(chat_model_folder:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (0, "", "stopped\n")
+
+
+def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-secret-1:acme\n")
+    args = ["--kb-root", tmp_path / "kbs", "--encoding", "isolated", "--log-format", "json"]
+    args += ["--api-key-file", keys, "--model", chat_model_folder]
+    with started(*args) as (process, address, _):
+        headers = {"Authorization": "Bearer sk-secret-1", "x-request-id": "mine"}
+        assert httpx.get(f"{address}/models").status_code == 401
+        note = {"title": "Drain", "text": "To drain a node, cordon it first."}
+        made = httpx.post(f"{address}/kb/a/documents", json=note, headers=headers, timeout=120)
+        assert made.json()["new_chunks"] == 1
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    *lines, last = err.splitlines()
+    assert last == "stopped"
+    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line["status"] for line in logged if line["request_id"] == "mine"] == [200]
+    assert "sk-secret-1" not in err
+    assert (tmp_path / "kbs" / "@acme" / "a" / "kb.json").is_file()
+    assert list((tmp_path / "kbs" / "@acme" / "a" / "kv" / "objects").rglob("*"))
 
 
 def test_smollm2_answers_through_the_server_and_the_example_runs() -> None:
@@ -93,6 +120,11 @@ def test_a_taken_port_is_one_line_before_anything_loads(run: Run) -> None:
         (["--port", "http"], "'http' is not a valid integer"),
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--model", "no-such"], "no model 'no-such'"),
+        (["--kb", "notes"], "--kb 'notes' names no folder; write NAME=DIR"),
+        (["--kb", "a.b=dir"], "'a.b' cannot name a knowledge base"),
+        (["--kb", "a=x", "--kb", "a=y"], "--kb a is there twice"),
+        (["--api-key-file", "no-such-file"], "cannot read the API keys in no-such-file"),
+        (["--running", "0"], "0 is not in the range"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(run: Run, args: list[str], says: str) -> None:

@@ -122,6 +122,9 @@ def test_a_prefix_that_is_there_is_not_computed_again(decoder: Decoder) -> None:
             assert ticket.record is not None
             counts.append(ticket.record.counts["exact"])
         assert counts == [0, 20, 15, 6]
+        stats = engine.stats()
+        assert (stats["tree_nodes"], stats["tokens_exact"]) == (6, sum(counts))
+        assert stats["tree_device_bytes"] > stats["tree_host_bytes"] == 0
         full = engine.submit(replace(first, use_tree=False))
         assert list(full) == alone(decoder, first)
         assert full.record is not None

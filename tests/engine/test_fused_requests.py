@@ -150,10 +150,25 @@ def test_a_mixed_crowd_in_a_small_pool_gets_the_answers_of_each_alone(world: Wor
         world.alone(r) if r.fused else [c.token_id for c in alone(world.decoder, r)]
         for r in requests
     ]
-    cfg = replace(SMALL, pool_tokens=4 * 40)
+    cfg = replace(SMALL, pool_tokens=4 * 28)
     with Engine(world.decoder, cfg) as engine:
         tickets = [engine.submit(request) for request in requests]
         assert [answer(ticket) for ticket in tickets] == want
+        at_rest(engine, world)
+
+
+def test_a_fused_request_that_lost_its_pages_is_woven_again(world: World) -> None:
+    fused = world.request(CHUNKS)
+    fused = replace(fused, sampling=replace(fused.sampling, max_tokens=40))
+    first = plain(ids(random.Random(4), 20), max_tokens=60)
+    want = world.alone(fused)
+    with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 28)) as engine:
+        beside = engine.submit(first)
+        next(beside)
+        ticket = engine.submit(fused)
+        assert answer(ticket) == want
+        assert ticket.timeline.preempted > 0
+        assert list(beside) == alone(world.decoder, first)[1:]
         at_rest(engine, world)
 
 

@@ -38,7 +38,12 @@ class Moved:
 
 
 def move(
-    world: World, chosen: list[int], layer: int = LAYER, noise: float = 0.0, strength: float = 0.5
+    world: World,
+    chosen: list[int],
+    layer: int = LAYER,
+    noise: float = 0.0,
+    strength: float = 0.5,
+    at_once: bool = False,
 ) -> Moved:
     decoder, request = world.decoder, world.request
     kv: SequenceKV = decoder.new_kv(1)
@@ -66,7 +71,7 @@ def move(
         before.k[rows],
         before.v[rows],
     )
-    Drift(decoder, request, chosen, strength).apply(look, kv)
+    Drift(decoder, request, chosen, strength, at_once=at_once).apply(look, kv)
     return Moved(before, LayerKV(kv.keys(layer), kv.values(layer)), change)
 
 
@@ -180,3 +185,14 @@ def test_drift_with_nothing_chosen_does_nothing(world: World) -> None:
     moved = move(world, [])
     known = slice(0, world.request.spans[3].start)
     assert torch.equal(moved.after.k[known], moved.before.k[known])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_all_chunks_at_once_move_as_one_by_one(world: World, noise: float) -> None:
+    chosen = [*span_range(world, 1)[2:7], *span_range(world, 2)[:1]]
+    alone = move(world, chosen, noise=noise)
+    together = move(world, chosen, noise=noise, at_once=True)
+    stored = slice(span_range(world, 0).start, span_range(world, 2).stop)  # behind it is garbage
+    for mine, theirs in zip(together.after, alone.after, strict=True):
+        torch.testing.assert_close(mine[stored], theirs[stored], atol=1e-5, rtol=1e-5)
+    assert not torch.equal(together.after.k[stored], together.before.k[stored])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvweave.errors import UnsupportedModel
-from kvweave.kernels.rope import make_angles, rotate
+from kvweave.kernels.rope import make_angles, per_head, rotate
 from kvweave.model.rope import frequencies, read_rope
 from tiny_models import LLAMA3, YARN
 
@@ -110,3 +110,11 @@ def test_a_rope_that_cannot_be_restored_is_refused_by_name(kind: str) -> None:
     config = {"max_position_embeddings": 256, "rope_scaling": {"type": kind, "factor": 2.0}}
     with pytest.raises(UnsupportedModel, match=f"'{kind}' is refused.*accepted: default, linear"):
         read_rope(config, 64)
+
+
+def test_angles_laid_out_per_head_turn_the_same() -> None:
+    x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0))
+    angles = make_angles(torch.tensor([0, 3, 4, 90, 1000]), torch.rand(4), 1.0, torch.float32)
+    wide = per_head(angles, 3)
+    assert wide.cos.shape == (5, 3, 4)
+    assert torch.equal(rotate(x, wide), rotate(x, angles))

@@ -237,6 +237,19 @@ def test_ten_requests_for_one_chunk_load_it_once(tmp_path: Path) -> None:
     store.close()
 
 
+def test_bytes_on_the_way_are_counted_until_they_are_there(tmp_path: Path) -> None:
+    store, tier = make_slow_store(tmp_path, FaultPlan(hang=1.0))
+    assert store.pending_bytes() == {}
+    with store.acquire([make_key(0)]) as lease:
+        transfer = store.load(lease)
+        assert store.pending_bytes() == {tier.name: CHUNK_BYTES}
+        tier.plan = FaultPlan()
+        tier.release()
+        transfer.headers()
+    assert store.pending_bytes() == {}, "nobody waits for it any more"
+    store.close()
+
+
 def test_layers_come_in_order_before_the_whole_is_there(tmp_path: Path) -> None:
     store, tier = make_slow_store(tmp_path, FaultPlan(), lookahead_layers=1)
     with store.acquire(keys_of(0)) as lease:

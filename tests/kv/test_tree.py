@@ -254,3 +254,16 @@ def test_wrong_settings_are_refused_by_name() -> None:
         TreeConfig(10, 10, max_depth=-1)
     with pytest.raises(ConfigError, match="no policy 'best'"):
         KnowledgeTree(TreeConfig(10, 10, "best"), TensorOwner(), cost_s)
+
+
+def test_a_tree_that_remembers_no_absent_path_still_serves() -> None:
+    owner = TensorOwner()
+    tree = KnowledgeTree(
+        TreeConfig(1000, 0, remembered_paths=0), owner, lambda x, y: float(y), PREAMBLE
+    )
+    assert tree.install_preamble(owner.make(PREAMBLE.num_tokens))
+    with tree.acquire(refs(["a"]), 1) as lease:
+        assert tree.extend(lease, refs(["a"])[0], owner.make(5)) is Extended.ADOPTED
+    assert len(tree.match([c.id for c in refs(["a"])]).nodes) == 1
+    with pytest.raises(ConfigError, match="remembered_paths"):
+        TreeConfig(1000, 0, remembered_paths=-1)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvweave.kv.tree import Extended, TreeLease
-from treeworld import DEVICE, HOST, PREAMBLE, Path, SlowTree, World, refs
+from kvweave.types import ChunkId
+from treeworld import BYTES_PER_TOKEN, DEVICE, HOST, PREAMBLE, Item, Path, SlowTree, World, refs
 
 NAMES = st.lists(
     st.sampled_from(["a2", "b3", "c5", "d7", "e4"]), min_size=1, max_size=4, unique=True
@@ -23,7 +24,7 @@ class TreeLife(RuleBasedStateMachine):
         self.world = World(device_tokens=14, host_tokens=26, policy=self.policy)
         assert self.world.tree.replicate(10**6) == PREAMBLE.num_tokens * 10
         self.model = SlowTree(14, 26, self.policy)
-        self.open: list[tuple[TreeLease, Path]] = []
+        self.open: list[tuple[TreeLease, Path, list[Item]]] = []
         self.clocks = (0.0, 0.0)
 
     @rule(names=NAMES, question=st.integers(1, 9), seconds=st.integers(1, 5000))
@@ -45,7 +46,8 @@ class TreeLife(RuleBasedStateMachine):
         self.pin(path[:loaded], 1)
         if loaded == found:
             loaded = self.compute(lease, path, found)
-        self.open.append((lease, path[:loaded]))
+        held = [self.model.items[path[:depth]] for depth in range(1, loaded + 1)]
+        self.open.append((lease, path[:loaded], held))
 
     def compute(self, lease: TreeLease, path: Path, found: int) -> int:
         for place in range(found, len(path)):
@@ -69,9 +71,23 @@ class TreeLife(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(place=st.integers(0, 2))
     def finish(self, place: int) -> None:
-        lease, path = self.open.pop(place % len(self.open))
+        lease, _, held = self.open.pop(place % len(self.open))
         lease.release()
-        self.pin(path, -1)
+        for item in held:  # the very ones: a path that was forgotten may be there anew
+            item.pins -= 1
+        self.model.released()
+
+    @rule(room=st.integers(0, 20))
+    def replicate(self, room: int) -> None:
+        """An idle moment: upper nodes go to host ahead of time."""
+        copied = self.world.tree.replicate(room * BYTES_PER_TOKEN)
+        assert copied == self.model.replicate(room) * BYTES_PER_TOKEN
+
+    @rule(name=st.sampled_from(["a2", "b3", "c5", "d7", "e4"]))
+    def forget(self, name: str) -> None:
+        """A chunk is deleted, perhaps while requests read it."""
+        assert self.world.tree.forget(ChunkId(name)) == self.model.forget(name)
+        assert not any(name in path for path in self.world.where())
 
     @precondition(lambda self: not self.open)
     @rule()
@@ -99,8 +115,11 @@ class TreeLife(RuleBasedStateMachine):
     @invariant()
     def leased_paths_stay(self) -> None:
         where = self.world.where()
-        for _, path in self.open:
-            assert all("device" in where[path[: i + 1]] for i in range(len(path)))
+        doomed = {id(item) for held in self.model.doomed for item in held}
+        for lease, path, held in self.open:
+            assert all(DEVICE in node.pages for node in lease.nodes), "pages of a lease went"
+            for depth, item in enumerate(held, 1):
+                assert id(item) in doomed or "device" in where[path[:depth]]
 
 
 class LruLife(TreeLife):

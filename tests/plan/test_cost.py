@@ -21,9 +21,9 @@ def make_costs(
 ) -> CostModel:
     """Every token costs the same, cached or not: easy to check by hand."""
     grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
-    links = {"disk": Link(bytes_per_s, latency_s, pending), "host": Link(1e12)}
+    links = {"disk": Link(bytes_per_s, latency_s), "host": Link(1e12)}
     profile = MachineProfile("m", "test", layers, grid, grid, links)
-    return CostModel(profile, layer0_free, queue_s)
+    return CostModel(profile, layer0_free, queue_s, {"disk": pending})
 
 
 def loop(

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from kvweave.kv.tree import ChunkRef
 from kvweave.plan.cost import CostModel, StrategyInfo
+from kvweave.plan.gate import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.options import Limits
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Judged, Plan, PlanRequest, Reason, Reuse, SpanKind
-from kvweave.plan.planner import Planner, Verdict
+from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, Link, MachineProfile
 from kvweave.types import ChunkId
 from treeworld import PREAMBLE, World, refs
@@ -74,6 +75,11 @@ def kinds(plan: Plan) -> list[str]:
     return [span.kind.value for span in plan.spans]
 
 
+def price(plan: Plan) -> float:
+    assert plan.chosen.predicted_s is not None
+    return plan.chosen.predicted_s
+
+
 def why(plan: Plan, start: str) -> Reason:
     return next(option.reason for option in plan.options if option.name.startswith(start))
 
@@ -131,7 +137,8 @@ def test_a_rounded_first_chunk_stands_in_fused_plans_and_in_no_exact_one() -> No
     assert [span.exact_after for span in plan.spans] == [True, False, False, False]
     exact = make_planner(stored=stored, gate=OpenGate()).plan(ask("a300", "b300"))
     assert kinds(exact) == ["exact", "computed", "computed", "computed"]
-    assert exact.spans[1].reason is Reason.NOT_EXACT
+    assert exact.spans[1].reason is Reason.ROUNDED, "it says why a stored first chunk is computed"
+    assert exact.spans[2].reason is Reason.NOT_EXACT
 
 
 def test_a_slow_tier_makes_it_full_prefill_and_the_plan_says_why() -> None:
@@ -240,15 +247,96 @@ def test_a_free_order_may_use_a_stored_path_and_a_kept_one_may_not() -> None:
     assert fixed.order == kept.order
 
 
-def test_chunks_of_the_history_are_left_out_and_come_back_when_it_is_cut() -> None:
-    planner = make_planner()
-    first = ask("a300", "b300", conversation="talk")
-    planner.finished(first, planner.plan(first), message="m1")
-    again = ask("a300", "c300", conversation="talk", history=("m1",))
-    assert [c.id for c in planner.plan(again).order] == ["c300"]
-    assert [c.id for c in planner.plan(again).in_history] == ["a300"]
-    cut = ask("a300", "c300", conversation="talk", history=())
-    assert [c.id for c in planner.plan(cut).order] == ["a300", "c300"]
+def test_the_chunks_stand_behind_the_history() -> None:
+    planner = make_planner(stored=on_disk("b300", "c300"))
+    past = tuple(refs(["a300", "h50"]))
+    plan = planner.plan(ask("b300", "c300", history=past))
+    assert kinds(plan) == ["exact", "computed", "computed", "fused", "fused", "computed"]
+    assert [span.in_history for span in plan.spans] == [False, True, True, False, False, False]
+    assert plan.spans[1].reason is Reason.HISTORY
+    assert [span.start for span in plan.spans] == [0, 4, 304, 354, 654, 954]
+    assert plan.num_tokens == 4 + 350 + 600 + 10
+    assert plan.chosen.rows == 350 + 60 + 10
+    alone = planner.plan(ask("b300", "c300"))
+    assert price(plan) > price(alone), "the history is computed and paid for"
+
+
+def test_behind_a_history_no_chunk_is_exact_from_the_store() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300", first=True))
+    assert planner.plan(ask("a300", "b300")).spans[1].kind is SpanKind.EXACT
+    plan = planner.plan(ask("a300", "b300", history=tuple(refs(["h50"]))))
+    assert kinds(plan) == ["exact", "computed", "fused", "fused", "computed"]
+    exact = planner.plan(ask("a300", history=tuple(refs(["h50"])), reuse=Reuse.EXACT))
+    assert kinds(exact) == ["exact", "computed", "computed", "computed"]
+    free = ask("x50", "a300", history=tuple(refs(["h50"])), order=OrderPermission.FREE)
+    assert planner.plan(free).ordered_by == "given"
+    twice = planner.plan(ask("a300", "b300", history=tuple(refs(["a300"]))))
+    assert kinds(twice) == ["exact", "computed", "fused", "fused", "computed"]
+
+
+def test_a_history_in_the_tree_is_exact_and_chunks_may_be_ordered_behind_it() -> None:
+    world = World(device_tokens=5000)
+    world.ask("a300", "h50", "b300", "c200")
+    planner = make_planner(world)
+    past = tuple(refs(["a300", "h50"]))
+    plan = planner.plan(ask("c200", "b300", history=past, order=OrderPermission.FREE))
+    assert kinds(plan) == ["exact"] * 5 + ["computed"]
+    assert [c.id for c in plan.order] == ["b300", "c200"]
+    assert plan.exact_tokens == PREAMBLE.num_tokens + 850
+    half = planner.plan(ask("c200", history=(*past, *refs(["i20"]))))
+    assert kinds(half) == ["exact", "exact", "exact", "computed", "computed", "computed"]
+    assert [span.in_history for span in half.spans] == [False, True, True, True, False, False]
+    assert planner.finished(ask("b300", history=past), planner.plan(ask("b300", history=past))) == 1
+
+
+def test_a_longer_path_in_a_slow_tier_does_not_change_the_order() -> None:
+    world = World(device_tokens=700, host_tokens=2000)
+    world.ask("b300", "c300")
+    world.ask("a300", "d300")  # pushes b, c out to host
+    assert world.where()[("b300", "c300")] == {"host"}
+    request = ask("a300", "b300", "c300", order=OrderPermission.FREE)
+    fast = make_planner(world).plan(request)
+    assert (fast.ordered_by, fast.exact_tokens) == ("tree", 604)
+    slow_planner = make_planner(world, links={"host": 100.0})
+    slow, given = slow_planner.plan(request), slow_planner.plan(ask("a300", "b300", "c300"))
+    assert slow.ordered_by == "given"
+    assert price(slow) == price(given)
+
+
+def test_requests_ahead_hide_loading() -> None:
+    stored, links = on_disk("a300", "b300"), {"disk": 2e6}
+    planner = make_planner(stored=stored, links=links)
+    alone = planner.plan(ask("a300", "b300"))
+    planner.queue_s = lambda: 5.0
+    queued = planner.plan(ask("a300", "b300"))
+    full = next(option for option in queued.options if option.name == "full")
+    assert full.predicted_s == pytest.approx(5.0 + 0.614, abs=0.01)
+    assert price(queued) - 5.0 < price(alone)
+
+
+def test_bytes_that_others_wait_for_make_a_tier_slow() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"))
+    assert planner.plan(ask("a300", "b300")).strategy == "epic"
+    planner.pending_bytes = lambda: {"disk": int(10 * FAST)}
+    plan = planner.plan(ask("a300", "b300"))
+    assert plan.strategy is None
+    assert why(plan, "fused epic") is Reason.TIER_TOO_SLOW
+
+
+def test_bytes_of_each_codec_come_at_their_own_pace() -> None:
+    stored = {n: c._replace(codec="int8") for n, c in on_disk("a300", "b300").items()}
+    slow = make_planner(stored=stored, links={"disk": FAST, "disk/int8": 1e4})
+    assert slow.plan(ask("a300", "b300")).strategy is None
+    other = make_planner(stored=stored, links={"disk": FAST, "disk/raw": 1e4})
+    assert other.plan(ask("a300", "b300")).strategy == "epic", "the tier's own speed does for all"
+    gone = make_planner(stored=stored, links={"disk/raw": FAST}).plan(ask("a300", "b300"))
+    assert why(gone, "fused epic") is Reason.TIER_UNKNOWN
+
+
+def test_a_strategy_that_cannot_run_is_listed_with_its_reason() -> None:
+    planner = make_planner(stored=on_disk("a300"))
+    planner.unavailable = {"qcfuse": Reason.NO_LAYERS}
+    assert why(planner.plan(ask("a300")), "fused qcfuse") is Reason.NO_LAYERS
 
 
 def test_a_path_may_enter_the_tree_once_its_chunks_were_seen_twice() -> None:
@@ -333,6 +421,7 @@ def test_a_plan_covers_the_prompt_and_is_never_dearer_than_full_prefill(
         assert plan.strategy is None
     loaded = sum(span.load_bytes for span in plan.spans)
     assert loaded == plan.chosen.load_bytes
+    assert price(plan) <= price(planner.plan(ask(*names, reuse=reuse))) + 1e-12, "the given order"
     exact_rows = sum(s.num_tokens for s in plan.spans if s.kind is SpanKind.COMPUTED)
     fused = sum(s.num_tokens for s in plan.spans if s.kind is SpanKind.FUSED)
     assert exact_rows <= plan.chosen.rows <= exact_rows + fused

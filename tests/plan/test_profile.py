@@ -103,8 +103,8 @@ def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
     profile.save(tmp_path / "profile.json")
     back = load_profile(tmp_path / "profile.json")
     assert back == profile
-    assert back.link("disk", "int8") == links["disk/int8"]
-    assert back.link("disk", "raw") == links["disk"]
+    assert back.link("disk/int8") == links["disk/int8"]
+    assert back.link("disk/raw") == links["disk"]
     assert back.link("redis") is None
 
 

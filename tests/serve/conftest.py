@@ -1,4 +1,4 @@
-"""One server for the tests that do not need one of their own."""
+"""One server for the tests that do not need one of their own, and one with knowledge bases."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,15 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app import Weave
-from serving import make_weave, serving
+from serving import Shelf, make_libraries, make_weave, serving
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured of this machine stays out of the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVWEAVE_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +33,12 @@ def url(weave: Weave) -> Iterator[str]:
 def client(url: str) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def shelf(weave: Weave, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    root = tmp_path_factory.mktemp("shelf")
+    libraries = make_libraries(weave, root)
+    with serving(weave, libraries=libraries) as address:
+        yield Shelf(address, weave, libraries, root)
+    libraries.close()

@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.errors import ConfigError
-from kvweave.serve.bridge import Limits
+from kvweave.serve.limits import Limits
 from serving import (
     FailingDecoder,
     GatedDecoder,
@@ -88,7 +88,7 @@ def test_a_full_house_is_a_429_that_says_when_to_come_back(gated: Gated) -> None
         wait_for_health(gated.url, lambda h: h["waiting"] == 1)
         with (
             OpenAI(base_url=f"{gated.url}/v1", api_key="none", max_retries=0) as client,
-            pytest.raises(openai.RateLimitError, match="2 requests are running or wait") as seen,
+            pytest.raises(openai.RateLimitError, match="2 answers of at most 2 are run") as seen,
         ):
             client.chat.completions.create(model="tiny", messages=user("hi"))
         assert seen.value.response.headers["Retry-After"] == "1"

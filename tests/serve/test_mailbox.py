@@ -5,9 +5,13 @@ import threading
 
 import pytest
 
-from kvweave.app import Answer, Piece
-from kvweave.serve.chat import Reply
+from kvweave.app import Answer, Answering, Piece
+from kvweave.serve.bridge import Job
+from kvweave.serve.chat import ChatForm
 from kvweave.serve.mailbox import Mailbox
+from kvweave.serve.prometheus import ServerMetrics
+from kvweave.serve.wire import ChatRequest
+from serving import user
 
 ANSWER = Answer("abc", "stop", 5, 3, ttft_ms=1.0, total_ms=2.0)
 
@@ -27,11 +31,15 @@ def test_pieces_that_came_meanwhile_leave_together() -> None:
 
 def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
     async def read() -> list[str]:
-        mailbox = Mailbox()
+        def never_started() -> Answering:
+            raise AssertionError("the test writes into its mailbox itself")
+
+        job = Job(never_started, ServerMetrics())
         for text in ["a", "", "bc"]:
-            mailbox.put(Piece(text))
-        mailbox.end(ANSWER)
-        chunks = Reply("m").chunks(mailbox, with_usage=False, with_logprobs=False)
+            job.mailbox.put(Piece(text))
+        job.mailbox.end(ANSWER)
+        request = ChatRequest.model_validate({"messages": user("hi")})
+        chunks = ChatForm("m", request).chunks([job])
         return [c["choices"][0]["delta"].get("content") async for c in chunks]
 
     assert asyncio.run(read()) == ["", "abc", None]

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app import Weave
-from kvweave.serve.bridge import Limits
+from kvweave.serve.limits import Limits
 from serving import serving, user
 
 HELLO: dict[str, Any] = {"messages": user("hello"), "max_tokens": 1}
@@ -48,7 +48,23 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop must be made of non-empty strings"),
     ({"stop": 5}, "'stop' must be a string or a list of strings, got 5"),
     ({"stop": ["a", 5]}, "'stop.1' must be a valid string, got 5"),
-    ({"n": 2}, "'n' is not supported other than 1, got 2"),
+    ({"n": 0}, "'n' must be between 1 and 16, got 0"),
+    ({"n": 17}, "'n' must be between 1 and 16, got 17"),
+    ({"kb": "nowhere"}, "no knowledge base 'nowhere' here; known: none yet"),
+    ({"kb": "../etc"}, "'../etc' cannot name a knowledge base; use letters"),
+    ({"kb": "a" * 65}, "cannot name a knowledge base"),
+    ({"k": 3}, "'k' needs 'kb' or 'documents'"),
+    ({"kb": "x", "k": 0}, "'k' must be between 1 and 1000, got 0"),
+    ({"kb": "x", "documents": ["a"], "k": 3}, "'k' chooses among a knowledge base"),
+    ({"conversation_id": "c"}, "'conversation_id' needs 'kb' or 'documents'"),
+    ({"documents": ["a"], "conversation_id": "c"}, "'conversation_id' needs 'kb'"),
+    ({"kb": "x", "conversation_id": ""}, "'conversation_id' must have 1 to 256 characters"),
+    ({"reuse": "weave"}, "'reuse' needs 'kb' or 'documents'"),
+    ({"documents": ["a"], "reuse": "weave"}, "'reuse' needs 'kb', the knowledge base whose"),
+    ({"reuse": 5}, "'reuse' must be a string or an object with a strategy, got 5"),
+    ({"kb": "x", "reuse": {"ratios": 1}}, "'reuse.ratios' is not supported"),
+    ({"order": "shuffle"}, "'order' must be 'keep' or 'free', got 'shuffle'"),
+    ({"explain": "yes"}, "'explain' must be a valid boolean"),
     ({"presence_penalty": 0.5}, "'presence_penalty' is not supported other than 0"),
     ({"frequency_penalty": -1}, "'frequency_penalty' is not supported other than 0"),
     ({"store": True}, "'store' is not supported other than false"),
@@ -61,7 +77,10 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"documents": [{"text": "t", "url": "u"}]}, "'documents.0.url' is not supported"),
     ({"documents": ["a"], "messages": user("a") * 2}, "got user, user"),
     ({"documents": ["a"], "messages": [SYSTEM, SYSTEM, *user("a")]}, "at most one system message"),
-    ({"documents": ["a"], "messages": [SYSTEM]}, "'documents' goes with one user message"),
+    (
+        {"documents": ["a"], "messages": [SYSTEM]},
+        "'documents' and 'kb' go with user and assistant messages in turn",
+    ),
     ({"documents": ["word " * 3000]}, "send less text or fewer documents"),
 ]
 
@@ -89,7 +108,8 @@ def refusal(reply: httpx.Response, status: int) -> dict[str, Any]:
 def test_a_fault_is_a_400_that_names_it(
     url: str, fault: dict[str, Any], says: str, stream: bool
 ) -> None:
-    error = refusal(post(url, {"stream": stream, **HELLO, **fault}), 400)
+    status = 404 if fault.get("kb") == "nowhere" else 400
+    error = refusal(post(url, {"stream": stream, **HELLO, **fault}), status)
     assert says in error["message"]
     assert error["type"] == "invalid_request_error"
 

@@ -201,7 +201,9 @@ def _explain_document(answer: "Answer") -> dict[str, Any] | None:
         return None
     decided = answer.decision
     plan = {} if decided is None else {"plan": decision_document(decided)}
-    return {**as_document(answer.explain), **plan}
+    guessed = answer.speculation
+    speculation = {} if guessed is None else {"speculation": guessed.document()}
+    return {**as_document(answer.explain), **plan, **speculation}
 
 
 def _explained(weave: "Weave", answer: "Answer") -> str:
@@ -209,7 +211,9 @@ def _explained(weave: "Weave", answer: "Answer") -> str:
         return "full prefill: every token of the prompt was computed"
     texts = weave.texts_of(answer.explain.token_ids)
     shown = show(answer.explain, texts, colour=sys.stderr.isatty())
-    return shown if answer.decision is None else f"{shown}\n{decision_line(answer.decision)}"
+    if answer.decision is not None:
+        shown += f"\n{decision_line(answer.decision)}"
+    return shown if answer.speculation is None else f"{shown}\n{answer.speculation.summary()}"
 
 
 def _ingest_command(kb_folder: Path | None, settings: dict[str, str]) -> str:

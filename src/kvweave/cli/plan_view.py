@@ -23,6 +23,7 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
                 "start": span.start,
                 "tokens": span.num_tokens,
                 "chunk": span.chunk_id,
+                "history": span.in_history,
                 "tier": span.tier or None,
                 "load_bytes": span.load_bytes,
                 "reason": str(span.reason),
@@ -94,7 +95,9 @@ def spans_table(plan: "Plan") -> "Table":
     place = 0
     for span in plan.spans:
         part = "preamble" if span.start == 0 else "question"
-        if span.chunk_id is not None:
+        if span.in_history:
+            part = "history"
+        elif span.chunk_id is not None:
             place += 1
             part = f"chunk {place}"
         size = f"{span.load_bytes / 1e6:.1f} MB" if span.load_bytes else ""

@@ -1,17 +1,23 @@
-"""`kvweave serve`: an OpenAI-compatible server over one model."""
+"""`kvweave serve`: an OpenAI-compatible server over one model and its knowledge bases."""
 
 import importlib.util
-import json
+import signal
 import socket
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvweave.cli.greeting import greet, url_of
 from kvweave.cli.loading import model_options, open_weave
+from kvweave.cli.serve_options import limit_options, make_limits, parse_folders
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.app import Weave
+    from kvweave.libraries import Libraries
+    from kvweave.serve.server import Server
 
 
 @click.command("serve")
@@ -24,16 +30,77 @@ if TYPE_CHECKING:
     show_default=True,
     help="0 takes a free one.",
 )
-def command(model: str, device: str, dtype: str, quant: str, host: str, port: int) -> None:
+@click.option(
+    "--kb-root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of knowledge bases, one per subfolder, made on first upload.",
+)
+@click.option(
+    "--kb",
+    "folders",
+    multiple=True,
+    metavar="NAME=DIR",
+    help="A knowledge base elsewhere; TENANT/NAME=DIR gives it to a tenant. Repeatable.",
+)
+@click.option("--embedder", default="minilm", show_default=True, help="Of new knowledge bases.")
+@click.option("--encoding", help="Encoding context of chunk KV, such as isolated or filler:4.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Lines of key or key:tenant. KVWEAVE_API_KEYS does the same.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["human", "json"]),
+    help="Log every request, as text or as JSON lines; warnings alone if left out.",
+)
+@limit_options
+def command(
+    model: str,
+    device: str,
+    dtype: str,
+    quant: str,
+    host: str,
+    port: int,
+    kb_root: Path | None,
+    folders: tuple[str, ...],
+    embedder: str,
+    encoding: str | None,
+    api_key_file: Path | None,
+    log_format: str | None,
+    grace: float,
+    lame: float,
+    **numbers: float,
+) -> None:
     """Serve an OpenAI-compatible API."""
     _need_extra()
+    from kvweave.libraries import Libraries, LibrariesConfig
+    from kvweave.serve.auth import read_keys
+    from kvweave.serve.logs import configure_logs
+    from kvweave.serve.server import Server
+
+    keys, limits = read_keys(api_key_file), make_limits(numbers)
+    config = LibrariesConfig(kb_root, parse_folders(folders), embedder, encoding)
     with _listen(host, port) as listener:  # before the model: a taken port should not cost a load
         weave = open_weave(model=model, device=device, dtype=dtype, quant=quant)
-        _run(weave, listener, host)
+        libraries = Libraries(weave, config)
+        url = url_of(host, listener.getsockname()[1])
+        configure_logs("json" if log_format == "json" else "human" if log_format else None)
+        server = Server(
+            weave,
+            limits=limits,
+            libraries=libraries,
+            keys=keys,
+            patience_s=grace,
+            lame_s=lame,
+            on_ready=lambda: greet(weave, url, with_key=bool(keys)),
+        )
+        _run(server, weave, libraries, listener)
 
 
 def _need_extra() -> None:
-    missing = [name for name in ("fastapi", "uvicorn") if not _is_installed(name)]
+    wanted = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+    missing = [name for name in wanted if not _is_installed(name)]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} not found; run: pip install 'kvweave[serve]'")
 
@@ -67,46 +134,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run(weave: "Weave", listener: socket.socket, host: str) -> None:
-    from kvweave.serve.server import Server
-
-    url = _url(host, listener.getsockname()[1])
-    server = Server(weave, on_ready=lambda: _greet(weave, url))
-    try:
-        server.run([listener])
-    except KeyboardInterrupt:  # the server has shut down in order and now passes the signal on
-        click.echo("stopped", err=True)
-
-
-def _url(host: str, port: int) -> str:
-    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - everywhere, so also here
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _greet(weave: "Weave", url: str) -> None:
-    """Say where the server is and what to type next."""
-    from rich.console import Console
-
-    hello = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
-    console = Console(highlight=False)
-
-    def say(text: str = "", style: str = "") -> None:
-        console.print(text, style=style, markup=False, soft_wrap=True)
-
-    say(f"kvweave serves {weave.model_name} at {url}/v1", "bold green")
-    say("Ctrl-C stops it. Try it from another terminal:", "dim")
-    say()
-    say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
-    say(f"    -d '{json.dumps(hello)}'")
-    say()
-    say("or from Python (pip install openai):", "dim")
-    say()
-    say("  from openai import OpenAI")
-    say(f'  chat = OpenAI(base_url="{url}/v1", api_key="none").chat.completions')
-    say('  hello = [{"role": "user", "content": "Say hello."}]')
-    say(
-        f"  print(chat.create(model={weave.model_name!r}, messages=hello, max_tokens=32)"
-        ".choices[0].message.content)"
-    )
-    console.file.flush()
+def _run(server: "Server", weave: "Weave", libraries: "Libraries", listener: socket.socket) -> None:
+    # uvicorn stops in order and then passes the signal on, which must not end us before we close
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with closing(weave), closing(libraries):
+        try:
+            server.run([listener])
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)

@@ -139,6 +139,10 @@ class SentenceEmbedder:
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
         return self._embed(texts, self.instructions.query)
 
+    def num_tokens(self, text: str) -> int:
+        """Tokens the model reads of a text; what is longer than its window is cut off."""
+        return len(self.model.tokenize([text])["input_ids"][0])
+
     def _embed(self, texts: Sequence[str], instruction: str) -> Vectors:
         if not texts:
             return np.zeros((0, self.dim), dtype=np.float32)

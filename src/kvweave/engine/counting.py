@@ -55,12 +55,21 @@ class Counts:
 
     def released(self, live: Live) -> None:
         """A speculation was right: what it had computed by now need not be waited for."""
-        self.add("speculation_saved_tokens", max(0, live.computed - live.cached))
+        saved = max(0, live.computed - live.cached)
+        live.ticket.timeline.saved_tokens = saved
+        self.add("speculation_right")
+        self.add("speculation_saved_tokens", saved)
 
     def dropped(self, live: Live) -> None:
-        """A speculation was wrong. What entered the knowledge tree is not lost."""
-        kept = live.cached if live.lease is None else max(live.cached, live.lease.num_tokens)
-        self.add("speculation_wasted_tokens", max(0, live.computed - kept))
+        """A speculation was wrong. What entered the knowledge tree is not lost on those who look
+        there."""
+        kept = live.cached
+        if live.request.use_tree and live.lease is not None:
+            kept = max(kept, live.lease.num_tokens)
+        wasted = max(0, live.computed - kept)
+        live.ticket.timeline.wasted_tokens = wasted
+        self.add("speculation_wrong")
+        self.add("speculation_wasted_tokens", wasted)
 
     def snapshot(self) -> dict[str, int]:
         return dict(self._counts)

@@ -161,6 +161,7 @@ class Desk:
         """Draw a token and hand it out; a held request keeps the logits instead."""
         if live.held:
             live.logits = logits.clone()
+            live.ticket.timeline.prefilled_s = time.perf_counter()
             return
         if not live.answered:
             self.counts.first_token(live)

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from kvweave.engine.config import EngineConfig, num_pages
+from kvweave.engine.config import EngineConfig, num_pages, with_guess_rows
 from kvweave.engine.desk import Desk
 from kvweave.engine.live import Live
 from kvweave.engine.loading import Loading
@@ -28,7 +28,7 @@ from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
 from kvweave.errors import EngineClosed
 from kvweave.fuse.encode import Prefix
-from kvweave.kv.tree import KnowledgeTree
+from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool
 from kvweave.types import ChunkId
@@ -52,7 +52,7 @@ class Engine:
         cost_s: Cost = guessed_cost_s,
     ) -> None:
         """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps."""
-        self.cfg = cfg or EngineConfig()
+        self.cfg = with_guess_rows(cfg or EngineConfig(), decoder.device)
         self._decoder = decoder
         pages = num_pages(self.cfg, decoder)
         pool = KVPool(decoder.spec, pages, self.cfg.page_tokens, decoder.dtype, decoder.device)
@@ -129,13 +129,23 @@ class Engine:
             "parked": len(scheduler.parked),
             "preemptions": scheduler.preemptions,
             "tree_nodes": len(self.tree),
+            **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._desk.counts.snapshot(),
         }
 
     def pending_prefills(self) -> int:
-        """Requests whose prompt is not computed yet. Speculation starts when there are few."""
-        running = sum(live.needed > 1 for live in list(self._scheduler.running))
-        return running + len(self._scheduler.waiting) + len(self._inbox)
+        """Requests whose prompt is not computed yet. Speculation starts when there are few.
+
+        Those that nobody wants any more are not counted: their turn never comes.
+        """
+        lives = dict(self._desk.lives)  # a copy in one go: the engine thread changes it
+        prompts = sum(
+            live.computed < live.prompt_len and not ticket.is_cancelled
+            for ticket, live in lives.items()
+        )
+        with self._changed:
+            news = [item for item in self._inbox if isinstance(item, Ticket)]
+        return prompts + sum(not (ticket.is_cancelled or ticket in lives) for ticket in news)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all books balance. On the engine thread: see `run_alone`."""
@@ -216,10 +226,9 @@ class Engine:
             return False
 
     def _take_in(self) -> None:
-        with self._changed:
-            news = list(self._inbox)
-            self._inbox.clear()
-        for item in news:
+        for _ in range(len(self._inbox)):
+            with self._changed:  # one by one: while a job runs, what waits behind it still counts
+                item = self._inbox.popleft()
             if isinstance(item, Ticket):
                 self._desk.heard_of(item)
             else:

@@ -83,6 +83,11 @@ class Timeline:
     first_token_s: float | None = None
     finished_s: float | None = None
     preempted: int = 0  # times its pages were taken away
+    prefilled_s: float | None = (
+        None  # a speculation: its prompt was computed before it was released
+    )
+    saved_tokens: int = 0  # a speculation that was right: computed before it was released
+    wasted_tokens: int = 0  # one that was wrong: computed, and not kept in the knowledge tree
     shared: bool = False  # others were computed in the same steps
 
     @property

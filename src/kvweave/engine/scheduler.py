@@ -4,7 +4,8 @@ A sequence has tokens that are known and tokens that are computed; the differenc
 needs. Prefill, a slice of it, decode and recomputing after a preemption are the same bookkeeping.
 
     1  who is one row short (decodes) comes first, so that answers flow
-    2  then those under way, oldest first, as many rows as the step has left
+    2  then those under way, oldest first, as many rows as the step has left; speculations behind
+       all others and a few rows at a time, because a wrong one can only end between two steps
     3  then who waits, while there is room for its whole prompt
 
 When pages run out, the sequence that came last gives its pages back and is computed again later:
@@ -108,8 +109,8 @@ class Scheduler(Generic[S]):
         if any(seq.needed == 1 for seq in together):
             left = self._cfg.step_rows
         works: dict[S, int] = {}
-        for seq in sorted(together, key=lambda seq: (seq.needed > 1, seq.arrival)):
-            rows = min(seq.needed, left)
+        for seq in sorted(together, key=lambda seq: (seq.needed > 1, seq.held, seq.arrival)):
+            rows = self._share(seq, left)
             if rows and seq in self.running and self._make_room(seq, seq.computed + rows, works):
                 works[seq] = rows
                 left -= rows
@@ -118,9 +119,14 @@ class Scheduler(Generic[S]):
                 if not works:
                     return self.next_step()
                 break
-            works[new] = min(new.needed, left)
+            works[new] = self._share(new, left)
             left -= works[new]
         return [Work(seq, rows) for seq, rows in works.items()]
+
+    def _share(self, seq: S, left: int) -> int:
+        """Rows of it in a step that has `left` of them."""
+        most = self._cfg.guess_rows if seq.held else None
+        return min(seq.needed, left if most is None else min(left, most))
 
     def _next_in(self) -> S | None:
         """Let one more sequence in, if there is room for it."""

@@ -151,15 +151,31 @@ def _halved(x: Tensor) -> Tensor:
     return x.float().clamp(-largest, largest).to("cpu", torch.float16)
 
 
+def look_into(blob: Tensor) -> Anchors:
+    """As `unpack_anchors`, keys and values as views of the blob: uint8 [n] on the host."""
+    num_layers, count, heads, dim = _sizes(blob[: HEADER.size].numpy().tobytes(), len(blob))
+    num_indices, num_values = num_layers * count, num_layers * count * heads * dim
+    parts = torch.split(blob[HEADER.size :], [4 * num_indices, 2 * num_values, 2 * num_values])
+    shape = (num_layers, count, heads, dim)
+    keys, values = (part.view(torch.float16).view(shape) for part in parts[1:])
+    return Anchors(parts[0].view(torch.int32).view(num_layers, count).long(), keys, values)
+
+
+def _sizes(start: bytes, num_bytes: int) -> tuple[int, int, int, int]:
+    """Layers, anchors, heads, head dim of a blob. Raises ValueError if it is none."""
+    if len(start) < HEADER.size or start[:4] != MAGIC:
+        raise ValueError("these bytes are no anchors")
+    _, num_layers, count, heads, dim = HEADER.unpack_from(start)
+    if num_bytes != HEADER.size + 4 * num_layers * count * (1 + heads * dim):
+        raise ValueError(f"anchors of {num_layers} layers have another size than {num_bytes}")
+    return num_layers, count, heads, dim
+
+
 def unpack_anchors(blob: bytes) -> Anchors:
     """The inverse of `pack_anchors`, float16. Raises ValueError if the blob is none."""
     data = memoryview(blob)
-    if len(data) < HEADER.size or bytes(data[:4]) != MAGIC:
-        raise ValueError("these bytes are no anchors")
-    _, num_layers, count, heads, dim = HEADER.unpack_from(data)
+    num_layers, count, heads, dim = _sizes(bytes(data[: HEADER.size]), len(data))
     num_indices, num_values = num_layers * count, num_layers * count * heads * dim
-    if len(data) != HEADER.size + 4 * num_indices + 4 * num_values:
-        raise ValueError(f"anchors of {num_layers} layers have another size than {len(data)}")
     at = HEADER.size
     indices = np.frombuffer(data, np.int32, num_indices, at).reshape(num_layers, count)
     at += 4 * num_indices

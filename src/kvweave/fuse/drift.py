@@ -10,6 +10,7 @@ Shapes: R running rows, C chosen rows, Hk KV heads, D head dim.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ from torch import Tensor
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, Span, State
+from kvweave.fuse.stitched import positions_of
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.shift import shift
 
 # Found by trial on SmolLM2; bench/quality.py is where to check it on another model.
 STRENGTH = 0.5
@@ -34,6 +38,38 @@ class _Moved:
     weight: float
 
 
+class MovedAtOnce(NamedTuple):
+    """All such chunks together, for a device where many small steps cost more than the work."""
+
+    mean: Tensor  # [C, chosen] float32: takes changes to each chunk's weighted mean
+    chunk: Tensor  # [N] of every row of these chunks
+    row: Tensor  # [N] its position
+    angles: Angles  # of these rows
+
+    @classmethod
+    def of(cls, decoder: Decoder, spans: Sequence[tuple[Span, int, float]]) -> "MovedAtOnce":
+        """`spans` with their number of chosen rows and weight; all chosen rows belong to them."""
+        counts = torch.tensor([count for _, count, _ in spans])
+        owner = torch.repeat_interleave(torch.arange(len(spans)), counts)  # of each chosen row
+        mean = torch.zeros(len(spans), len(owner))
+        weights = torch.tensor([weight / count for _, count, weight in spans])
+        mean[owner, torch.arange(len(owner))] = weights[owner]
+        sizes = torch.tensor([span.num_tokens for span, _, _ in spans])
+        chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)
+        row = positions_of([range(span.start, span.end) for span, _, _ in spans])
+        there = on_device(row, decoder.device)
+        to_mean, owns = (on_device(x, decoder.device) for x in (mean, chunk))
+        return cls(to_mean, owns, there, decoder.angles(there))
+
+    def add(self, change_k: Tensor, change_v: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Move these rows of keys and values [T, Hk, D] by the mean of their chunk's changes."""
+        by = [
+            (self.mean @ change.float().flatten(1)).view(-1, *change.shape[1:])
+            for change in (change_k, change_v)
+        ]
+        shift(keys, values, by[0], by[1], self.chunk, self.row, self.angles)
+
+
 class Drift:
     """Moves the unchosen rows of one request. Made once per request and choice of rows."""
 
@@ -41,30 +77,45 @@ class Drift:
         self,
         decoder: Decoder,
         request: FuseRequest,
-        chosen: Sequence[int],
+        chosen: Sequence[int] | Tensor,
         strength: float = STRENGTH,
+        *,
+        at_once: bool | None = None,
     ) -> None:
-        """`chosen` are the recomputed hits, ascending."""
-        self._chosen = torch.tensor(chosen, dtype=torch.int64)
-        self._back = backwards(decoder.angles(self._chosen.to(decoder.device)))
+        """`chosen` are the recomputed hits, ascending. `at_once`: all chunks in a few steps, as on
+        a GPU (None: where there is one)."""
+        if at_once is None:
+            at_once = decoder.device.type == "cuda"
+        self._chosen = torch.as_tensor(chosen, dtype=torch.int64)
+        self._device = decoder.device
+        self._back = backwards(decoder.angles(on_device(self._chosen, decoder.device)))
         self._moved: list[_Moved] = []
+        spans: list[tuple[Span, int, float]] = []
         for span in request.spans:
             bounds = torch.searchsorted(self._chosen, torch.tensor([span.start, span.end]))
             first, last = (int(b) for b in bounds)
             if span.state is not State.REUSED or first == last:
                 continue
-            angles = decoder.angles(torch.arange(span.start, span.end, device=decoder.device))
             weight = strength * (last - first) / (last - first + DOUBT)
-            self._moved.append(_Moved(span, slice(first, last), angles, weight))
+            spans.append((span, last - first, weight))
+            if not at_once:
+                angles = decoder.angles(torch.arange(span.start, span.end, device=decoder.device))
+                self._moved.append(_Moved(span, slice(first, last), angles, weight))
+        self._at_once = MovedAtOnce.of(decoder, spans) if at_once and spans else None
+        self._rows: Tensor | None = None  # of the chosen among the running ones
 
     def apply(self, look: LayerLook, kv: KVBuffer) -> None:
         """Move one layer, before the fresh rows are written over it."""
-        if look.layer == 0 or not self._moved:
+        if look.layer == 0 or not (self._moved or self._at_once):
             return  # layer 0 depends on the tokens alone: nothing drifts
-        rows = torch.searchsorted(look.positions, self._chosen).to(look.stored_v.device)
+        if self._rows is None:  # drift is for rows that run from the start: always the same
+            self._rows = on_device(torch.searchsorted(look.positions, self._chosen), self._device)
+        rows = self._rows
         change_k = rotate(look.turned_k[rows] - look.stored_k[rows], self._back)  # before RoPE
         change_v = look.fresh.v[rows] - look.stored_v[rows]
         keys, values = kv.keys(look.layer), kv.values(look.layer)
+        if self._at_once is not None:
+            self._at_once.add(change_k, change_v, keys, values)
         for moved in self._moved:
             place = slice(moved.span.start, moved.span.end)
             mean_k = change_k[moved.rows].mean(0, keepdim=True) * moved.weight

@@ -6,7 +6,6 @@ The one place where selectors, before or in flight, meet the pass.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,9 @@ from kvweave.errors import RequestError
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.fused_pass import LayerLook, Mask, Passed, fused_pass
 from kvweave.fuse.protocol import Decoder, KVBuffer
-from kvweave.fuse.request import FuseRequest, budget
+from kvweave.fuse.request import FuseRequest, State, budget
 from kvweave.fuse.selectors.base import InFlightSelector, Narrowing, Scene, Selector
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import Stitched, positions_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +53,12 @@ def fuse(
     """
     check_ratio(ratio)
     started_s = time.perf_counter()
-    hits = request.hits
+    hits = positions_of(request.runs(State.REUSED))
+    must_compute = positions_of(request.to_compute)
     count = budget(len(hits), ratio) if selector is not None else 0
-    chosen, in_flight = _choose(decoder, request, stitched, selector, hits, count)
-    rows = sorted({*chosen, *request.must_compute})
+    scene = Scene(decoder, request, stitched, hits)
+    chosen, in_flight = _choose(scene, selector, count, must_compute)
+    rows = torch.cat([chosen, must_compute]).sort().values
     mover = None
     if drift and 0 < count < len(hits):
         assert in_flight is None, "drift is known only for rows that run from the start"
@@ -71,7 +72,7 @@ def fuse(
     finished_s = time.perf_counter()
     return Fused(
         passed.logits,
-        _hits_among(passed, request),
+        _hits_among(passed, request, hits),
         passed.rows_per_layer,
         _work(decoder, request, passed, selector if 0 < count < len(hits) else None),
         chosen_s - started_s - loaded_s,
@@ -87,22 +88,19 @@ def check_ratio(ratio: float) -> None:
 
 
 def _choose(
-    decoder: Decoder,
-    request: FuseRequest,
-    stitched: Stitched,
+    scene: Scene,
     selector: Selector | InFlightSelector | None,
-    hits: list[int],
     count: int,
-) -> tuple[Sequence[int], "_HitsOnly | None"]:
+    must_compute: Tensor,
+) -> tuple[Tensor, "_HitsOnly | None"]:
     """Hits that start the pass, and who narrows them down in it."""
-    if selector is None or count in (0, len(hits)):
-        return hits[:count], None
-    scene = Scene(decoder, request, stitched, torch.tensor(hits, dtype=torch.int64))
+    if selector is None or count in (0, len(scene.hits)):
+        return scene.hits[:count], None
     if hasattr(selector, "begin"):
-        return hits, _HitsOnly(selector.begin(scene, count), request.must_compute)
+        return scene.hits, _HitsOnly(selector.begin(scene, count), must_compute)
     chosen = selector.select(scene, count)
     assert len(chosen) == count, f"{selector} chose {len(chosen)} of {count}"
-    return chosen.tolist(), None
+    return chosen, None
 
 
 def _work(
@@ -118,17 +116,19 @@ def _work(
     return rows / (num_layers * len(request.prompt_ids))
 
 
-def _hits_among(passed: Passed, request: FuseRequest) -> tuple[int, ...]:
-    hits = set(request.hits)
-    return tuple(p for p in passed.recomputed if p in hits)
+def _hits_among(passed: Passed, request: FuseRequest, hits: Tensor) -> tuple[int, ...]:
+    is_hit = torch.zeros(len(request.prompt_ids), dtype=torch.bool)
+    is_hit[hits] = True
+    recomputed = torch.tensor(passed.recomputed, dtype=torch.int64)
+    return tuple(recomputed[is_hit[recomputed]].tolist())
 
 
 class _HitsOnly:
     """Lets a selector narrow the hits while misses and the question always go on."""
 
-    def __init__(self, narrowing: Narrowing, always: Sequence[int]) -> None:
+    def __init__(self, narrowing: Narrowing, always: Tensor) -> None:
         self._narrowing = narrowing
-        self._always = torch.tensor(always, dtype=torch.int64)
+        self._always = always
 
     def narrow(self, look: LayerLook) -> Tensor | None:
         keep = self._narrowing.choose(look)

@@ -22,6 +22,7 @@ from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
 from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, rotate
 
 # "bottom_right" shows rows the future, as some published baselines do; see ALGORITHMS.md 2.3.
@@ -69,22 +70,24 @@ def fused_pass(
     decoder: Decoder,
     request: FuseRequest,
     stitched: Stitched,
-    rows: Sequence[int],
+    rows: Sequence[int] | Tensor,
     kv: KVBuffer,
     *,
     in_flight: Narrow | None = None,
     drift: Mover | None = None,
     mask: Mask = "exact",
 ) -> Passed:
-    """Fill `kv` for the whole prompt. `rows` are the positions to compute, ascending.
+    """Fill `kv` for the whole prompt. `rows` are the positions to compute, ascending, on the host.
 
     The last token is among them, and so is everything that no placed chunk covers. Raises ChunkLost
     when a placed chunk fails on the way; `kv` then holds garbage.
     """
     ids = request.prompt_ids
-    assert rows[-1] == len(ids) - 1, "the last token is always computed"
-    running = _Running.of(decoder, torch.tensor(rows, dtype=torch.int64))
-    h = decoder.embed(torch.tensor([ids[i] for i in rows], device=decoder.device))
+    positions = torch.as_tensor(rows, dtype=torch.int64)
+    assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"
+    running = _Running.of(decoder, positions)
+    own_ids = torch.tensor([ids[i] for i in positions.tolist()])
+    h = decoder.embed(on_device(own_ids, decoder.device))
     last = decoder.spec.num_layers - 1
     counts = []
     for layer in range(last + 1):
@@ -103,12 +106,11 @@ def fused_pass(
         keys[running.on_device] = turned
         values[running.on_device] = projected.v
         if layer == last:  # behind the last keys only the last row matters
-            keep = torch.tensor([len(running.positions) - 1])
             recomputed = running.positions
-        if keep is not None:
-            running = running.only(keep)
-            at = keep.to(decoder.device)
-            q, h = q[at], h[at]
+            running, q, h = running.last(), q[-1:], h[-1:].clone()
+        elif keep is not None:
+            at = on_device(keep, decoder.device)
+            running, q, h = running.only(keep, at), q[at], h[at]
         seen = running.positions if mask == "exact" else _bottom_right(running, len(ids))
         o = attend(rotate(q, running.angles), seen, [Segment(0, len(seen), keys, values)])
         h = decoder.finish(layer, h, o)
@@ -124,13 +126,17 @@ class _Running(NamedTuple):
 
     @classmethod
     def of(cls, decoder: Decoder, positions: Tensor) -> "_Running":
-        on_device = positions.to(decoder.device)
-        return cls(positions, on_device, decoder.angles(on_device))
+        there = on_device(positions, decoder.device)
+        return cls(positions, there, decoder.angles(there))
 
-    def only(self, keep: Tensor) -> "_Running":
-        at = keep.to(self.on_device.device)
+    def only(self, keep: Tensor, at: Tensor) -> "_Running":
+        """Rows `keep`; `at` are the same on the device."""
         angles = Angles(self.angles.cos[at], self.angles.sin[at])
-        return _Running(self.positions[keep.cpu()], self.on_device[at], angles)
+        return _Running(self.positions[keep], self.on_device[at], angles)
+
+    def last(self) -> "_Running":
+        angles = Angles(self.angles.cos[-1:], self.angles.sin[-1:])
+        return _Running(self.positions[-1:], self.on_device[-1:], angles)
 
 
 def _bottom_right(running: _Running, num_tokens: int) -> Tensor:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kvweave.fuse.encode import Prefix
 from kvweave.fuse.fuse import check_ratio, fuse
+from kvweave.fuse.pipeline import open_source
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages, chunk_records, token_states
 from kvweave.fuse.request import FuseRequest, State, classify
-from kvweave.fuse.sources import ChunkLost, StoredChunks
+from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.keys import ChunkKey
@@ -141,20 +142,19 @@ class StoredPrompt:
                 first_is_exact=first_is_exact,
                 asked=asked,
             )
-            source = StoredChunks(decoder, request.placed, transfer)
             tried_s = time.perf_counter()  # until here: waiting for headers, and for what was lost
             try:
-                stitched = Stitched(decoder, request, exact, source, kv)
-                fused = fuse(
-                    decoder,
-                    request,
-                    stitched,
-                    kv,
-                    strategy.selector,
-                    ratio,
-                    drift=strategy.drift,
-                    mask=strategy.mask,
-                )
+                with open_source(decoder, request.placed, transfer, strategy) as source:
+                    fused = fuse(
+                        decoder,
+                        request,
+                        Stitched(decoder, request, exact, source, kv),
+                        kv,
+                        strategy.selector,
+                        ratio,
+                        drift=strategy.drift,
+                        mask=strategy.mask,
+                    )
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
                 # what arrived in the wrong shape is not lost to the transfer, only to us
                 missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}

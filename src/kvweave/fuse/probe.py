@@ -18,9 +18,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.captured_probe import recordings_of
+from kvweave.fuse.protocol import Captures, Decoder
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import rotate
 
 
@@ -74,10 +76,15 @@ def probe(
     """
     rows = rows or range(request.question_start, len(request.prompt_ids))
     start = rows.start if first_position is None else first_position
+    if isinstance(view, NoContext) and isinstance(decoder, Captures) and decoder.can_capture:
+        ids_asked = request.prompt_ids[rows.start : rows.stop]
+        played = recordings_of(decoder).probe(decoder, ids_asked, start, sorted(layers))
+        if played is not None:
+            return {layer: Probed(q, k) for layer, (q, k) in played.items()}
     positions = torch.arange(start, start + len(rows))  # on the host
-    angles = decoder.angles(positions.to(decoder.device))
-    ids = [request.prompt_ids[i] for i in rows]
-    h = decoder.embed(torch.tensor(ids, device=decoder.device))
+    angles = decoder.angles(on_device(positions, decoder.device))
+    ids = torch.tensor(request.prompt_ids[rows.start : rows.stop])
+    h = decoder.embed(on_device(ids, decoder.device))
     found: dict[int, Probed] = {}
     deepest = max(layers)
     for layer in range(deepest + 1):

@@ -6,7 +6,8 @@ that owns the device. Tensors belong to the caller once returned.
 Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
 """
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class Decoder(Protocol):
     def spec(self) -> Shape: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def angles(self, positions: Tensor) -> Angles:
         """RoPE angles of positions [R] on the device."""
@@ -62,6 +65,20 @@ class Decoder(Protocol):
 
     def logits(self, h: Tensor) -> Tensor:
         """Next-token logits [R, V] of hidden states behind the last layer."""
+        ...
+
+
+@runtime_checkable
+class Captures(Decoder, Protocol):
+    """A decoder whose work can be recorded as a CUDA graph."""
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether this one can: on a GPU, with no step that looks at its results."""
+        ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Inside, nothing the decoder keeps from call to call is written to."""
         ...
 
 

@@ -1,5 +1,6 @@
 """What was done for one prompt: the fusion part of an explain record."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,14 +88,13 @@ def chunk_records(
     missing: Mapping[ChunkKey, Miss],
     computed: Mapping[int, str],
 ) -> tuple[ChunkRecord, ...]:
-    """One record per chunk, in prompt order. `computed`: why, by the chunk's place."""
-    again = set(recomputed)
+    """One record per chunk, in prompt order. `recomputed` ascends; `computed`: why, by place."""
     return tuple(
         ChunkRecord(
             span.start,
             span.num_tokens,
             span.state,
-            sum(p in again for p in range(span.start, span.end)),
+            bisect_left(recomputed, span.end) - bisect_left(recomputed, span.start),
             tiers.get(span.key) if span.state is not State.COMPUTED else None,
             _why(span, missing, computed.get(place)),
         )

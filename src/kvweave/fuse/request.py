@@ -51,6 +51,21 @@ class FuseRequest:
         """Chunks whose KV comes from the store, in prompt order."""
         return tuple(span for span in self.spans if span.state is not State.COMPUTED)
 
+    def runs(self, state: State) -> list[range]:
+        """Positions of the chunks of one state, neighbours put together, ascending."""
+        found: list[range] = []
+        for span in self.spans:
+            if span.state is state:
+                start = found.pop().start if found and found[-1].stop == span.start else span.start
+                found.append(range(start, span.end))
+        return found
+
+    @property
+    def to_compute(self) -> list[range]:
+        """Positions nobody has, as runs: missing chunks and the question."""
+        question = range(self.question_start, len(self.prompt_ids))
+        return [*self.runs(State.COMPUTED), question]
+
     @property
     def hits(self) -> list[int]:
         """Positions that may be chosen for recomputation: reused and not exact."""

@@ -5,9 +5,10 @@ RoPE. It may block until the bytes are there. For the one thread that runs the p
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
@@ -40,12 +41,37 @@ class ChunkSource(Protocol):
         ...
 
 
+@runtime_checkable
+class LaysItself(Protocol):
+    """A source that writes layers where they belong, keys turned. See pipeline.py."""
+
+    def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write all placed chunks into one layer of the request's KV [T, Hk, D]. As `layer`."""
+        ...
+
+    def begin(self) -> None:
+        """Let layers come. What a selector wants to have first was asked for before."""
+        ...
+
+    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        """As `beside`, as uint8 tensors in host memory to copy from, not to write to."""
+        ...
+
+    def stalled_s(self) -> float:
+        """How long the pass has waited for bytes so far."""
+        ...
+
+
 class Layers(Protocol):
     """The part of a transfer that a source reads. See kv/transfers.py."""
+
+    def is_ready(self, layer: int) -> bool: ...
 
     def wait_layer(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]: ...
 
     def extras(self, name: str) -> Mapping[ChunkKey, memoryview]: ...
+
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]: ...
 
 
 class StoredChunks:
@@ -58,7 +84,7 @@ class StoredChunks:
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         arrived = self._layers.wait_layer(layer)
-        self._check(arrived)
+        check_arrived(self._decoder, self._placed, arrived)
         if out is None or out.k.device.type != "cpu":
             decoded = {key: encoded.decode() for key, encoded in arrived.items()}
             parts = [decoded[span.key] for span in self._placed]
@@ -77,17 +103,20 @@ class StoredChunks:
     def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}
 
-    def _check(self, arrived: Mapping[ChunkKey, EncodedLayer]) -> None:
-        """Raise ChunkLost unless every placed chunk is there and has the shape of its place."""
-        spec = self._decoder.spec
-        lost = [
-            span.key
-            for span in self._placed
-            if span.key not in arrived
-            or arrived[span.key].shape[:3] != (span.num_tokens, spec.num_kv_heads, spec.head_dim)
-        ]
-        if lost:
-            raise ChunkLost(lost)
+
+def check_arrived(
+    decoder: Decoder, placed: Sequence[Span], arrived: Mapping[ChunkKey, EncodedLayer]
+) -> None:
+    """Raise ChunkLost unless every placed chunk is there and has the shape of its place."""
+    spec = decoder.spec
+    lost = [
+        span.key
+        for span in placed
+        if span.key not in arrived
+        or arrived[span.key].shape[:3] != (span.num_tokens, spec.num_kv_heads, spec.head_dim)
+    ]
+    if lost:
+        raise ChunkLost(lost)
 
 
 class ComputedChunks:

@@ -5,7 +5,8 @@ the last layer before that. Bytes that were loaded for scoring are therefore nev
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from torch import Tensor
 from kvweave.fuse.encode import Prefix
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
-from kvweave.fuse.sources import ChunkSource
-from kvweave.kernels.rope import Angles, rotate
+from kvweave.fuse.sources import ChunkSource, LaysItself
+from kvweave.kernels.host import on_device
+from kvweave.kernels.rope import Angles, per_head, rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 
@@ -37,14 +39,13 @@ class Stitched:
         self._decoder = decoder
         self._preamble = preamble
         self._source = source
+        self._lays = source if isinstance(source, LaysItself) else None
         self._kv = kv
         self._laid: set[int] = set()
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
-        self.load_s = 0.0  # spent waiting for chunk KV and decoding it
+        self._waited_s = 0.0
         self._runs = _runs(request)
-        positions = [p for start, end in self._runs for p in range(start, end)]
-        self.placed = torch.tensor(positions, dtype=torch.int64)  # [N] on the host, ascending
-        self._turn = decoder.angles(self.placed.to(decoder.device))
+        self.placed = positions_of([range(*run) for run in self._runs])  # [N]
         kv.reserve(len(request.prompt_ids))
 
     def lay(self, layer: int) -> None:
@@ -55,17 +56,32 @@ class Stitched:
         if self._preamble.layers:
             keys[: len(self._preamble.token_ids)] = self._preamble.layers[layer].k
             values[: len(self._preamble.token_ids)] = self._preamble.layers[layer].v
-        if self._runs:
-            stored = self.unturned(layer, self._memory(keys, values))
-            at = 0
-            for start, end in self._runs:
-                part = slice(at, at + end - start)
-                turn = Angles(self._turn.cos[part], self._turn.sin[part])
-                rotate(stored.k[part], turn, out=keys[start:end])
-                if stored.v.data_ptr() != values[start:].data_ptr():
-                    values[start:end] = stored.v[part]
-                at += end - start
+        if self._runs and self._lays is not None:
+            self._lays.lay(layer, keys, values)
+        elif self._runs:
+            self._turn_into(keys, values, self.unturned(layer, self._memory(keys, values)))
         self._laid.add(layer)
+
+    def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
+        at = 0
+        for start, end in self._runs:
+            part = slice(at, at + end - start)
+            turn = Angles(self._turn.cos[part], self._turn.sin[part])
+            rotate(stored.k[part], turn, out=keys[start:end])
+            if stored.v.data_ptr() != values[start:].data_ptr():
+                values[start:end] = stored.v[part]
+            at += end - start
+
+    @cached_property
+    def _turn(self) -> Angles:
+        """Angles of everything placed."""
+        turn = self._decoder.angles(on_device(self.placed, self._decoder.device))
+        return per_head(turn, self._decoder.spec.num_kv_heads)
+
+    @property
+    def load_s(self) -> float:
+        """Spent waiting for chunk KV so far and, on a CPU, decoding it."""
+        return self._waited_s + (0.0 if self._lays is None else self._lays.stalled_s())
 
     def keys(self, layer: int) -> Tensor:
         """[T, Hk, D] of the whole prompt; garbage where nothing is placed or computed yet."""
@@ -81,7 +97,7 @@ class Stitched:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
         started_s = time.perf_counter()
         stored = self._source.layer(layer, out)
-        self.load_s += time.perf_counter() - started_s
+        self._waited_s += time.perf_counter() - started_s
         return stored
 
     def preamble(self, layer: int) -> LayerKV | None:
@@ -91,6 +107,15 @@ class Stitched:
     def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         """What stands beside the chunk KV under `name`."""
         return self._source.beside(name)
+
+    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
+        """The same as tensors to copy to the device; None: the source has bytes only."""
+        return None if self._lays is None else self._lays.tensors_beside(name)
+
+    def begin(self) -> None:
+        """Let layers come ahead, if the source waits to be told."""
+        if self._lays is not None:
+            self._lays.begin()
 
     def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
         """Where a source may decode to: values into their place, keys where they wait to be turned.
@@ -103,6 +128,13 @@ class Stitched:
             self._waiting = torch.empty_like(keys[: len(self.placed)])
         start, end = self._runs[0]
         return LayerKV(self._waiting, values[start:end])
+
+
+def positions_of(runs: Sequence[range]) -> Tensor:
+    """The positions of some runs, one behind the other, int64 on the host."""
+    if not runs:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def _runs(request: FuseRequest) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from kvweave.errors import CorpusError, KVWeaveError
 from kvweave.ingest.encoder import Encoder, Upkeep
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress, Phase, Skipped
 from kvweave.ingest.sources import (
+    FileBytes,
     FoundFile,
     Ignored,
     Selection,
@@ -32,7 +33,10 @@ from kvweave.types import Chunk, ChunkId, Document, DocumentId, PlacedChunk
 
 WINDOW = 2048  # chunks embedded together: sorted by length they pad little
 SLICE = 256  # chunks embedded and kept at a time: what a kill can cost
+UPLOAD = "upload:"  # how sources begin that came as bytes with a name
 ENCODE_BATCH = 64  # chunks offered to the encoder at a time
+
+_Item = FoundFile | Ignored | Skipped | TextSource | FileBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,8 @@ class _Run:
                 for item in self._find(source):
                     self._take(item)
 
-    def _find(self, source: Source) -> Iterable[FoundFile | Ignored | Skipped | TextSource]:
-        if isinstance(source, TextSource):
+    def _find(self, source: Source) -> Iterable[_Item]:
+        if isinstance(source, TextSource | FileBytes):
             return [source]
         if isinstance(source, tuple):
             return [TextSource(*source)]
@@ -143,7 +147,7 @@ class _Run:
             self._folders.append(folder)
         return find_files(path, self._options.selection)
 
-    def _take(self, item: FoundFile | Ignored | Skipped | TextSource) -> None:
+    def _take(self, item: _Item) -> None:
         match item:
             case Skipped():
                 self._skipped.append(item)
@@ -151,6 +155,8 @@ class _Run:
                 self._ignored += 1
             case TextSource():
                 self._take_text(item)
+            case FileBytes(name, data):
+                self._take_bytes(f"{UPLOAD}{name}", Path(name), data)
             case FoundFile(path, _):
                 self._take_file(path)
 
@@ -165,6 +171,10 @@ class _Run:
         except (CorpusError, OSError) as error:
             self._skip(source, error)
             return
+        self._take_bytes(source, path, data)
+
+    def _take_bytes(self, source: str, path: Path, data: bytes) -> None:
+        """`path` is looked at for its name alone."""
         fingerprint = f"{PARSERS_VERSION}:{hashlib.sha256(data).hexdigest()}"
         if self._is_unchanged(source, fingerprint, len(data)):
             return
@@ -363,7 +373,9 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-def _size(item: FoundFile | Ignored | Skipped | TextSource) -> int:
+def _size(item: _Item) -> int:
     if isinstance(item, FoundFile):
         return item.size_bytes
+    if isinstance(item, FileBytes):
+        return len(item.data)
     return len(item.text) if isinstance(item, TextSource) else 0

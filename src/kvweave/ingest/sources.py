@@ -28,7 +28,18 @@ class TextSource:
     key: str | None = None
 
 
-Source = str | Path | tuple[str, str] | TextSource
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """A file whose bytes are at hand, such as an upload. The same `name` later means an update.
+
+    The name is never opened: it identifies the document, and its ending chooses the parser.
+    """
+
+    name: str
+    data: bytes
+
+
+Source = str | Path | tuple[str, str] | TextSource | FileBytes
 
 
 class FoundFile(NamedTuple):

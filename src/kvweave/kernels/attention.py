@@ -15,6 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.scattered import attend_scattered
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Rows per block. Keys beyond the last row of a block are never touched, so small blocks skip more
 # of the masked triangle; large ones pay less per call. 128-512 are within 10 % of each other:
 # 2-core x86-64, 3,000 tokens, 9/3 heads of 64, float32 (bench/prefill.py, 2026-11-15).
@@ -41,6 +45,26 @@ def attend(
 
     `positions` lie in host memory and ascend within a segment. Every row must see at least one key.
     """
+    if kernels_fit(q, [x for s in segments for x in (s.keys, s.values)]):
+        from kvweave.kernels.gpu.attention import attend_segments
+
+        return attend_segments(q, positions, segments, scale)
+    return attend_reference(q, positions, segments, scale)
+
+
+def kernels_fit(q: Tensor, held: Sequence[Tensor]) -> bool:
+    """Whether the GPU kernels take these queries over these keys and values."""
+    return (
+        has_kernels(q)
+        and q.dtype in KERNEL_DTYPES
+        and all(x.dtype == q.dtype and x.stride(-1) == 1 for x in held)
+    )
+
+
+def attend_reference(
+    q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None = None
+) -> Tensor:
+    """The definition in plain PyTorch: what a CPU runs and what the kernels are compared with."""
     parts: list[Tensor] = []
     for segment in segments:
         before = _rows_before(positions, segment)
@@ -51,6 +75,13 @@ def attend(
             parts.append(_sdpa(rows, segment, len(rows), scale, causal=True)[before:])
             continue
         block = _block_rows(positions, segment)
+        if _are_scattered(q, segment, block):
+            at = slice(segment.start, segment.end)
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            done = attend_scattered(q[at], positions[at], segment.keys, segment.values, factor)
+            if done is not None:
+                parts.append(done)
+                continue
         for start in range(segment.start, segment.end, block):
             end = min(start + block, segment.end)
             parts.append(_attend_block(q[start:end], positions[start:end], segment, scale))
@@ -86,6 +117,17 @@ def _block_rows(positions: Tensor, segment: Segment) -> int:
         return BLOCK_ROWS
     spanned = int(positions[segment.end - 1]) - int(positions[segment.start]) + 1
     return SPARSE_BLOCK_ROWS if spanned > 2 * (segment.end - segment.start) else BLOCK_ROWS
+
+
+def _are_scattered(q: Tensor, segment: Segment, block: int) -> bool:
+    """Rows far apart, or so few that their keys outweigh them; where plain products do better."""
+    num_rows = segment.end - segment.start
+    return (
+        (block == SPARSE_BLOCK_ROWS or 1 < num_rows <= SPARSE_BLOCK_ROWS)
+        and segment.key_positions is None
+        and q.device.type == "cpu"
+        and q.dtype == torch.float32
+    )
 
 
 def _rows_before(positions: Tensor, segment: Segment) -> int | None:

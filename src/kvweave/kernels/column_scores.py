@@ -1,8 +1,8 @@
 """How much attention each key gets from some rows: column sums of the attention matrix.
 
 The matrix is never held whole: heads of one KV group share their keys and are done together, in
-float32, and reduced at once. Two passes over a block: log-sum-exp over the keys that count, then
-probabilities of the columns that are wanted.
+float32, and reduced at once. Where keys count that are no columns, a block takes two passes:
+log-sum-exp over the keys that count, then probabilities of the columns that are wanted.
 
 Shapes: Q rows that ask, N columns, U own keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head
 dim.
@@ -13,6 +13,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from kvweave.kernels.batched_scores import batched_scores
+from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.host import on_device
 
 Reduce = Literal["sum", "mean", "max"]
 # Which keys share the softmax: everything a row sees, the columns alone, or each chunk by itself.
@@ -36,6 +40,12 @@ def column_scores(
     being columns: (keys [U, Hk, D], mask [Q, U] or None for all seen). `chunks` are the columns'
     bounds [start, end), for "chunk". NaN anywhere is an error of the caller's.
     """
+    beside = others if normaliser == "full" else ()
+    if _kernels_can(q, keys) and normaliser != "chunk" and len(q) and len(keys):
+        return reduce(_by_kernel(q, keys, beside, rows), heads, dim=0)
+    if q.is_cuda:  # a loop over heads and chunks would order more than it computes
+        each = chunks if normaliser == "chunk" else None
+        return reduce(batched_scores(q, keys, beside, each, rows), heads, dim=0)
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
@@ -51,9 +61,11 @@ def column_scores(
             if normaliser == "chunk":
                 for first, last in chunks:
                     logits[..., first:last] = logits[..., first:last].softmax(-1)
+            elif normaliser == "context":
+                logits = logits.softmax(-1)
             else:
                 total = logits.logsumexp(-1, keepdim=True)
-                for more, seen in others if normaliser == "full" else ():
+                for more, seen in beside:
                     extra = torch.matmul(asking, more[:, kv_head].float().T)
                     if seen is not None:
                         extra = extra.masked_fill(~seen[block], float("-inf"))
@@ -72,6 +84,12 @@ def causal_column_mass(q: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
 
     Key j stands at position j; a row sees keys at or before it. Summed over rows and heads.
     """
+    if _kernels_can(q, keys) and len(q):
+        from kvweave.kernels.gpu.columns import column_reduce, row_lse
+
+        limits = on_device((positions + 1).to(torch.int32), q.device)
+        lse = row_lse(q, keys, limits)
+        return column_reduce(q, keys, lse, "sum", limits).sum(0)
     num_heads, head_dim = q.shape[1:]
     group = num_heads // keys.shape[1]
     mass = torch.zeros(len(keys), dtype=torch.float32, device=q.device)
@@ -85,6 +103,28 @@ def causal_column_mass(q: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
             logits = torch.matmul(mine, keys[:, kv_head].float().T) * head_dim**-0.5
             mass += logits.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1))
     return mass
+
+
+def _kernels_can(q: Tensor, keys: Tensor) -> bool:
+    return has_kernels(q) and q.dtype == keys.dtype and q.stride(-1) == keys.stride(-1) == 1
+
+
+def _by_kernel(
+    q: Tensor, keys: Tensor, others: Sequence[tuple[Tensor, Tensor | None]], rows: Reduce
+) -> Tensor:
+    """[Hq, N] of `column_scores`. `others` are few (the question, the preamble): plain products."""
+    from kvweave.kernels.gpu.columns import LOG2_E, column_reduce, row_lse
+
+    total = row_lse(q, keys)  # [Hq, Q], to the base 2
+    group = q.shape[1] // keys.shape[1]
+    for more, seen in others:
+        asking = q.float().view(len(q), -1, group, q.shape[2]) * (q.shape[2] ** -0.5 * LOG2_E)
+        extra = torch.einsum("qhgd,uhd->hgqu", asking, more.float()).flatten(0, 1)
+        if seen is not None:
+            extra = extra.masked_fill(~seen, float("-inf"))
+        total = torch.logaddexp2(total, (extra / LOG2_E).logsumexp(-1) * LOG2_E)
+    found = column_reduce(q, keys, total, "max" if rows == "max" else "sum")
+    return found / len(q) if rows == "mean" else found
 
 
 def reduce(x: Tensor, how: Reduce, dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import Segment, attend, kernels_fit
 
 GATHER_ROWS = 8  # rows of one sequence from which on a gather of its keys is cheaper
 
@@ -43,6 +43,10 @@ def attend_paged(
     `positions` lie in host memory and ascend within a segment. `key_pages` (rotated) and
     `value_pages` are [P, page, Hk, D], one layer of the pool.
     """
+    if kernels_fit(q, (key_pages, value_pages)):
+        from kvweave.kernels.gpu.attention import attend_pages
+
+        return attend_pages(q, positions, segments, key_pages, value_pages, scale)
     return attend_paged_ref(q, positions, segments, key_pages, value_pages, scale)
 
 

@@ -13,12 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.kernels.dispatch import has_kernels
+
 
 class Angles(NamedTuple):
     """Cosines and sines of one set of rows; made once per pass, used by every layer."""
 
-    cos: Tensor  # [R, 1, r/2] in the dtype of the keys
-    sin: Tensor  # [R, 1, r/2]
+    cos: Tensor  # [R, 1, r/2] in the dtype of the keys; [R, H, r/2] from `per_head`
+    sin: Tensor
 
 
 def make_angles(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Angles:
@@ -30,6 +32,18 @@ def make_angles(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.
     return Angles((phase.cos() * scale).to(dtype), (phase.sin() * scale).to(dtype))
 
 
+def per_head(angles: Angles, num_heads: int) -> Angles:
+    """The same angles, on a CPU laid out once per head: [R, H, r/2].
+
+    For many rows that are turned layer after layer. Without broadcasting between them, rows and
+    heads are one loop to the CPU, a quarter faster; a GPU would only read more.
+    """
+    if angles.cos.device.type != "cpu":
+        return angles
+    cos, sin = (x.expand(-1, num_heads, -1).contiguous() for x in angles)
+    return Angles(cos, sin)
+
+
 def rotate(x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
     """Turn x [R, H, D] by `angles`; pairs are (j, j + r/2), as in the Hugging Face layout.
 
@@ -38,6 +52,10 @@ def rotate(x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if has_kernels(x) and x.stride(-1) == out.stride(-1) == 1:
+        from kvweave.kernels.gpu import elementwise
+
+        return elementwise.rotate(x, angles.cos, angles.sin, out)
     half = angles.cos.shape[-1]
     x1, x2 = x[..., :half], x[..., half : 2 * half]
     torch.mul(x1, angles.cos, out=out[..., :half])

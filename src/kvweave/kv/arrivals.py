@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from kvweave.errors import TierCorrupt, TierError, TierForeign
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import HEAD_BYTES, Header, check_section
 from kvweave.kv.memory import Memory, new_memory
-from kvweave.kv.objects import EncodedLayer, extra_of, layer_of, read_head
+from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, read_head
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
 from kvweave.kv.spans import ReadingOrder, Span
@@ -135,11 +137,22 @@ class Arrival:
                     self._awaited.remove(layer)
             self._fail_slow(patience)
 
+    def is_ready(self, layer: int) -> bool:
+        """Whether `wait_layer` would return at once, with the layer or without."""
+        ready = self._ready  # entries only ever turn True; the list is replaced once, when empty
+        return self._failure is not None or (layer < len(ready) and ready[layer])
+
     def named_extra(self, name: str) -> memoryview | None:
         """A named extra, checked and read-only. Call when `wait_header` gave a header."""
         assert self.header is not None
         assert self.landing is not None
         return extra_of(self.header, self.landing.memory, name)
+
+    def named_tensor(self, name: str) -> Tensor | None:
+        """As `named_extra`, to copy from."""
+        assert self.header is not None
+        assert self.landing is not None
+        return extra_tensor(self.header, self.landing.memory, name)
 
     def wait_header(self, patience: Patience) -> Header | None:
         """Block until the header is known. None: it will not come, see `failure`."""
@@ -158,6 +171,17 @@ class Arrival:
             idle = self._running == 0
         if idle:
             self._hooks.idle(self)
+
+    def bytes_left(self) -> int:
+        """What is still to come. Before the header is known: what the books say of its size."""
+        with self._changed:
+            header = self.header
+            if self._failure is not None or self._cancelled:
+                return 0
+            if header is None:
+                return 0 if self.source is None else self.source.size_bytes
+            layers = zip(header.layers, self._ready, strict=False)  # the list comes a moment later
+            return sum(section.size_bytes for section, is_here in layers if not is_here)
 
     def close_reader(self) -> None:
         """Called by the store when the arrival is idle for good."""

@@ -85,6 +85,7 @@ class StoreConfig:
     policy: str = "pgdsf"  # what stays: lru, lfu, gdsf or pgdsf
     io_threads: int = min(4, os.cpu_count() or 1)  # readers per tier
     lookahead_layers: int = 64  # layers asked for ahead of the one being waited for
+    staging_bytes: int = 256 * MIB  # idle buffers kept for loads that no tier keeps
     write_behind_bytes: int = 512 * MIB  # per tier: accepted but not yet written
     local_deadline_s: float = 30.0  # a disk that gives nothing for this long counts as a miss
     remote_deadline_s: float = 3.0  # the same for remote tiers

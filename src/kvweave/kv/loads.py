@@ -8,6 +8,8 @@ one arrival.
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from kvweave.kv.arrivals import Arrival, Hooks, Landing
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
@@ -20,8 +22,6 @@ from kvweave.kv.transfers import Holds, Lease, Pin, Resident, Source, Transfer
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-_STAGING_KEEP_BYTES = 256 << 20  # idle staging buffers kept for the next load
 
 
 class Loads:
@@ -36,9 +36,8 @@ class Loads:
         self._by_name = {place.name: place for place in stock.places}
         assert len(self._by_name) == len(stock.places), "two tiers of one name"
         host = stock.host
-        self._staging = BufferPool(
-            _STAGING_KEEP_BYTES, pinned=host is not None and host.tier.pinned
-        )
+        pinned = torch.cuda.is_available() if host is None else host.tier.pinned
+        self._staging = BufferPool(cfg.staging_bytes, pinned=pinned)
         self._arrivals: dict[ChunkKey, Arrival] = {}  # under way and joinable
         self._keepable: set[Arrival] = set()  # under way, and nobody deleted the chunk since
         self._hooks = Hooks(self._land, self._complete, self._idle, self._failed)
@@ -47,6 +46,14 @@ class Loads:
         """Where a chunk that is on its way comes from. Lock is held."""
         arrival = self._arrivals.get(key)
         return None if arrival is None else arrival.tier_name
+
+    def pending_bytes(self) -> dict[str, int]:
+        """Bytes on their way to host memory, by the tier they come from. Lock is held."""
+        pending: dict[str, int] = {}
+        for arrival in self._arrivals.values():
+            name = arrival.tier_name
+            pending[name] = pending.get(name, 0) + arrival.bytes_left()
+        return pending
 
     def disown(self, key: ChunkKey) -> None:
         """A chunk is deleted: what is under way serves its leases and is not kept. Lock is held."""

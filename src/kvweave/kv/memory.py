@@ -7,16 +7,22 @@ where the system has that, the host tier takes one arena and reuses it, and tran
 buffers from a pool.
 """
 
+import logging
 import mmap
 import threading
+import weakref
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvweave.kv.layout import round_up
 
+log = logging.getLogger(__name__)
+
 _HUGE_BYTES = 2 << 20  # ask for huge pages from here on: fewer faults, fewer TLB misses
+_LOCK_TRIES = 4
 _CLASS_BYTES = 1 << 20  # buffers of nearby sizes share a size class
 
 
@@ -31,16 +37,38 @@ class Memory:
 
 def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
     """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once."""
-    if pinned:
-        tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        return Memory(tensor, tensor.numpy().data)
     if size_bytes == 0:
         return Memory(torch.empty(0, dtype=torch.uint8), memoryview(bytearray()))
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(pages)
+    view = _locked(pages) if pinned else memoryview(pages)
     return Memory(torch.frombuffer(view, dtype=torch.uint8), view)
+
+
+def _locked(pages: mmap.mmap) -> memoryview:
+    """Page-lock memory for as long as anybody looks at it, or say that it could not be.
+
+    Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
+    of 64 MiB and a header would take 128. The kernel may have to move pages first and can fail at
+    that; unlocked memory is slower to copy from, and right.
+    """
+    holder = np.frombuffer(pages, dtype=np.uint8)  # unlike pages, gone before they are unmapped
+    address = holder.ctypes.data
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream()  # registering wants a context
+    for _ in range(_LOCK_TRIES):
+        error = int(runtime.cudaHostRegister(address, len(pages), 0))
+        if error == 0:
+            weakref.finalize(holder, runtime.cudaHostUnregister, address).atexit = False
+            return holder.data
+    log.warning(
+        "%d bytes of host memory cannot be page-locked (CUDA error %d): copies from them to the "
+        "GPU will be slower; give the host tier less, or pinned=False",
+        len(pages),
+        error,
+    )
+    return memoryview(pages)
 
 
 def slice_memory(memory: Memory, start: int, size_bytes: int) -> Memory:

@@ -105,6 +105,14 @@ def extra_of(header: Header, memory: Memory, name: str) -> memoryview | None:
     return memory.view[section.offset : section.offset + section.size_bytes].toreadonly()
 
 
+def extra_tensor(header: Header, memory: Memory, name: str) -> Tensor | None:
+    """The same as uint8 [n], on the host, read-only by promise: a device copies from it."""
+    section = header.extras.get(name)
+    if section is None:
+        return None
+    return memory.tensor[section.offset : section.offset + section.size_bytes]
+
+
 def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
     """A view of one layer of an object that lies whole in `memory`."""
     section = header.layers[layer]

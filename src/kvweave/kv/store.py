@@ -190,6 +190,11 @@ class KVStore:
                 if place.shelf is not None
             }
 
+    def pending_bytes(self) -> dict[str, int]:
+        """Bytes that requests wait for, by tier; tiers without any are left out."""
+        with self._lock:
+            return {tier: size for tier, size in self._loads.pending_bytes().items() if size}
+
     def num_pinned(self) -> int:
         """Entries some lease holds, over all tiers."""
         with self._lock:

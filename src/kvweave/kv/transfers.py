@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from kvweave.kv.arrivals import Arrival, Patience
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, extra_of, layer_of
+from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of
 from kvweave.kv.places import Place
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
@@ -90,11 +92,15 @@ class Source(Protocol):
     began_s: float  # when reading began and when the last layer came; both 0: nothing to read
     ended_s: float
 
+    def is_ready(self, layer: int) -> bool: ...
+
     def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
 
     def wait_header(self, patience: Patience) -> Header | None: ...
 
     def named_extra(self, name: str) -> memoryview | None: ...
+
+    def named_tensor(self, name: str) -> Tensor | None: ...
 
 
 class Resident:
@@ -114,6 +120,9 @@ class Resident:
     def want_first(self, layers: Iterable[int]) -> None:
         """Nothing to fetch."""
 
+    def is_ready(self, layer: int) -> bool:
+        return True
+
     def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
         if layer >= len(self._header.layers):
             return None
@@ -124,6 +133,9 @@ class Resident:
 
     def named_extra(self, name: str) -> memoryview | None:
         return extra_of(self._header, self._memory, name)
+
+    def named_tensor(self, name: str) -> Tensor | None:
+        return extra_tensor(self._header, self._memory, name)
 
 
 class Transfer:
@@ -152,6 +164,12 @@ class Transfer:
         for source in self._sources.values():
             source.want_first(first_layers)
         self._look_ahead(0)
+
+    def is_ready(self, layer: int) -> bool:
+        """Whether `wait_layer` would answer at once. Asks for nothing."""
+        return all(
+            key in self.lost or source.is_ready(layer) for key, source in self._sources.items()
+        )
 
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
         """Layer `layer` of every chunk of the lease, in its order. Blocks until all are there,
@@ -215,6 +233,12 @@ class Transfer:
             if data is not None:
                 found[key] = data
         return found
+
+    def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
+        """As `extras`, as uint8 tensors over the same bytes: nobody writes to them."""
+        assert not self._lease.released, "the lease behind this transfer was released"
+        found = {key: self._sources[key].named_tensor(name) for key in self.headers()}
+        return {key: data for key, data in found.items() if data is not None}
 
     def _look_ahead(self, layer: int) -> None:
         """Ask for this layer and some behind it."""

@@ -13,6 +13,7 @@ Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabul
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.gate import silu_mul
+from kvweave.kernels.host import on_device
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, make_angles, rotate
@@ -71,6 +74,20 @@ class Decoder:
         parts = (self.weights.fingerprint, repr(self.spec), str(self.dtype))
         return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether passes can be recorded as CUDA graphs: experts are chosen on the host."""
+        return self.device.type == "cuda" and self.spec.experts is None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Record a pass in here: it gets scratch memory of its own, which the recording keeps."""
+        before, self._scratch = self._scratch, self._scratch.new_empty(0)
+        try:
+            yield
+        finally:
+            self._scratch = before
+
     def new_kv(self, capacity: int) -> SequenceKV:
         """An empty KV with room for `capacity` tokens (it grows)."""
         return SequenceKV(self.spec, capacity, self.dtype, self.device)
@@ -78,11 +95,11 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         """Run all rows through all layers; return logits [wanted rows, V] in float32."""
-        positions_host = torch.tensor([p for rows in batch for p in rows.positions])  # [R]
-        angles = self.angles(positions_host.to(self.device))
-        ids = torch.tensor([t for rows in batch for t in rows.token_ids], device=self.device)
+        positions_host = _flat([rows.positions for rows in batch])  # [R]
+        angles = self.angles(on_device(positions_host, self.device))
+        ids = on_device(_flat([rows.token_ids for rows in batch]), self.device)
         for rows in batch:
-            rows.kv.reserve(max(rows.positions) + 1)
+            rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
         wanted = _wanted_rows(batch)
         access = _PagedAccess(batch, self.device) if _is_paged(batch) else _DenseAccess(batch)
@@ -91,9 +108,10 @@ class Decoder:
             row_angles, row_positions, counts = angles, positions_host, None
             access.write(layer, k, v, angles)
             if layer == self.spec.num_layers - 1:  # behind the last keys only logits rows matter
-                q, h, counts = q[wanted], h[wanted], [len(rows.wanted) for rows in batch]
-                row_angles = Angles(angles.cos[wanted], angles.sin[wanted])
-                row_positions = positions_host[wanted.cpu()]
+                at = on_device(wanted, self.device)
+                q, h, counts = q[at], h[at], [len(rows.wanted) for rows in batch]
+                row_angles = Angles(angles.cos[at], angles.sin[at])
+                row_positions = positions_host[wanted]
             o = access.attend(layer, rotate(q, row_angles), row_positions, counts)
             h = self.finish(layer, h, o)
         return self.logits(h)
@@ -130,8 +148,7 @@ class Decoder:
             return h.add_(routed_mlp(x, w.experts, self.spec.experts))
         assert w.gate_up is not None, "layer has neither MLP nor experts"
         assert w.down is not None, "layer has neither MLP nor experts"
-        gate, up = w.gate_up(x, out=self._inner(len(x))).chunk(2, dim=-1)  # [R, I] each
-        w.down.add_to(h, F.silu(gate, inplace=True).mul_(up))
+        w.down.add_to(h, silu_mul(w.gate_up(x, out=self._inner(len(x)))))
         return h
 
     def logits(self, h: Tensor) -> Tensor:
@@ -147,6 +164,18 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps)
+
+
+def _flat(parts: Sequence[Sequence[int]]) -> Tensor:
+    """All numbers behind each other, int64 in host memory. A range costs nothing per number."""
+    return torch.cat(
+        [
+            torch.arange(part.start, part.stop, part.step)
+            if isinstance(part, range)
+            else torch.tensor(part, dtype=torch.int64)
+            for part in parts
+        ]
+    )
 
 
 def _wanted_rows(batch: Sequence[Rows]) -> Tensor:
@@ -178,6 +207,7 @@ class _DenseAccess:
         self._batch = batch
         self._kvs = [rows.kv for rows in batch if isinstance(rows.kv, SequenceKV)]
         assert len(self._kvs) == len(batch), "a batch has KV of one kind"
+        self._scattered: dict[int, Tensor] = {}  # places of rows that are no run, for every layer
 
     def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
         """Keep keys (turned on the way) and values [R, Hk, D] of all rows."""
@@ -190,7 +220,10 @@ class _DenseAccess:
                 rotate(k[start:end], part, out=kv.keys(layer)[first : last + 1])
                 kv.values(layer)[first : last + 1] = v[start:end]
             else:
-                places = torch.tensor(rows.positions, device=k.device)
+                places = self._scattered.get(start)
+                if places is None:
+                    places = on_device(_flat([rows.positions]), k.device)
+                    self._scattered[start] = places
                 kv.keys(layer)[places] = rotate(k[start:end], part)
                 kv.values(layer)[places] = v[start:end]
 

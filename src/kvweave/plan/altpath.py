@@ -6,16 +6,16 @@ it, then with the earliest of that dropped, and so on down to the chunk alone:
 
     request S A B C      C:  S A B C → S B C → S C → the copy kept by content
 
-Only the first of these is exact. The others are chunk KV in another encoding context: material for
-fusion. The tree is read and never changed; what is kept by content is one copy per unique chunk,
-whoever computed it first.
+Only the first of these is exact. The others are chunk KV in another encoding context. The tree is
+read and never changed; what is kept by content is one copy per unique chunk, whoever computed it
+first: the chunk store is its book.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import Node
-from kvweave.kv.tree.tree import KnowledgeTree
+from kvweave.plan.readable_tree import ReadableTree
 from kvweave.types import ChunkId
 
 
@@ -28,30 +28,29 @@ class Found(NamedTuple):
 
 
 class AlternativePaths:
-    """Content lookup over an exact tree. Read by the planner, changed by the engine thread."""
+    """Content lookup over an exact tree. Changes nothing."""
 
-    def __init__(self, tree: KnowledgeTree) -> None:
+    def __init__(self, tree: ReadableTree, has_copy: Callable[[ChunkId], bool]) -> None:
+        """`has_copy` says whether a chunk's KV is kept by content."""
         self._tree = tree
-        self._copies: dict[ChunkId, tuple[ChunkId, ...]] = {}  # chunk → context of its one copy
+        self._has_copy = has_copy
 
     def find(self, chunk_ids: Sequence[ChunkId]) -> list[Found | None]:
         """One answer per chunk, in order. At most m²/2 walks, most of which end at their start."""
         return [self._find_one(chunk_ids, place) for place in range(len(chunk_ids))]
 
-    def stored(self, chunk_id: ChunkId, context: Sequence[ChunkId] = ()) -> bool:
-        """A copy of a chunk was offered to be kept by content. False: there is one already."""
-        if chunk_id in self._copies:
-            return False
-        self._copies[chunk_id] = tuple(context)
-        return True
-
-    def forget(self, chunk_id: ChunkId) -> None:
-        """Its copy left the store."""
-        self._copies.pop(chunk_id, None)
-
-    def __len__(self) -> int:
-        """Copies kept by content: as many as unique chunks."""
-        return len(self._copies)
+    def only_elsewhere(self, chunk_ids: Sequence[ChunkId]) -> set[ChunkId]:
+        """Chunks that the tree has behind other paths alone, and nobody by content: computed once
+        already, and to be computed again in every other context."""
+        found = zip(chunk_ids, self.find(chunk_ids), strict=True)
+        return {
+            chunk_id
+            for chunk_id, copy in found
+            if copy is not None
+            and copy.node is not None
+            and not copy.exact
+            and not self._has_copy(chunk_id)
+        }
 
     def _find_one(self, chunk_ids: Sequence[ChunkId], place: int) -> Found | None:
         for start in range(place + 1):
@@ -59,10 +58,7 @@ class AlternativePaths:
             node = self._node_at(path)
             if node is not None:
                 return Found(tuple(path[:-1]), node, start == 0)
-        context = self._copies.get(chunk_ids[place])
-        if context is None:
-            return None
-        return Found(context, None, context == tuple(chunk_ids[:place]))
+        return Found((), None, False) if self._has_copy(chunk_ids[place]) else None
 
     def _node_at(self, path: Sequence[ChunkId]) -> Node | None:
         """The node at the end of exactly this path."""

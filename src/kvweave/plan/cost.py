@@ -10,19 +10,19 @@ multiplications instead of a loop over layers. A queue ahead delays compute but 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.errors import ConfigError
-from kvweave.plan.profile import Link, MachineProfile
+from kvweave.plan.profile import Link, MachineProfile, tier_of
 
 
 class Price(NamedTuple):
-    """Seconds to the first token, and which tier they wait for to the end."""
+    """Seconds to the first token, and which link they wait for to the end."""
 
     seconds: float
     compute_s: float  # of it, were nothing to be waited for
-    waits_for: str | None  # the tier that is slower than compute
+    waits_for: str | None  # the link that is slower than compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class CostModel:
     profile: MachineProfile
     layer0_free: bool = True  # chunk KV of layer 0 is derived from the tokens, not loaded
     queue_s: float = 0.0  # compute promised to requests ahead
+    pending: Mapping[str, int] = field(default_factory=dict)  # bytes others wait for, by tier
 
     def __post_init__(self) -> None:
         if self.profile.num_layers < 1:
@@ -64,7 +65,7 @@ class CostModel:
         return Price(self.queue_s + compute_s, compute_s, None)
 
     def prefix(self, exact: int, total: int, loads: Mapping[str, int]) -> Price:
-        """`exact` tokens in front, of which `loads` bytes come from each tier."""
+        """`exact` tokens in front, of which `loads` bytes come over each link."""
         compute_s = self.profile.prefill.at(exact, total - exact)
         return self._pipe(self.queue_s, compute_s, loads, layer0_free=False)
 
@@ -77,7 +78,7 @@ class CostModel:
         hit_tokens: int,
         loads: Mapping[str, int],
     ) -> Price:
-        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per tier."""
+        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link."""
         profile = self.profile
         compute_s = profile.recompute.at(total, rows)
         if strategy.full_width_layers:
@@ -97,8 +98,18 @@ class CostModel:
             waits_for = self._pipe(0.0, 0.0, loads, self.layer0_free).waits_for
         return Price(price.seconds, compute_s + probe_s + score_s, waits_for)
 
-    def can_load(self, tier: str) -> bool:
-        return self.profile.link(tier) is not None
+    def fused_at_least(self, strategy: StrategyInfo, rows: int, total: int) -> float:
+        """What `fused` cannot be below: the pass alone, nothing waited for."""
+        profile = self.profile
+        compute_s = profile.recompute.at(total, rows)
+        if strategy.full_width_layers:
+            layer_s = profile.prefill.at(0, total) / profile.num_layers
+            compute_s += strategy.full_width_layers * layer_s
+        return self.queue_s + compute_s
+
+    def can_load(self, link: str) -> bool:
+        """Whether its speed is known. `link` as `link_name` gives it."""
+        return self.profile.link(link) is not None
 
     def _pipe(
         self,
@@ -114,22 +125,30 @@ class CostModel:
         waits_for: str | None = None
         first = 1 if layer0_free and layers > 1 else 0  # first layer that needs bytes
         loaded_layers = layers - first
-        for tier, size_bytes in loads.items():
+        links = self.profile.links
+        for name, size_bytes in loads.items():
             if not size_bytes:
                 continue
-            link = self._link(tier)
+            link = links.get(name) or self._link(name)
             t = link.latency_s + size_bytes / loaded_layers / link.bytes_per_s
-            ready = (link.pending_bytes + ahead_bytes) / link.bytes_per_s
+            pending = self._pending(name)
+            ready = (pending + ahead_bytes) / link.bytes_per_s
             early = ready + t + loaded_layers * c  # held up at the first layer that loads
             late = ready + loaded_layers * t + c  # held up at the last
             if early > done:
-                done, waits_for = early, None
+                done, waits_for = early, name if pending else None
             if late > done:
-                done, waits_for = late, tier
+                done, waits_for = late, name
         return Price(done, compute_s, waits_for)
 
-    def _link(self, tier: str) -> Link:
-        return self.profile.links[tier]  # can_load was asked before
+    def _link(self, name: str) -> Link:
+        link = self.profile.link(name)
+        assert link is not None, "can_load was asked before"
+        return link
+
+    def _pending(self, name: str) -> int:
+        """Bytes that stand before ours: all codecs of a tier share its bandwidth."""
+        return self.pending.get(tier_of(name), 0) if self.pending else 0
 
     def _evidence_s(
         self, strategy: StrategyInfo, hit_tokens: int, loads: Mapping[str, int]
@@ -142,8 +161,10 @@ class CostModel:
         if not wanted or not total:
             return 0.0
         arrivals = [0.0]
-        for tier, size_bytes in loads.items():
-            link = self._link(tier)
-            ahead_bytes = link.pending_bytes + wanted * size_bytes / total
+        for name, size_bytes in loads.items():
+            if not size_bytes:
+                continue
+            link = self._link(name)
+            ahead_bytes = self._pending(name) + wanted * size_bytes / total
             arrivals.append(link.latency_s + ahead_bytes / link.bytes_per_s)
         return max(arrivals)

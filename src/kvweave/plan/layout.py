@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvweave.kv.tree.node import DEVICE, HOST, ChunkRef, Match, Node
 from kvweave.plan.plan import Reason, Span, SpanKind
+from kvweave.plan.profile import link_name
 from kvweave.types import ChunkId
 
 
@@ -18,20 +19,27 @@ class Stored(NamedTuple):
     exact_when_first: bool = False  # computed right behind the preamble
     rounded: bool = False  # by a lossy codec: good where the gate lets fused KV in, never exact
     has: frozenset[str] = frozenset()  # what lies beside it, such as "anchors"
+    codec: str = ""  # how its bytes are written; "" if that does not matter
+
+    @property
+    def link(self) -> str:
+        """The way its bytes come."""
+        return link_name(self.tier, self.codec)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Preamble, chunks in their order, question; and per chunk what could be used of it."""
+    """Preamble, history, chunks in their order, question; per chunk what could be used of it."""
 
     preamble: Span
-    path: tuple[Span, ...]  # chunks matched in the tree, device part first
-    behind: tuple[ChunkRef, ...]  # the others
+    path: tuple[Span, ...]  # history and chunks matched in the tree, device part first
+    behind: tuple[ChunkRef, ...]  # the others, history first
     stored: tuple[tuple[Stored, ...], ...]  # for each of those
     question_tokens: int
     total: int
     # the first chunk from the store, computed right behind the preamble as here; FUSED if rounded
     first: Span | None
+    num_history: int = 0  # parts of the history among `path` and `behind`
 
     @property
     def exact_tokens(self) -> int:
@@ -39,6 +47,18 @@ class Layout:
         matched = sum(span.num_tokens for span in self.path)
         has_preamble = self.preamble.kind is SpanKind.EXACT
         return matched + (self.preamble.num_tokens if has_preamble else 0)
+
+    @property
+    def history_behind(self) -> int:
+        """How many of `behind` are parts of the history."""
+        return max(0, self.num_history - len(self.path))
+
+    def computed_part(self, place: int, start: int, reason: Reason, exact_after: bool) -> Span:
+        """One of `behind`, computed. The history has its own reason: nothing stores it."""
+        span = computed_chunk(self.behind[place], start, reason, exact_after)
+        if place >= self.history_behind:
+            return span
+        return replace(span, reason=Reason.HISTORY, in_history=True)
 
     def question(self, exact_after: bool) -> Span:
         start = self.total - self.question_tokens
@@ -50,8 +70,8 @@ class Layout:
         spans = [computed(self.preamble, Reason.ALWAYS)]
         spans.extend(computed(span, reason) for span in self.path)
         start = self.preamble.num_tokens + sum(span.num_tokens for span in self.path)
-        for chunk in self.behind:
-            spans.append(computed_chunk(chunk, start, reason, True))
+        for place, chunk in enumerate(self.behind):
+            spans.append(self.computed_part(place, start, reason, True))
             start += chunk.num_tokens
         return (*spans, self.question(True))
 
@@ -63,8 +83,13 @@ def lay_out(
     stored: Mapping[ChunkId, Sequence[Stored]],
     question_tokens: int,
     can_load: Callable[[str], bool],
+    num_history: int = 0,
 ) -> Layout:
-    """Put together what the tree and the store said. A path ends where it cannot be loaded."""
+    """Put together what the tree and the store said. A path ends where it cannot be loaded.
+
+    The first `num_history` of `chunks` are parts of the history. Behind them no chunk stands where
+    it was computed, so none is exact from the store.
+    """
     start = root.num_tokens
     preamble = _exact(root, 0, can_load) if match.num_tokens >= start else None
     if preamble is not None:
@@ -74,17 +99,21 @@ def lay_out(
         span = _exact(node, start, can_load)
         if span is None:
             break
-        path.append(span)
+        path.append(replace(span, in_history=True) if len(path) < num_history else span)
         start += node.num_tokens
     if preamble is None:
         missing = Reason.NOT_STORED
         preamble = Span(SpanKind.COMPUTED, 0, start, None, missing, exact_after=True)
     behind = tuple(chunks[len(path) :])
     total = start + sum(chunk.num_tokens for chunk in behind) + question_tokens
-    copies = tuple(tuple(stored.get(chunk.id, ())) for chunk in behind)
-    at_preamble = not path and behind and preamble.kind is SpanKind.EXACT
+    from_store = num_history - len(path)  # parts of the history never come from the store
+    copies = tuple(
+        tuple(stored.get(chunk.id, ())) if place >= from_store else ()
+        for place, chunk in enumerate(behind)
+    )
+    at_preamble = behind and not (path or num_history) and preamble.kind is SpanKind.EXACT
     first = _first(behind[0], start, copies[0], can_load) if at_preamble else None
-    return Layout(preamble, tuple(path), behind, copies, question_tokens, total, first)
+    return Layout(preamble, tuple(path), behind, copies, question_tokens, total, first, num_history)
 
 
 def _first(
@@ -92,7 +121,7 @@ def _first(
 ) -> Span | None:
     """The chunk right behind the preamble from the store, if a copy was computed there."""
     for copy in copies:
-        if copy.exact_when_first and can_load(copy.tier):
+        if copy.exact_when_first and can_load(copy.link):
             return Span(
                 SpanKind.FUSED if copy.rounded else SpanKind.EXACT,
                 start,
@@ -102,6 +131,7 @@ def _first(
                 copy.tier,
                 copy.size_bytes,
                 copy.variant,
+                copy.codec,
                 exact_after=not copy.rounded,
             )
     return None
@@ -124,7 +154,13 @@ def _exact(node: Node, start: int, can_load: Callable[[str], bool]) -> Span | No
 def computed(span: Span, reason: Reason) -> Span:
     """The same tokens, computed instead. Behind an exact prefix that is exact too."""
     return replace(
-        span, kind=SpanKind.COMPUTED, reason=reason, tier="", load_bytes=0, exact_after=True
+        span,
+        kind=SpanKind.COMPUTED,
+        reason=reason,
+        tier="",
+        load_bytes=0,
+        codec="",
+        exact_after=True,
     )
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
-from kvweave.plan.layout import Layout, Stored, computed, computed_chunk
+from kvweave.plan.layout import Layout, Stored, computed
 from kvweave.plan.plan import Option, Reason, Span, SpanKind
+from kvweave.plan.profile import link_name
 
 MAX_TIERS = 4  # that are looked at for chunks to compute instead
 MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation
@@ -68,10 +69,12 @@ def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
     spans.extend(computed(span, Reason.TIER_TOO_SLOW) for span in layout.path[len(kept) - 1 :])
     start = sum(span.num_tokens for span in spans)
     skip = 1 if kept and kept[-1].reason is Reason.FIRST else 0
-    for chunk, copies in zip(layout.behind[skip:], layout.stored[skip:], strict=True):
-        reason = Reason.NOT_EXACT if copies else Reason.NOT_STORED
-        spans.append(computed_chunk(chunk, start, reason, True))
-        start += chunk.num_tokens
+    for place in range(skip, len(layout.behind)):
+        reason = Reason.NOT_EXACT if layout.stored[place] else Reason.NOT_STORED
+        if place == 0 and layout.first is not None and layout.first.kind is SpanKind.FUSED:
+            reason = Reason.ROUNDED
+        spans.append(layout.computed_part(place, start, reason, True))
+        start += layout.behind[place].num_tokens
     return (*spans, layout.question(True))
 
 
@@ -80,17 +83,17 @@ class Hits(NamedTuple):
 
     usable: tuple[Stored | None, ...]  # per chunk behind the path
     loadable: tuple[Stored | None, ...]  # of these, where the tier's speed is known
-    parts: tuple[tuple[int, int, str, int], ...]  # chunk, tokens, tier, bytes of each hit
+    parts: tuple[tuple[int, int, str, int], ...]  # chunk, tokens, link, bytes of each hit
     num_tokens: int
-    tiers: dict[int, str]  # of each hit
-    loads: dict[str, int]  # bytes per tier with every hit loaded, exact parts included
+    links: dict[int, str]  # of each hit
+    loads: dict[str, int]  # bytes per link with every hit loaded, exact parts included
     rows_besides: int  # tokens that are neither exact nor hits
 
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
     """Which stored chunks a strategy can use."""
     usable = tuple(_usable(copies, strategy) for copies in layout.stored)
-    loadable = tuple(copy if copy and costs.can_load(copy.tier) else None for copy in usable)
+    loadable = tuple(copy if copy and costs.can_load(copy.link) else None for copy in usable)
     first = layout.first
     loads = _loads([layout.preamble, *layout.path, *([first] if first else [])])
     parts: list[tuple[int, int, str, int]] = []
@@ -99,13 +102,14 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
         copy = loadable[i]
         if copy is not None:
             size = layout.behind[i].num_tokens
-            parts.append((i, size, copy.tier, copy.size_bytes))
+            link = copy.link
+            parts.append((i, size, link, copy.size_bytes))
             num_tokens += size
-            loads[copy.tier] = loads.get(copy.tier, 0) + copy.size_bytes
+            loads[link] = loads.get(link, 0) + copy.size_bytes
     exact = layout.exact_tokens + (first.num_tokens if first else 0)
     rows_besides = layout.total - exact - num_tokens
-    tiers = {i: tier for i, _, tier, _ in parts}
-    return Hits(usable, loadable, tuple(parts), num_tokens, tiers, loads, rows_besides)
+    links = {i: link for i, _, link, _ in parts}
+    return Hits(usable, loadable, tuple(parts), num_tokens, links, loads, rows_besides)
 
 
 def price_fused(
@@ -125,39 +129,40 @@ def price_fused(
         tokens, loads = hits.num_tokens, hits.loads
         if computed_hits:
             loads = dict(loads)
-            for i, num_tokens, tier, size_bytes in hits.parts:
+            for i, num_tokens, link, size_bytes in hits.parts:
                 if i in computed_hits:
                     tokens -= num_tokens
-                    loads[tier] -= size_bytes
+                    loads[link] -= size_bytes
         rows = hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
         out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
         return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for)
 
-    computed_hits, best = _computed_instead(price, hits.tiers)
-    loaded = hits.tiers.keys() - computed_hits
+    computed_hits, best = _computed_instead(price, hits.links)
+    loaded = hits.links.keys() - computed_hits
     if not loaded:
         return Reason.TIER_TOO_SLOW
     if limits.free_bytes is not None and best.rows * limits.row_bytes > limits.free_bytes:
         return Reason.NO_MEMORY
-    mixed = len(loaded) + bool(layout.first) < len(layout.path) + len(layout.behind)
+    num_chunks = len(layout.path) + len(layout.behind) - layout.num_history
+    mixed = len(loaded) + bool(layout.first) < num_chunks
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
     option = Option(name, best.seconds, best.rows, best.load_bytes, Reason.CHEAPEST, ratio)
     return Candidate(option, lambda: _fused_spans(layout, hits, loaded), strategy.name)
 
 
 def _computed_instead(
-    price: Callable[[frozenset[int]], _Priced], tiers: Mapping[int, str]
+    price: Callable[[frozenset[int]], _Priced], links: Mapping[int, str]
 ) -> tuple[frozenset[int], _Priced]:
     """Which hits to compute rather than load: those of a tier that compute would wait for.
 
-    `tiers`: where each hit lies, in the order of the prompt. The more are computed, the less is
+    `links`: how each hit comes, in the order of the prompt. The more are computed, the less is
     loaded: the best number is where the two cross, found by halving.
     """
     chosen: frozenset[int] = frozenset()
     best = price(chosen)
     for _ in range(MAX_TIERS):
         slow = best.waits_for
-        here = [i for i, tier in tiers.items() if tier == slow and i not in chosen]
+        here = [i for i, link in links.items() if link == slow and i not in chosen]
         if slow is None or not here:
             break
         low, high = 1, len(here)  # with none of them computed it is slow, as just seen
@@ -199,7 +204,8 @@ def _loads(spans: Sequence[Span]) -> dict[str, int]:
     loads: dict[str, int] = {}
     for span in spans:
         if span.load_bytes:
-            loads[span.tier] = loads.get(span.tier, 0) + span.load_bytes
+            link = link_name(span.tier, span.codec)
+            loads[link] = loads.get(link, 0) + span.load_bytes
     return loads
 
 
@@ -224,6 +230,7 @@ def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ..
                     copy.tier,
                     copy.size_bytes,
                     copy.variant,
+                    copy.codec,
                 )
             )
         else:
@@ -232,6 +239,6 @@ def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ..
                 reason = Reason.TIER_UNKNOWN
             elif copy is None and layout.stored[i]:
                 reason = Reason.NEEDS_MISSING
-            spans.append(computed_chunk(chunk, start, reason, frontier))
+            spans.append(layout.computed_part(i, start, reason, frontier))
         start += chunk.num_tokens
     return (*spans, layout.question(frontier))

@@ -3,7 +3,8 @@
 An exact prefix is found again only if the chunks stand in the same order again. Retrieval orders by
 the question, so the same chunks come in ever new orders; where the caller gives the permission
 (`order="free"`), they are put in an order that many requests share. Never at the caller's cost: an
-order that does not match clearly more exact tokens than the given one is not used.
+order is used only if it matches clearly more exact tokens than the given one and is not priced
+above it: a longer path that lies in a slow tier is no gain.
 
 Only chunks move. The preamble, the history, the question and fixed places stay where they are.
 """
@@ -22,6 +23,10 @@ PROMOTION = 2  # uses in the window before a chunk may take room in the tree
 MAX_VISITS = 256  # nodes a walk through the tree may look at
 MIN_GAIN_TOKENS = 64
 MIN_GAIN_SHARE = 0.05
+
+
+# (an order, the given one) → whether the first is predicted to take longer
+CostsMore = Callable[[tuple[ChunkRef, ...], tuple[ChunkRef, ...]], bool]
 
 
 class OrderPermission(StrEnum):
@@ -90,33 +95,32 @@ def tree_order(
     best: list[Node] = []
     best_tokens = root.end
     visits = 0
-    free = sorted(chunk.id for place, chunk in enumerate(chunks) if place not in fixed)
-    left = set(free)
+    left = {chunk.id for place, chunk in enumerate(chunks) if place not in fixed}
+    left_tokens = sum(chunk.num_tokens for chunk in chunks)  # not yet on the path
     path: list[Node] = []
 
     def walk(node: Node) -> None:
-        nonlocal best, best_tokens, visits
-        visits += 1
-        if node.end > best_tokens:
-            best, best_tokens = list(path), node.end
-        children = node.children
-        if not children or len(path) == len(chunks):
+        nonlocal best, best_tokens, visits, left_tokens
+        if node.end + left_tokens <= best_tokens:  # not even with all of the rest
             return
-        if len(path) in fixed:
-            wanted = [chunks[len(path)].id]
-        elif len(children) < len(free):  # most nodes have few
-            wanted = sorted(chunk_id for chunk_id in list(children) if chunk_id in left)
-        else:
-            wanted = [chunk_id for chunk_id in free if chunk_id in left]
-        for chunk_id in wanted:
+        children, is_fixed = node.children, len(path) in fixed
+        for chunk_id in [chunks[len(path)].id] if is_fixed else sorted(children.keys() & left):
             child = children.get(chunk_id)
-            if child is not None and visits < MAX_VISITS:
-                path.append(child)
-                left.discard(chunk_id)
-                walk(child)
-                path.pop()
-                if chunk_id in by_id and by_id[chunk_id] not in fixed:
-                    left.add(chunk_id)
+            if child is None or visits >= MAX_VISITS:
+                continue
+            visits += 1
+            if child.end > best_tokens:
+                best, best_tokens = [*path, child], child.end
+            if not child.children or len(path) + 1 == len(chunks):
+                continue
+            path.append(child)
+            left_tokens -= child.num_tokens
+            left.discard(chunk_id)
+            walk(child)
+            path.pop()
+            left_tokens += child.num_tokens
+            if not is_fixed:
+                left.add(chunk_id)
 
     walk(root)
     taken = {node.chunk_id for node in best}
@@ -134,14 +138,18 @@ def choose_order(
     exact_when_first: Mapping[ChunkId, int] | None = None,
     fixed: Collection[int] = (),
     common_tail: bool = False,
+    costs_more: CostsMore | None = None,
 ) -> Ordering:
-    """The order to use: the given one unless another clearly matches more exact tokens.
+    """The order to use: the given one unless another clearly matches more exact tokens and costs
+    no more.
 
     `common_tail` also puts what stands behind the match in frequency order. That gains nothing for
     this request and, in a tree with little room, more for the next ones (bench/ordering.py).
 
     `exact_tokens` counts what an order would match. `exact_when_first` names chunks whose stored
     KV is exact right behind the preamble: with nothing in the tree the longest of them goes first.
+    `costs_more` says whether an order is priced above the given one; None leaves it to the tokens.
+    `root` is where the chunks begin: the preamble's node, or that of the history's last part.
     """
     given = tuple(chunks)
     given_tokens = exact_tokens(given)
@@ -166,10 +174,14 @@ def choose_order(
     total = sum(chunk.num_tokens for chunk in given)
     gain = best.exact_tokens - given_tokens
     chosen = best if gain >= max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * total) else kept
+    if chosen is not kept and costs_more is not None and costs_more(best.chunks, given):
+        chosen = kept
     if not common_tail:
         return chosen
     stays = max(_num_matched(root, chosen.chunks), int(chosen.how == "first hit"))
     order = frequency_order(chosen.chunks, table, {*range(stays), *fixed})
+    if order != chosen.chunks and costs_more is not None and costs_more(order, given):
+        return chosen
     how = chosen.how if order == chosen.chunks or chosen is not kept else "frequency"
     return Ordering(order, exact_tokens(order), given_tokens, how)
 

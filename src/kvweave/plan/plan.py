@@ -30,15 +30,18 @@ class Reason(StrEnum):
     NO_MEMORY = "not enough device memory for recomputed rows"
     FORBIDDEN = "the request forbids it"
     UNSUPPORTED = "the model does not support it"
+    NO_LAYERS = "needs the model's critical layers: kvweave calibrate layers"
     TIER_UNKNOWN = "the tier was never measured"
     TIER_TOO_SLOW = "computing is faster than loading"
     NOT_STORED = "not stored"
     NOT_EXACT = "stored, but not exact here"
+    ROUNDED = "stored right behind the preamble, but rounded by its codec: not exact"
     FULL_IS_FASTER = "full prefill is faster"
     IN_TREE = "exact path in the knowledge tree"
     FIRST = "stored right behind the preamble: exact there"
     FIRST_ROUNDED = "stored right behind the preamble: exact there but for rounding"
     STORED = "stored"
+    HISTORY = "history of the conversation: not in the knowledge tree"
     ALWAYS = "always computed"
 
 
@@ -55,11 +58,13 @@ class Span:
     kind: SpanKind
     start: int
     num_tokens: int
-    chunk_id: ChunkId | None  # None: preamble or question
+    chunk_id: ChunkId | None  # None: preamble or question; parts of the history have one too
     reason: Reason
     tier: str = ""  # where its bytes are; "" for computed ones and those on the device
     load_bytes: int = 0
     variant: str = ""  # encoding context of stored chunk KV
+    codec: str = ""  # of stored chunk KV; "" for pages of the tree
+    in_history: bool = False  # a part of the history, before the chunks of this turn
     exact_after: bool = False  # rows computed here are exact: they may enter the knowledge tree
 
 
@@ -83,8 +88,8 @@ class PlanRequest:
     order: OrderPermission = OrderPermission.KEEP
     reuse: Reuse = Reuse.AUTO
     quality_bound: float = 0.02  # nats per token of mean KL
-    conversation: str = ""  # "": a question by itself
-    history: tuple[str, ...] = ()  # keys of the messages the prompt has before this turn
+    history: tuple[ChunkRef, ...] = ()  # parts between preamble and chunks, in order; never move
+    in_history: tuple[ChunkRef, ...] = ()  # retrieved, and left out because `history` has them
     fixed: frozenset[int] = frozenset()  # places among `chunks` that must not move
 
 
@@ -99,7 +104,7 @@ class Plan:
     order: tuple[ChunkRef, ...]  # chunks as they will stand
     ordered_by: str  # "given", "frequency", "tree" or "first hit"
     in_history: tuple[ChunkRef, ...]  # left out: the conversation has them
-    exact_tokens: int
+    exact_tokens: int  # of the tree's path: preamble, history and chunks
 
     @property
     def num_tokens(self) -> int:

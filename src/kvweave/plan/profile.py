@@ -18,6 +18,7 @@ from typing import Any
 from kvweave.errors import ConfigError
 
 GAIN = 0.1  # weight of the newest observation in every moving estimate
+VERSION = 2  # of what is measured: a profile of another one is measured anew
 
 
 @dataclass(slots=True)
@@ -71,7 +72,6 @@ class Link:
 
     bytes_per_s: float
     latency_s: float = 0.0  # per layer asked for
-    pending_bytes: int = 0  # asked for by others and not yet here
     seen_s: float = 0.0  # Unix time of the last transfer; a speed of long ago is worth little
 
     def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
@@ -93,22 +93,28 @@ class MachineProfile:
     num_layers: int
     prefill: Grid  # xs: exact tokens in front, ys: tokens computed
     recompute: Grid  # xs: all tokens of the prompt, ys: rows computed among them
-    links: dict[str, Link] = field(
-        default_factory=dict
-    )  # by tier, or "tier/codec" where they differ
+    links: dict[str, Link] = field(default_factory=dict)  # by `link_name`
     stitch_s: float = 0.0  # decoding and turning one stored token, all layers; nothing hides it
+    version: int = VERSION
 
-    def link(self, tier: str, codec: str = "") -> Link | None:
-        """The way from a tier for one codec; None when it was never measured."""
-        if codec and (link := self.links.get(f"{tier}/{codec}")) is not None:
-            return link
-        return self.links.get(tier)
+    def link(self, name: str) -> Link | None:
+        """The way called `name`, or its tier's for any codec; None when neither was measured."""
+        return self.links.get(name) or self.links.get(tier_of(name))
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
         temporary.replace(path)
+
+
+def link_name(tier: str, codec: str = "") -> str:
+    """Bytes of another codec come at another pace: objects differ in size and in what they need."""
+    return f"{tier}/{codec}" if codec else tier
+
+
+def tier_of(link: str) -> str:
+    return link.rpartition("/")[0] or link
 
 
 def load_profile(path: Path) -> MachineProfile:
@@ -128,7 +134,10 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         )
         for name in ("prefill", "recompute")
     }
-    links = {name: Link(**link) for name, link in saved["links"].items()}
+    links = {
+        name: Link(**{k: v for k, v in link.items() if k != "pending_bytes"})  # of version 1
+        for name, link in saved["links"].items()
+    }
     stitch_s = float(saved.get("stitch_s", 0.0))
     times = [s for grid in grids.values() for row in grid.seconds for s in row]
     speeds = [link.bytes_per_s for link in links.values()]
@@ -143,6 +152,7 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         **grids,
         links=links,
         stitch_s=stitch_s,
+        version=int(saved.get("version", 1)),
     )
 
 

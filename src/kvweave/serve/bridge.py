@@ -1,39 +1,27 @@
 """Runs answers on worker threads and brings them to asyncio.
 
-The core is synchronous and computes on the thread that iterates; the edge is asynchronous. A job is
-admitted or refused at once, so a full house is a quick 429 and not a long silence.
+The core is synchronous and computes, or waits for the engine, on the thread that iterates; the edge
+is asynchronous. A request is admitted or refused at once, so a full house is a quick 429 and not a
+long silence.
 """
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple
+from contextvars import copy_context
+from typing import NamedTuple, Protocol
 
-from kvweave.app import Answering
-from kvweave.errors import ConfigError
-from kvweave.serve.errors import ApiError
+from kvweave.app import Answer, Answering
+from kvweave.serve.errors import ApiError, busy
+from kvweave.serve.limits import Limits
 from kvweave.serve.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-Start = Callable[[], Answering]  # may block and raise: it tokenises and checks the prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one server takes on."""
-
-    running: int = 4  # answers computed at once; they take turns token by token
-    waiting: int = 32  # admitted behind them; beyond that, 429
-    body_bytes: int = 8 << 20  # of one request; beyond that, 413
-
-    def __post_init__(self) -> None:
-        for name, least in (("running", 1), ("waiting", 0), ("body_bytes", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"Limits.{name} must be at least {least}")
+Start = Callable[[], Answering]  # may block and raise: it retrieves, tokenises, checks the prompt
 
 
 class Counts(NamedTuple):
@@ -46,72 +34,106 @@ class Counts(NamedTuple):
     abandoned: int
 
 
-class Job:
-    """One admitted request: read its mailbox, then `abandon` it, whatever happened."""
+class Meter(Protocol):
+    """Hears what happens to answers, on their worker threads. Must not block."""
 
-    def __init__(self, start: Start) -> None:
+    def began(self, queue_s: float) -> None: ...
+    def token(self, since_last_s: float | None) -> None:
+        """None for the first one."""
+
+    def ended(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
+        """The outcome is one of Counts: finished, failed, abandoned."""
+
+
+class Job:
+    """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
+
+    def __init__(self, start: Start, meter: Meter) -> None:
         self.mailbox = Mailbox()
+        self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
+        self._meter = meter
+        self._admitted_s = time.perf_counter()
         self._abandoned = threading.Event()
         self._future: Future[str] | None = None
 
     def submit(self, workers: ThreadPoolExecutor) -> "Future[str]":
-        self._future = workers.submit(self._work)
+        context = copy_context()  # the request's id, for the log
+        self._future = workers.submit(context.run, self._work)
         return self._future
 
-    def abandon(self) -> None:
-        """Stop at the next token. Does nothing to a job that is done. From any thread."""
+    def abandon(self, why: ApiError | None = None) -> None:
+        """Stop at the next token. Does nothing to a job that is done. From any thread.
+
+        `why`, if there is one, is what a reader of the mailbox is told at once; otherwise it hears
+        that the server stopped, once the work has.
+        """
         self._abandoned.set()
-        if self._future is not None and self._future.cancel():  # it never began
-            self.mailbox.fail(_gone())
+        never_began = self._future is not None and self._future.cancel()
+        if why is not None or never_began:
+            self.mailbox.fail(why or _gone())
 
     def _work(self) -> str:
         """Compute on a worker thread; return which of Counts this was."""
+        outcome, answer = "failed", None
+        self.queue_s = time.perf_counter() - self._admitted_s
+        self._meter.began(self.queue_s)
         try:
-            answering = self._start()
-            try:
-                self.mailbox.open()
-                pieces = iter(answering)
-                while not self._abandoned.is_set() and (piece := next(pieces, None)):
-                    self.mailbox.put(piece)
-            finally:
-                answering.close()
+            answer = self._compute()
         except Exception as error:  # whatever it is, the one who waits must hear of it
             self.mailbox.fail(error)
-            return "failed"
-        if answering.answer is None:
-            log.info("abandoned an answer")
-            self.mailbox.fail(_gone())
-            return "abandoned"
-        self.mailbox.end(answering.answer)
-        return "finished"
+        else:
+            outcome = "abandoned" if answer is None else "finished"
+            if answer is None:
+                log.info("abandoned an answer")
+                self.mailbox.fail(_gone())
+            else:
+                self.mailbox.end(answer)
+        self._meter.ended(outcome, answer, self.queue_s)
+        return outcome
+
+    def _compute(self) -> Answer | None:
+        answering = self._start()
+        try:
+            self.mailbox.open()
+            pieces, last_s = iter(answering), None
+            while not self._abandoned.is_set() and (piece := next(pieces, None)):
+                now_s = time.perf_counter()
+                self._meter.token(None if last_s is None else now_s - last_s)
+                last_s = now_s
+                self.mailbox.put(piece)
+        finally:
+            answering.close()
+        return answering.answer
 
 
 class Bridge:
-    """Admits jobs and counts them. Used on the event loop; only the counting is on any thread."""
+    """Admits answers and counts them. Used on the event loop; only the counting is on any thread.
 
-    def __init__(self, limits: Limits) -> None:
+    An answer that its client has left still holds its place until its worker is free of it.
+    """
+
+    def __init__(self, limits: Limits, meter: Meter) -> None:
         self._limits = limits
+        self._meter = meter
         self._workers = ThreadPoolExecutor(limits.running, thread_name_prefix="answer")
         self._lock = threading.Lock()  # guards the two below
         self._jobs: set[Job] = set()
         self._ended = {"finished": 0, "failed": 0, "abandoned": 0}
 
-    def submit(self, start: Start) -> Job:
-        """Admit a request, or raise a 429 that says when to try again."""
+    def submit(self, starts: Sequence[Start]) -> list[Job]:
+        """Admit all answers of a request, or raise a 429 that says when to try again."""
         most = self._limits.running + self._limits.waiting
-        job = Job(start)
+        jobs = [Job(start, self._meter) for start in starts]
         with self._lock:
-            if len(self._jobs) >= most:
-                raise ApiError(
-                    429,
-                    f"{most} requests are running or waiting already; try again in a moment",
-                    code="rate_limit_exceeded",
-                    headers={"Retry-After": "1"},
-                )
-            self._jobs.add(job)
-        job.submit(self._workers).add_done_callback(lambda future: self._leave(job, future))
-        return job
+            if len(self._jobs) + len(jobs) > most:
+                raise busy(f"{len(self._jobs)} answers of at most {most} are running or waiting")
+            self._jobs |= set(jobs)
+        for job in jobs:
+            job.submit(self._workers).add_done_callback(
+                lambda future, job=job: self._leave(job, future)  # type: ignore[misc]
+            )
+        return jobs
 
     def counts(self) -> Counts:
         with self._lock:
@@ -133,6 +155,7 @@ class Bridge:
     def _leave(self, job: Job, future: "Future[str]") -> None:
         if future.cancelled():
             how = "abandoned"
+            self._meter.ended(how, None, job.queue_s)
         else:  # an exception here is a mailbox without a loop: the server was forced to quit
             how = "failed" if future.exception() is not None else future.result()
         with self._lock:

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvweave.errors import KVWeaveError, RequestError
+from kvweave.libraries import NoSuchKnowledgeBase
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,21 @@ class ApiError(HTTPException):
         self.code = code  # for programs, where OpenAI has one
 
 
+def busy(what: str) -> ApiError:
+    """A 429 that says when to try again."""
+    return ApiError(
+        429,
+        f"{what}; try again in a moment",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": "1"},
+    )
+
+
 def install_error_handlers(http: FastAPI) -> None:
-    """Make `http` answer every failure in the shape above."""
+    """Make `http` answer every failure in the shape above; of bugs `logs.RequestLog` does it."""
     http.add_exception_handler(RequestValidationError, _on_validation)
     http.add_exception_handler(HTTPException, _on_http)
     http.add_exception_handler(KVWeaveError, _on_kvweave)
-    http.add_exception_handler(Exception, _on_bug)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -58,6 +68,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
+    if isinstance(error, NoSuchKnowledgeBase):
+        return ApiError(404, str(error), code="not_found")
     log.error("a request failed", exc_info=error)
     if isinstance(error, KVWeaveError):
         return ApiError(500, str(error))
@@ -114,34 +126,31 @@ def _place(fault: Mapping[str, Any]) -> str:
 def _type_of(status: int) -> str:
     if status == 429:
         return "rate_limit_error"
+    if status == 401:
+        return "authentication_error"
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def _reply(error: ApiError) -> JSONResponse:
+def reply(error: ApiError) -> JSONResponse:
     return JSONResponse(error_body(error), error.status_code, headers=error.headers)
 
 
 async def _on_validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "installed for another exception"
-    return _reply(describe(error.errors()))
+    return reply(describe(error.errors()))
 
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     """ApiError, and what the framework itself refuses: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException), "installed for another exception"
     if isinstance(error, ApiError):
-        return _reply(error)
+        return reply(error)
     detail = str(error.detail)
     if error.status_code in (404, 405):
         detail = f"{request.method} {request.url.path} is not served here"
-    return _reply(ApiError(error.status_code, detail, headers=error.headers))
+    return reply(ApiError(error.status_code, detail, headers=error.headers))
 
 
 async def _on_kvweave(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KVWeaveError), "installed for another exception"
-    return _reply(as_api_error(error))
-
-
-async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    # Starlette raises it again behind this reply, so the log gets its traceback from there.
-    return _reply(ApiError(500, "internal error; the server's log says more"))
+    return reply(as_api_error(error))

@@ -1,107 +1,109 @@
-"""The routes. Each reads a request, hands it on and puts the result into the wire format."""
+"""Puts the server together: routes, middleware, what they share. Translation only."""
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvweave import __version__
 from kvweave.app import Weave
+from kvweave.libraries import Libraries
+from kvweave.serve.auth import ApiKeys, Keys
 from kvweave.serve.body_limit import BodyLimit
-from kvweave.serve.bridge import Bridge, Limits
-from kvweave.serve.chat import Reply, read_request
+from kvweave.serve.bridge import Bridge
+from kvweave.serve.chores import Chores
+from kvweave.serve.context import Context
+from kvweave.serve.drain import Drain
 from kvweave.serve.errors import ApiError, install_error_handlers
-from kvweave.serve.sse import EventStream, as_events
-from kvweave.serve.wire import ChatReply, ChatRequest, Health, ModelCard, ModelList
+from kvweave.serve.limits import Limits
+from kvweave.serve.logs import RequestLog
+from kvweave.serve.prometheus import ServerMetrics
+from kvweave.serve.routes_kb import kb_routes
+from kvweave.serve.routes_openai import openai_routes
+from kvweave.serve.schema import install_schema, refusals
+from kvweave.serve.scraping import Live
+from kvweave.serve.spans import AnswerSpans, Spans, find_tracer
+from kvweave.serve.wire_replies import Health, Ready
 
-T = TypeVar("T")
-
-CLIENT_CLOSED = 499  # no one reads it; it shows in logs
-
-
-class ClientGone(Exception):
-    """The client closed the connection before it had its reply."""
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 
-def build_http(weave: Weave, limits: Limits | None = None) -> FastAPI:
-    """An ASGI application that serves `weave`. Several may live side by side."""
+def build_http(
+    weave: Weave,
+    limits: Limits | None = None,
+    *,
+    libraries: Libraries | None = None,
+    keys: Keys | None = None,
+    tracer: "Tracer | None" = None,
+) -> FastAPI:
+    """An ASGI application that serves `weave`. Several may live side by side.
+
+    `libraries` are its knowledge bases by name; who made them closes them. `tracer` None is the
+    process's own, if OpenTelemetry is configured.
+    """
     limits = limits or Limits()
-    bridge = Bridge(limits)
-    started = int(time.time())
+    libraries = libraries or Libraries(weave)
+    tracer = tracer or find_tracer()
+    metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
+    bridge, chores = Bridge(limits, metrics), Chores(limits)
+    context = Context(weave, libraries, limits, bridge, chores, metrics)
+    metrics.watch(Live(bridge.counts, libraries, getattr(weave, "engine", None)))
 
     @asynccontextmanager
     async def lifespan(http: FastAPI) -> AsyncIterator[None]:
         yield
         await bridge.close()
+        await chores.close()
 
-    http = FastAPI(title="kvweave", version=__version__, lifespan=lifespan)
-    http.state.bridge = bridge  # for whoever stops the server
-    http.add_middleware(BodyLimit, limit_bytes=limits.body_bytes)
+    http = FastAPI(
+        title="kvweave",
+        version=__version__,
+        summary="RAG serving that never prefills the same passage twice",
+        lifespan=lifespan,
+    )
+    http.state.context = context  # for whoever stops the server
     install_error_handlers(http)
-
-    def card() -> ModelCard:
-        return ModelCard(id=weave.model_name, created=started, max_model_len=weave.max_context)
-
-    @http.get("/healthz")
-    async def healthz() -> Health:
-        return Health(model=weave.model_name, **bridge.counts()._asdict())
-
-    @http.get("/v1/models")
-    async def models() -> ModelList:
-        return ModelList(data=[card()])
-
-    @http.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelCard:
-        if name != weave.model_name:
-            message = f"no model {name!r} here; this server has {weave.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return card()
-
-    @http.post("/v1/chat/completions", response_model=ChatReply)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response | ChatReply:
-        job = bridge.submit(read_request(body, weave))
-        reply = Reply(weave.model_name)
-        handed_over = False
-        try:
-            if not body.stream:
-                answer = await unless_gone(request, job.mailbox.finish())
-                return reply.whole(answer, with_logprobs=body.logprobs)
-            await unless_gone(request, job.mailbox.opened())  # unsound prompts are a 400 yet
-            chunks = reply.chunks(
-                job.mailbox,
-                with_usage=body.stream_options is not None and body.stream_options.include_usage,
-                with_logprobs=body.logprobs,
-            )
-            stream = EventStream(as_events(chunks), on_close=job.abandon)
-            handed_over = True
-            return stream
-        except ClientGone:
-            return Response(status_code=CLIENT_CLOSED)
-        finally:
-            if not handed_over:
-                job.abandon()
-
+    install_schema(http)
+    http.include_router(openai_routes(context))
+    http.include_router(kb_routes(context))
+    _add_watching(http, context)
+    # the last one added is the outermost
+    http.add_middleware(BodyLimit, limits=limits)
+    http.add_middleware(Drain, context=context)
+    http.add_middleware(ApiKeys, keys=keys or {})
+    if tracer is not None:
+        http.add_middleware(Spans, tracer=tracer)
+    http.add_middleware(RequestLog, count=metrics.request)
     return http
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or ClientGone as soon as the client hangs up."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        working.cancel()
-        leaving.cancel()
+def _add_watching(http: FastAPI, context: Context) -> None:
+    """Routes for those who look after the server."""
 
+    @http.get("/healthz", tags=["watching"])
+    async def healthz() -> Health:
+        """The process is alive."""
+        return Health(
+            model=context.weave.model_name,
+            pinned=context.libraries.num_pinned(),
+            **context.bridge.counts()._asdict(),
+        )
 
-async def _disconnected(request: Request) -> None:
-    """Return when the client hangs up. The body has been read, so nothing else can come."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    @http.get("/readyz", tags=["watching"], responses=refusals(503))
+    async def readyz() -> Ready:
+        """The model is loaded and new work is taken."""
+        if context.is_stopping:
+            raise ApiError(503, "the server is stopping", headers={"Retry-After": "5"})
+        return Ready(model=context.weave.model_name)
+
+    @http.get(
+        "/metrics",
+        tags=["watching"],
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics_page() -> Response:
+        return Response(context.metrics.page(), media_type=CONTENT_TYPE_LATEST)

@@ -14,7 +14,8 @@ class Mailbox:
     """The way of one answer. Made on the event loop, whose task reads; one thread writes.
 
     The writer calls `open` once, `put` any number of times and `end` or `fail` once; `fail` may
-    come at any time, also without `open`. No call of the writer's blocks.
+    come at any time and from any thread, also without `open`: the first one counts. No call of the
+    writer's blocks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Mailbox:
 
     def fail(self, error: Exception) -> None:
         with self._lock:
-            self._error, self._is_over = error, True
+            self._error, self._is_over = self._error or error, True
         self._ring()
 
     async def opened(self) -> None:

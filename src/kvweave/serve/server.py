@@ -1,55 +1,87 @@
 """uvicorn with manners: it says when it is ready, and answers in the making end in order.
 
-A stopping server takes no new connections and lets answers finish for a while. Then it gives them
-up: each client gets its error in the usual shape instead of a broken connection.
+A stopping server first says so on /readyz and refuses new work, for load balancers to notice
+(`lame_s`). Then it takes no new connections and lets answers finish for a while (`patience_s`).
+Then it gives them up: each client gets its error in the usual shape instead of a broken connection.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
 from kvweave.app import Weave
-from kvweave.serve.bridge import Limits
+from kvweave.libraries import Libraries
+from kvweave.serve.auth import Keys
+from kvweave.serve.context import Context
 from kvweave.serve.http import build_http
+from kvweave.serve.limits import Limits
 
 LAST_WORDS_S = 5  # for the errors to go out, before connections are cut
 
 
 class Server(uvicorn.Server):
-    """Serves one Weave. `run([listener])` blocks until a signal or `should_exit`."""
+    """Serves one Weave. `run([listener])` blocks until a signal or `stop`."""
 
     def __init__(
         self,
         weave: Weave,
         *,
         limits: Limits | None = None,
+        libraries: Libraries | None = None,
+        keys: Keys | None = None,
         patience_s: float = 10.0,  # answers may go on for this long after the signal
+        lame_s: float = 0.0,  # connections are taken for this long after the signal
         on_ready: Callable[[], None] | None = None,  # called on the event loop
     ) -> None:
-        http = build_http(weave, limits)
+        http = build_http(weave, limits, libraries=libraries, keys=keys)
         config = uvicorn.Config(
             http,
-            log_level="warning",
+            log_config=None,  # ours, see logs.py
             access_log=False,
             timeout_graceful_shutdown=round(patience_s) + LAST_WORDS_S,
         )
         super().__init__(config)
-        self._bridge = http.state.bridge
+        self._context: Context = http.state.context
         self._patience_s = patience_s
+        self._lame_s = lame_s
         self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def stop(self) -> None:
+        """Begin to stop, from any thread. `run` returns when all is in order."""
+        self._context.is_stopping = True
+        if self._loop is None or self._lame_s <= 0:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._lame_s, self._exit)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal. The second one does not wait."""
+        if self._lame_s > 0 and not self._context.is_stopping:
+            self._captured_signals.append(sig)
+            self.stop()
+            return
+        self._context.is_stopping = True
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self._on_ready is not None:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._context.is_stopping = True
         giving_up = asyncio.get_running_loop().call_later(
-            self._patience_s, self._bridge.abandon_all
+            self._patience_s, self._context.bridge.abandon_all
         )
         try:
             await super().shutdown(sockets)
         finally:
             giving_up.cancel()
+
+    def _exit(self) -> None:
+        self.should_exit = True

@@ -1,4 +1,4 @@
-"""What travels over HTTP, as OpenAI's chat API has it.
+"""Chat requests and replies, and what all bodies share, as OpenAI's API has it.
 
 Requests are read strictly: a number in quotes is a wrong type, and a field that is not here is
 refused by name. A null means the same as leaving the field out. Extensions of ours are marked.
@@ -15,6 +15,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # of a knowledge base, see libraries.py
 
 
 def _encodable(text: str) -> str:
@@ -91,36 +93,74 @@ def _listed(stop: Any) -> Any:
 Stops = Annotated[list[Text], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 
 
+def _said(**bounds: Any) -> Any:
+    """Bounds for the schema alone: they are checked where the words for it are better."""
+    return Field(json_schema_extra=bounds)
+
+
 class StreamOptions(Incoming):
     include_usage: bool = False
 
 
-class ChatRequest(Incoming):
-    """The body of POST /v1/chat/completions."""
+class ReuseIn(Incoming):
+    strategy: Text = "auto"  # "full", "auto" or a strategy by name
+    ratio: float | None = None  # share of chunk rows recomputed; None: the strategy's own
+    bound: float | None = None  # nats per token that "auto" may cost
 
-    messages: list[ChatMessage]
+
+def _named(reuse: Any) -> Any:
+    if not isinstance(reuse, str | dict):
+        raise PydanticCustomError("reuse", "must be a string or an object with a strategy")
+    return {"strategy": reuse} if isinstance(reuse, str) else reuse
+
+
+AnyReuse = Annotated[ReuseIn, BeforeValidator(_named, json_schema_input_type=str | ReuseIn)]
+
+
+class Drawing(Incoming):
+    """How answers are drawn: what chat and plain completions share."""
+
     model: Text | None = None  # left out: the one that is served
-    documents: list[AnyDocument] | None = None  # extension: answer the question from these
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None  # the newer name of the same
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # extension; 0 keeps all tokens
-    repetition_penalty: float = 1.0  # extension
-    seed: int | None = None
-    stop: Stops = Field(default_factory=list)
-    logprobs: bool = False
-    top_logprobs: int | None = None
+    max_tokens: Annotated[int | None, _said(minimum=1)] = None
+    temperature: Annotated[float, _said(minimum=0, maximum=100)] = 1.0
+    top_p: Annotated[float, _said(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, _said(minimum=0)] = 0  # extension; 0 keeps all tokens
+    repetition_penalty: Annotated[float, _said(minimum=0.01, maximum=100)] = 1.0  # extension
+    seed: Annotated[int | None, _said(minimum=0, maximum=2**63 - 1)] = None
+    stop: Annotated[Stops, _said(maxItems=4)] = Field(default_factory=list)
+    n: Annotated[int, _said(minimum=1, maximum=16)] = 1  # answers to each prompt
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Only the value that asks for nothing is accepted:
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    store: bool = False
+    presence_penalty: Annotated[float, _said(const=0)] = 0.0
+    frequency_penalty: Annotated[float, _said(const=0)] = 0.0
     # The caller's own bookkeeping; it has no bearing on the answer.
     user: Text | None = None
-    metadata: dict[str, str] | None = None
+
+    @property
+    def with_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(Drawing):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], _said(minItems=1)]
+    # Extensions: what to answer from, and how
+    documents: list[AnyDocument] | None = None  # these chunks
+    # the nearest chunks of this knowledge base; its chunk KV is reused
+    kb: Annotated[Text | None, _said(pattern=NAME_PATTERN)] = None
+    k: Annotated[int | None, _said(minimum=1, maximum=1000)] = None  # so many of them
+    conversation_id: Text | None = None  # chunks of earlier turns stay in front, each once
+    order: Literal["keep", "free"] | None = None  # may reuse "auto" move chunks?
+    reuse: AnyReuse | None = None
+    explain: bool = False  # say in the reply what was done
+
+    max_completion_tokens: int | None = None  # the newer name of max_tokens
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, _said(minimum=0, maximum=20)] = None
+    store: Annotated[bool, _said(const=False)] = False
+    metadata: dict[str, str] | None = None  # the caller's own
 
 
 class Outgoing(BaseModel):
@@ -149,6 +189,19 @@ class Usage(Outgoing):
     total_tokens: int
 
 
+class ErrorDetail(Outgoing):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Outgoing):
+    """The body of every refusal and failure."""
+
+    error: ErrorDetail
+
+
 class ReplyMessage(Outgoing):
     role: Literal["assistant"] = "assistant"
     content: str
@@ -159,35 +212,3 @@ class ReplyChoice(Outgoing):
     message: ReplyMessage
     logprobs: Logprobs | None = None
     finish_reason: str
-
-
-class ChatReply(Outgoing):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int  # seconds since 1970
-    model: str
-    choices: list[ReplyChoice]
-    usage: Usage
-
-
-class ModelCard(Outgoing):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "kvweave"
-    max_model_len: int  # tokens of prompt and answer together; the name other servers use
-
-
-class ModelList(Outgoing):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Health(Outgoing):
-    status: Literal["ok"] = "ok"
-    model: str
-    running: int  # answers being computed
-    waiting: int  # admitted, not begun
-    finished: int  # since the start, as are the next two
-    failed: int
-    abandoned: int  # the client left

@@ -84,17 +84,23 @@ def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
 
     `scores` [N] belong to `positions` [N] (ascending, on the host).
     """
-    scores = scores.float().cpu()
-    if bool(scores.isnan().any()):
+    scores = scores.float()
+    order = torch.sort(scores, descending=True, stable=True).indices[:count]
+    # the number of NaN rides along: asked for by itself it would make the host wait twice
+    answer = torch.cat([scores.isnan().sum()[None], order]).cpu()
+    if int(answer[0]):
         raise ModelError(
             "the scores of the stored tokens hold NaN: the model or its chunk KV is broken; "
             "run `kvweave cache verify`, or ask with reuse 'full'"
         )
-    order = torch.sort(scores, descending=True, stable=True).indices[:count]
-    return positions[order].sort().values
+    return positions[answer[1:]].sort().values
 
 
 def of_hits(scene: Scene, placed_scores: Tensor) -> Tensor:
     """Scores [H] of the hits, from scores [N] of everything placed."""
-    at = torch.searchsorted(scene.stitched.placed, scene.hits)
-    return placed_scores[at.to(placed_scores.device)]
+    parts, at = [], 0
+    for span in scene.request.placed:
+        if span.state is State.REUSED:
+            parts.append(placed_scores[at : at + span.num_tokens])
+        at += span.num_tokens
+    return torch.cat(parts)

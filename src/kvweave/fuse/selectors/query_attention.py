@@ -14,7 +14,9 @@ from torch import Tensor
 from kvweave.fuse.probe import ContextView, NoContext, Probed, probe
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, top_positions
+from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, column_scores, reduce
+from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import rotate
 
 View = Literal["question", "anchors", "full"]
@@ -48,7 +50,9 @@ class QueryAttention:
         )
 
     def select(self, scene: Scene, count: int) -> Tensor:
-        return top_positions(self.scores(scene), scene.hits, count)
+        scores = self.scores(scene)
+        scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
+        return top_positions(scores, scene.hits, count)
 
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
@@ -72,7 +76,10 @@ class QueryAttention:
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":
             return NoContext()
-        return FullView(scene) if self.view == "full" else AnchorView(scene, self.anchors)
+        if self.view == "full":
+            return FullView(scene)
+        deepest = max(resolve_layers(self.layers, scene.decoder.spec.num_layers))
+        return AnchorView(scene, self.anchors, deepest)
 
     def _columns(self, scene: Scene, layer: int, question: Probed) -> Tensor:
         """Scores of all placed tokens at one layer, [N]."""
@@ -112,7 +119,6 @@ class FullView:
         self._positions = torch.cat([before, scene.stitched.placed])
         self._num_tokens = len(scene.request.prompt_ids)
         self._whole = len(self._positions) == scene.request.question_start
-        self._at = self._positions.to(scene.decoder.device)
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         if not len(self._positions):
@@ -121,7 +127,8 @@ class FullView:
         if self._whole:  # no missing chunk in between: a view will do
             end = len(self._positions)
             return keys[:end], values[:end], self._positions
-        return keys[self._at], values[self._at], self._positions
+        at = on_device(self._positions, keys.device)
+        return keys[at], values[at], self._positions
 
     def with_question(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         start, end = len(self._positions), self._num_tokens
@@ -138,14 +145,14 @@ def placed_keys(scene: Scene, layer: int) -> Tensor:
     first, last = int(placed[0]), int(placed[-1])
     if last - first + 1 == len(placed):
         return keys[first : last + 1]
-    return keys[placed.to(keys.device)]
+    return keys[on_device(placed, keys.device)]
 
 
 def encoded_keys(scene: Scene, layer: int) -> Tensor:
     """Keys of all placed tokens as if each chunk stood right behind the preamble, [N, Hk, D]."""
     start = scene.request.preamble_len
-    at = [start + i for span in scene.request.placed for i in range(span.num_tokens)]
-    angles = scene.decoder.angles(torch.tensor(at, device=scene.decoder.device))
+    at = positions_of([range(start, start + span.num_tokens) for span in scene.request.placed])
+    angles = scene.decoder.angles(on_device(at, scene.decoder.device))
     return rotate(scene.stitched.unturned(layer).k, angles)
 
 

@@ -9,7 +9,8 @@ class PathMemory:
     """Usage of absent paths, bounded: the one not asked for for longest is forgotten first.
 
     How often a path is asked for counts over a window of time, whether or not its KV was kept; a
-    popular path that was pushed out once does not start from nothing. Not thread-safe.
+    popular path that was pushed out once does not start from nothing. With room for none, every
+    path does. Not thread-safe.
     """
 
     def __init__(self, max_paths: int) -> None:
@@ -25,7 +26,8 @@ class PathMemory:
         if record is None:
             record = UsageRecord(size=num_tokens)
             self.keep(key, record)
-        self._records.move_to_end(key)
+        else:
+            self._records.move_to_end(key)
         return record
 
     def take(self, key: bytes, num_tokens: int) -> UsageRecord:

@@ -42,7 +42,7 @@ class TreeConfig:
     host_bytes: int  # one to two orders of magnitude more than on the device pays best; 0: none
     policy: str = "pgdsf"  # lru, lfu, gdsf or pgdsf; each tier has its own clock
     max_depth: int | None = None  # keep only the first so many chunks of a path; None: all
-    remembered_paths: int = 1 << 16  # absent paths whose usage is remembered
+    remembered_paths: int = 1 << 16  # absent paths whose usage is remembered; 0: none
 
     def __post_init__(self) -> None:
         if self.device_bytes <= 0 or self.host_bytes < 0:
@@ -52,6 +52,10 @@ class TreeConfig:
             )
         if self.max_depth is not None and self.max_depth < 0:
             raise ConfigError(f"TreeConfig.max_depth must be None or >= 0, got {self.max_depth}")
+        if self.remembered_paths < 0:
+            raise ConfigError(
+                f"TreeConfig.remembered_paths must be >= 0, got {self.remembered_paths}"
+            )
 
 
 class Extended(Enum):

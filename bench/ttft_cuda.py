@@ -1,0 +1,387 @@
+"""Time to the first token on a GPU: every way, tier and codec beside our own full prefill.
+
+Random weights of a real shape, random prompts of chunks of 510 tokens. Chunk KV is computed by the
+model itself, stored through the store, and prefilled from it as a request would be. Each cell is
+the median of a few runs after one to warm up; every run ends when the first token is on the host.
+
+`speedup_15_32k_host` and its like are full prefill's time over FusionRAG's at 15 % and plain
+reuse's at 0 %, chunk KV raw in page-locked host memory. Every other cell stands beside them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from common import finish, result_header
+from kvweave.fuse.anchors import choose_anchors, extra_name, pack_anchors
+from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
+from kvweave.fuse.fuse import fuse
+from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.request import classify
+from kvweave.fuse.sources import ComputedChunks
+from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext, make_chunk_key
+from kvweave.kv.objects import PackedChunk, pack_chunk
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Rows
+from shapes import SHAPES, eager_seconds, random_decoder
+from ttft_plan import choices
+
+CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64
+WAYS = (("reuse", 0.0), ("epic", 0.15), ("fusionrag", 0.15), ("qcfuse", 0.15), ("weave", 0.15))
+
+
+class Size(NamedTuple):
+    name: str
+    chunks: int
+
+
+def main() -> None:
+    args = parse_args()
+    device = torch.device(args.device)
+    world = World(args, device)
+    result = {**result_header("ttft", args.device), "versions": versions()}
+    result["config"] = world.config()
+    run = Runs(world, args, result)
+    run.all()
+    finish(result, args.out)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--sizes", default="8k=16,32k=64", help="name=chunks, comma separated")
+    parser.add_argument("--tiers", default="device,host,disk")
+    parser.add_argument("--codecs", default="raw,int8,int4")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-eager", action="store_true", help="leave transformers out")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: tmp)")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no cell after this long")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class World:
+    """A model, a long prompt, and its chunk KV."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.spec = SHAPES[args.shape]
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.decoder = random_decoder(self.spec, device, dtype)
+        self.sizes = [Size(n, int(c)) for n, c in (s.split("=") for s in args.sizes.split(","))]
+        most = max(size.chunks for size in self.sizes)
+        g = torch.Generator().manual_seed(1)
+
+        def ids(count: int) -> tuple[int, ...]:
+            drawn = torch.randint(10, self.spec.vocab_size, (count,), generator=g)
+            return tuple(drawn.tolist())
+
+        self.preamble = encode_prefix(self.decoder, ids(PREAMBLE))
+        self.question = ids(QUESTION)
+        self.chunk_ids = [ids(CHUNK_TOKENS) for _ in range(most)]
+        self.made = []
+        for part in passes([CHUNK_TOKENS] * most, 8192):
+            some = [self.chunk_ids[i] for i in part]
+            self.made += encode_chunks(self.decoder, self.preamble, some)
+        layers = self.spec.num_layers
+        self.critical = (layers * 2 // 5, layers * 2 // 5 + 1, layers // 2)
+        self.facts = ModelFacts(layers, self.critical)
+
+    def config(self) -> dict[str, Any]:
+        token_bytes = 4 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim
+        return {
+            "shape": self.args.shape, "weights": "random, bf16", "chunk_tokens": CHUNK_TOKENS,
+            "preamble": PREAMBLE, "question": QUESTION, "critical_layers": self.critical,
+            "kv_bytes_per_token": token_bytes, "repeats": self.args.repeats,
+            "prompt_tokens": {s.name: self.prompt_tokens(s) for s in self.sizes},
+            "cold": "files synced and dropped from the page cache before each run",
+            "warm": "files in the page cache",
+        }  # fmt: skip
+
+    def prompt_tokens(self, size: Size) -> int:
+        return PREAMBLE + size.chunks * CHUNK_TOKENS + QUESTION
+
+    def prompt(self, size: Size) -> list[int]:
+        chunks = [i for ids in self.chunk_ids[: size.chunks] for i in ids]
+        return [*self.preamble.token_ids, *chunks, *self.question]
+
+    def prompt_chunks(self, size: Size, codec: str) -> list[PromptChunk]:
+        keys = [self.key(codec, ids) for ids in self.chunk_ids[: size.chunks]]
+        return [PromptChunk(i, k, k) for i, k in zip(self.chunk_ids, keys, strict=False)]
+
+    def key(self, codec: str, ids: tuple[int, ...]) -> Any:
+        return make_chunk_key(KeyContext("bench", "bfloat16", codec, "any", (), "any"), ids)
+
+    def packed(self, codec: str) -> list[PackedChunk]:
+        """All chunks, encoded on the device, sealed by several threads. With anchors."""
+        anchors = extra_name("kvzip")
+
+        def pack(i: int) -> PackedChunk:
+            layers = self.made[i]
+            scores = torch.rand(len(layers), CHUNK_TOKENS)
+            extras = {anchors: pack_anchors(choose_anchors(layers, scores))}
+            return pack_chunk(self.key(codec, self.chunk_ids[i]), layers, codec, extras)
+
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(pack, range(len(self.made))))
+
+
+class Runs:
+    """Every cell, written down as it comes."""
+
+    def __init__(self, world: World, args: argparse.Namespace, result: dict[str, Any]) -> None:
+        self.world, self.args, self.result = world, args, result
+        self.cells: list[dict[str, Any]] = []
+        result["cells"] = self.cells
+        self.full_ms: dict[str, float] = {}
+        self.began_s = time.perf_counter()
+
+    def all(self) -> None:
+        """What matters most comes first, should the time run out."""
+        self.full()
+        tiers, codecs = self.args.tiers.split(","), self.args.codecs.split(",")
+        with tempfile.TemporaryDirectory(dir=self.args.folder) as folder:
+            for codec in codecs:
+                packed = self.pack(codec) if {"host", "disk"} & set(tiers) else []
+                if "host" in tiers:
+                    self.in_host(codec, packed)
+                if codec == codecs[0]:
+                    if "device" in tiers:
+                        self.on_device()
+                    self.eager()
+                    self.summary()
+                if "disk" in tiers:
+                    self.on_disk(codec, packed, Path(folder) / codec)
+        self.summary()
+
+    def eager(self) -> None:
+        """The reference: transformers' own model of this shape."""
+        world = self.world
+        if world.device.type == "cuda" and not self.args.no_eager:
+            prompts = [world.prompt(size) for size in world.sizes]
+            eager = eager_seconds(world.spec, world.device, prompts)
+            ms = {s.name: round(t * 1e3, 1) for s, t in zip(world.sizes, eager, strict=True)}
+            self.result["eager_ms"] = ms
+            say(f"eager {ms}")
+
+    def full(self) -> None:
+        world = self.world
+        for size in world.sizes:
+            ids = world.prompt(size)
+
+            def once(ids: list[int] = ids) -> dict[str, float]:
+                kv = world.decoder.new_kv(len(ids))
+                rows = Rows(ids, range(len(ids)), kv, [len(ids) - 1])
+                int(world.decoder.forward([rows])[0].argmax())
+                return {}
+
+            self.full_ms[size.name] = self.cell(size, "none", "", "full", 0.0, once, 3)
+
+    def on_device(self) -> None:
+        """Chunk KV that lies in device memory already."""
+        world = self.world
+        for size in world.sizes:
+            chunks = world.prompt_chunks(size, "raw")
+            source = ComputedChunks(world.made[: size.chunks])
+            for name, ratio in WAYS:
+                if name == "qcfuse":  # anchors come from the store
+                    continue
+                strategy = open_strategy(name, world.facts)
+
+                def once(
+                    strategy: Any = strategy, ratio: float = ratio, chunks: Any = chunks,
+                    source: Any = source,
+                ) -> dict[str, float]:  # fmt: skip
+                    request = classify(
+                        world.preamble.token_ids, [(c.key, c.token_ids) for c in chunks],
+                        world.question, present={c.key for c in chunks}, first_is_exact=False,
+                    )  # fmt: skip
+                    kv = world.decoder.new_kv(len(request.prompt_ids))
+                    laid = Stitched(world.decoder, request, world.preamble, source, kv)
+                    fused = fuse(
+                        world.decoder, request, laid, kv, strategy.selector, ratio,
+                        drift=strategy.drift,
+                    )  # fmt: skip
+                    int(fused.logits.argmax())
+                    return stages(fused.load_s, fused.select_s, fused.pass_s)
+
+                self.cell(size, "device", "raw", name, ratio, once)
+
+    def pack(self, codec: str) -> list[PackedChunk]:
+        started_s = time.perf_counter()
+        packed = self.world.packed(codec)
+        size = sum(chunk.header.total_bytes for chunk in packed)
+        took_s = time.perf_counter() - started_s
+        say(f"{codec}: {len(packed)} chunks, {size / 1e9:.2f} GB, packed in {took_s:.1f} s")
+        return packed
+
+    def in_host(self, codec: str, packed: list[PackedChunk]) -> None:
+        size = sum(chunk.header.total_bytes for chunk in packed)
+        with KVStore(StoreConfig((HostTierConfig(size + GIB // 4),))) as store:
+            for chunk in packed:
+                store.save(chunk)
+            ways = WAYS if codec == "raw" else WAYS[:1] + WAYS[2:3]
+            for each in self.world.sizes:
+                self.from_store(store, each, "host", codec, ways)
+                if codec == "raw":
+                    self.from_store(store, each, "host", codec, (("prefix", 0.0),))
+
+    def on_disk(self, codec: str, packed: list[PackedChunk], folder: Path) -> None:
+        size = sum(chunk.header.total_bytes for chunk in packed)
+        disk = DiskTierConfig(folder, fsync=False)
+        cfg = StoreConfig((disk,), io_threads=12, staging_bytes=size + GIB)
+        with KVStore(cfg) as store:
+            for chunk in packed:
+                store.save(chunk, wait_s=60)
+            store.flush(120)
+            os.sync()
+            ways = WAYS[:1] + WAYS[2:3]
+            for each in self.world.sizes:
+                for state in ("disk warm", "disk cold"):
+                    self.from_store(store, each, state, codec, ways, folder=folder)
+
+    def from_store(
+        self,
+        store: KVStore,
+        size: Size,
+        tier: str,
+        codec: str,
+        ways: Any,
+        folder: Path | None = None,
+    ) -> None:
+        world = self.world
+        chunks = world.prompt_chunks(size, codec)
+        for name, ratio in ways:
+            strategy = open_strategy(name, world.facts)
+
+            def once(strategy: Any = strategy, ratio: float = ratio) -> dict[str, float]:
+                kv = world.decoder.new_kv(world.prompt_tokens(size))
+                done = prefill_from_store(
+                    world.decoder, world.preamble, chunks, world.question, store, kv, strategy,
+                    ratio,
+                )  # fmt: skip
+                int(done.logits.argmax())
+                at = done.record.stages
+                found = stages(at.load / 1e3, at.select / 1e3, at.compute / 1e3)
+                for seconds in done.record.arrived_s.values():
+                    found["read_gb_s"] = sum(done.record.loaded_bytes.values()) / seconds / 1e9
+                return found
+
+            def before() -> None:
+                if tier == "disk cold":
+                    drop(folder)
+
+            slow = tier.startswith("disk")
+            self.cell(size, tier, codec, name, ratio, once, 2 if slow else None, before)
+
+    def cell(
+        self,
+        size: Size,
+        tier: str,
+        codec: str,
+        way: str,
+        ratio: float,
+        once: Callable[[], dict[str, float]],
+        repeats: int | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> float:
+        if time.perf_counter() - self.began_s > self.args.limit_s:
+            say(f"no time left for {size.name} {tier} {codec} {way}")
+            return float("nan")
+        times: list[float] = []
+        seen: list[dict[str, float]] = []
+        for turn in range(-1 if tier != "disk cold" else 0, repeats or self.args.repeats):
+            before()
+            wait(self.world.device)
+            started_s = time.perf_counter()
+            found = once()
+            took_s = time.perf_counter() - started_s
+            if turn >= 0:
+                times.append(took_s * 1e3)
+                seen.append(found)
+        ms = statistics.median(times)
+        middle = {k: round(statistics.median(f[k] for f in seen), 2) for k in seen[0]}
+        if "compute" in middle:
+            middle["rest"] = round(ms - sum(middle[k] for k in ("load", "select", "compute")), 2)
+        cell = {
+            "size": size.name, "tier": tier, "codec": codec, "way": way, "ratio": ratio,
+            "ttft_ms": round(ms, 2), "best_ms": round(min(times), 2), "stages_ms": middle,
+        }  # fmt: skip
+        if full := self.full_ms.get(size.name):
+            cell["speedup"] = round(full / ms, 2)
+        self.cells.append(cell)
+        say(" ".join(f"{v}" for v in cell.values()))
+        if self.args.out is not None:
+            self.args.out.parent.mkdir(parents=True, exist_ok=True)
+            self.args.out.write_text(json.dumps(self.result, indent=1) + "\n")
+        return ms
+
+    def summary(self) -> None:
+        by = {(c["size"], c["tier"], c["codec"], c["way"]): c for c in self.cells}
+        for size in self.world.sizes:
+            for percent, way in ((15, "fusionrag"), (0, "reuse")):
+                for tier in ("host", "device"):
+                    cell = by.get((size.name, tier, "raw", way))
+                    if cell is not None:
+                        name = f"speedup_{percent}_{size.name}_{tier}"
+                        self.result[name] = cell["speedup"]
+                        say(f"{name} = {cell['speedup']}")
+            eager = self.result.get("eager_ms", {}).get(size.name)
+            if eager:
+                over = round(self.full_ms[size.name] / eager, 3)
+                self.result[f"full_over_eager_{size.name}"] = over
+                say(f"full/eager {size.name} = {over}")
+        self.result["planner"] = choices(self.world, self.cells)
+        for each in self.result["planner"]["choices"]:
+            say(str(each))
+
+
+def stages(load_s: float, select_s: float, compute_s: float) -> dict[str, float]:
+    return {"load": load_s * 1e3, "select": select_s * 1e3, "compute": compute_s * 1e3}
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*.kv") if path.is_file())
+
+
+def drop(folder: Path | None) -> None:
+    """Tell the kernel to forget the files' pages."""
+    assert folder is not None
+    for path in files(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)

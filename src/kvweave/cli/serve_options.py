@@ -1,0 +1,89 @@
+"""The limits of `kvweave serve` as options, and its knowledge bases by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvweave.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvweave.libraries import Place
+    from kvweave.serve.limits import Limits
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+MIB = 1 << 20
+
+_OPTIONS = (
+    click.option(
+        "--running", type=click.IntRange(1), default=64, help="Answers computed at once [64]."
+    ),
+    click.option(
+        "--waiting", type=click.IntRange(0), default=128, help="Answers that may queue [128]."
+    ),
+    click.option(
+        "--max-body-mb", type=click.FloatRange(0.001), default=8, help="Of a request [8]."
+    ),
+    click.option(
+        "--max-upload-mb", type=click.FloatRange(0.001), default=64, help="Of an upload [64]."
+    ),
+    click.option(
+        "--timeout", type=click.FloatRange(0), default=600, help="Seconds per answer [600]."
+    ),
+    click.option(
+        "--grace",
+        type=click.FloatRange(0),
+        default=10,
+        help="Seconds that answers may go on after Ctrl-C or SIGTERM [10].",
+    ),
+    click.option(
+        "--lame",
+        type=click.FloatRange(0),
+        default=0,
+        help="Seconds before that, in which /readyz says 503 and new work is refused [0].",
+    ),
+)
+
+
+def limit_options(command: Command) -> Command:
+    """Add --running, --waiting, --max-body-mb, --max-upload-mb, --timeout, --grace, --lame."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def make_limits(numbers: Mapping[str, float]) -> "Limits":
+    from kvweave.serve.limits import Limits
+
+    return Limits(
+        running=int(numbers["running"]),
+        waiting=int(numbers["waiting"]),
+        body_bytes=int(numbers["max_body_mb"] * MIB),
+        upload_bytes=int(numbers["max_upload_mb"] * MIB),
+        request_s=numbers["timeout"],
+    )
+
+
+def parse_folders(given: Sequence[str]) -> "dict[Place, Path]":
+    """NAME=DIR or TENANT/NAME=DIR. Raises ConfigError."""
+    from kvweave.errors import RequestError
+    from kvweave.libraries import Place, check_name, check_tenant
+
+    folders: dict[Place, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        tenant, slash, rest = name.partition("/")
+        place = Place(tenant, rest) if slash else Place("", name)
+        if not equals or not folder or (slash and not tenant):
+            raise ConfigError(f"--kb {text!r} names no folder; write NAME=DIR or TENANT/NAME=DIR")
+        try:
+            check_name(place.name)
+        except RequestError as error:
+            raise ConfigError(f"--kb {text!r}: {error}") from error
+        check_tenant(place.tenant)
+        if place in folders:
+            raise ConfigError(f"--kb {name} is there twice; leave one out")
+        folders[place] = Path(folder)
+    return folders

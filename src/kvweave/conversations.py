@@ -1,0 +1,157 @@
+"""What earlier turns of a conversation brought, so that a later turn does not bring it again.
+
+A client sends what was said, not the chunks that stood in front of it. This store remembers them,
+puts them back into the history of the next prompt, in the very place and with the very ids they
+had, and leaves out of the new turn what the history holds. A message that the client cut takes its
+chunks with it: they are sent again when they are wanted again. So every chunk that was retrieved is
+in the prompt.
+
+Part of the composition root: only `app.py` uses it.
+"""
+
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.kv.tree.node import ChunkRef
+from kvweave.plan.dedup import ChunkMap
+from kvweave.prompt import PastMessage
+
+MAX_CONVERSATIONS = 10_000
+MAX_TOKENS = 8_000_000  # of all chunks remembered, 4 bytes each
+
+
+class _Turn(NamedTuple):
+    """A user's message that went out, and the chunks in front of it."""
+
+    number: str  # names it within its conversation
+    digest: bytes  # of what the user wrote
+    chunks: "tuple[array[int], ...]"
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.chunks))
+
+
+class Talk:
+    """One request of a conversation: its history with chunks in it, and what it need not bring.
+
+    For the thread that serves the request; what it reads was true when it was made.
+    """
+
+    def __init__(
+        self,
+        messages: tuple[PastMessage, ...],
+        conversations: "Conversations | None" = None,
+        key: str = "",
+        turns: Sequence[_Turn] = (),
+    ) -> None:
+        self.messages = messages
+        self._conversations = conversations
+        self._key = key
+        self._turns = tuple(turns)  # those whose message is in the history
+
+    def held(self, chunks: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Which of these chunks stand in the history."""
+        if self._conversations is None:
+            return []
+        return self._conversations.held(self._key, self._turns, chunks)
+
+    def sent(self, question: str, chunks: Sequence[tuple[int, ...]]) -> None:
+        """The turn went out: these chunks stood in front of this question, in this order."""
+        if self._conversations is not None:
+            self._conversations.add(self._key, self._turns, question, chunks)
+
+
+class Conversations:
+    """Conversations by tenant and name, the least recently used forgotten first. Thread-safe."""
+
+    def __init__(
+        self, max_conversations: int = MAX_CONVERSATIONS, max_tokens: int = MAX_TOKENS
+    ) -> None:
+        self._max = max_conversations
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._turns: OrderedDict[str, tuple[_Turn, ...]] = OrderedDict()
+        self._places = ChunkMap(max_conversations)
+        self._num_tokens = 0
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def talk(self, tenant: str, name: str | None, past: Sequence[PastMessage]) -> Talk:
+        """The next request of a conversation whose messages so far are `past`. None has no name:
+        nothing is remembered."""
+        if not name:
+            return Talk(tuple(past))
+        key = f"{len(tenant)}:{tenant}{name}"  # no tenant's name can reach into another's
+        with self._lock:
+            known = self._turns.get(key, ())
+        found = _aligned(known, past)
+        messages = tuple(
+            replace(message, chunks=tuple(map(tuple, found[place].chunks)))
+            if place in found
+            else message
+            for place, message in enumerate(past)
+        )
+        return Talk(messages, self, key, [found[place] for place in sorted(found)])
+
+    def held(
+        self, key: str, turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """Chunks that stand in front of one of these turns."""
+        refs = [ChunkRef(make_chunk_id(ids), len(ids)) for ids in chunks]
+        with self._lock:
+            parted = self._places.part(key, [turn.number for turn in turns], refs)
+        names = {chunk.id for chunk in parted.in_history}
+        return [ids for ids, ref in zip(chunks, refs, strict=True) if ref.id in names]
+
+    def add(
+        self, key: str, turns: Sequence[_Turn], question: str, chunks: Sequence[tuple[int, ...]]
+    ) -> None:
+        """A turn went out behind these. What stood elsewhere in the conversation was cut or edited
+        away."""
+        with self._lock:
+            self._next += 1
+            turn = _Turn(
+                str(self._next), _digest(question), tuple(array("i", ids) for ids in chunks)
+            )
+            self._drop(key)
+            self._turns[key] = (*turns, turn)
+            self._num_tokens += sum(t.num_tokens for t in self._turns[key])
+            self._places.sent(key, turn.number, [make_chunk_id(ids) for ids in chunks])
+            while len(self._turns) > self._max or (
+                self._num_tokens > self._max_tokens and len(self._turns) > 1
+            ):
+                oldest = next(iter(self._turns))
+                self._drop(oldest)
+                self._places.forget(oldest)
+
+    def _drop(self, key: str) -> None:
+        self._num_tokens -= sum(turn.num_tokens for turn in self._turns.pop(key, ()))
+
+
+def _aligned(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _Turn]:
+    """Which message of the history is which turn, by what was said, latest first: clients cut from
+    the front, and "go on" may have been said more than once."""
+    found: dict[int, _Turn] = {}
+    left = list(turns)
+    for place in reversed(range(len(past))):
+        if past[place].role != "user":
+            continue
+        digest = _digest(past[place].content)
+        at = next((i for i in reversed(range(len(left))) if left[i].digest == digest), None)
+        if at is not None:
+            found[place] = left[at]
+            del left[at:]
+    return found
+
+
+def _digest(content: str) -> bytes:
+    return hashlib.blake2b(content.strip().encode("utf-8", "replace"), digest_size=16).digest()

@@ -1,0 +1,1 @@
+"""Triton kernels. Imported by the operator that uses them, and only where Triton is there."""

@@ -1,0 +1,339 @@
+"""Launches of sparse-row attention: which kernel, which tile, where keys and values lie."""
+
+import math
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvweave.kernels.dispatch import is_hopper
+from kvweave.kernels.gpu.row_plan import (
+    Bounds,
+    Limits,
+    Plans,
+    RowPlan,
+    Tiling,
+    stream_of,
+    to_device,
+)
+from kvweave.kernels.gpu.rows import attend_rows, merge_pieces
+
+LOG2_E = 1.4426950408889634
+CAUSAL_ROWS = 1024  # from here on plain causal attention goes to the vendor's kernel
+CAUSAL_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+FEW_ROWS = 4  # of a sequence: decode and the like, where bytes count and not products
+GLUON = "3.6."  # Triton whose Gluon gpu/hopper.py is written in; it changes from one to the next
+PART_M, PART_S = 4, 8  # rows and pieces that are merged together
+
+
+class Held(NamedTuple):
+    """Where the keys and values of a launch lie.
+
+    Contiguous: one (keys, values) [N, Hk, D] per sequence. Pages: one pair [P, page, Hk, D] for
+    all, and the pages of each sequence.
+    """
+
+    tensors: Sequence[tuple[Tensor, Tensor]]
+    pages: Sequence[Sequence[int]] | None = None
+
+    @property
+    def page(self) -> int:
+        return 0 if self.pages is None else self.tensors[0][0].shape[1]
+
+
+class Launch(NamedTuple):
+    """The shape of one kernel: tile, block and how many programs share a multiprocessor."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    per_core: int
+
+
+class _Kept(threading.local):
+    """What the next layer will ask for again. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.plans = Plans()
+        self.pages: tuple[list[list[int]], int, Tensor] | None = None
+
+
+_kept = _Kept()
+
+
+class Segment(Protocol):
+    """As kernels/attention.Segment."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def keys(self) -> Tensor: ...
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def key_positions(self) -> Tensor | None: ...
+
+
+class PagedSegment(Protocol):
+    """As kernels/paged_attention.PagedSegment."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def page_table(self) -> Sequence[int]: ...
+    @property
+    def runs(self) -> Sequence[tuple[int, int]] | None: ...
+
+
+def attend_segments(
+    q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None
+) -> Tensor:
+    """kernels/attention.attend on a GPU."""
+    own = [s for s in segments if s.end > s.start]
+    if len(own) == 1 and _is_causal(q, positions, own[0]):
+        return _causal(q, own[0], scale)
+    at = positions.numpy()
+    limits = np.empty(len(q), dtype=np.int32)
+    for s in own:
+        seen = at[s.start : s.end] + 1
+        if s.key_positions is not None:  # compact keys: count those at or before each row
+            seen = np.searchsorted(s.key_positions.cpu().numpy(), at[s.start : s.end], "right")
+        limits[s.start : s.end] = np.minimum(seen, len(s.keys))
+    held = Held([(s.keys, s.values) for s in own])
+    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
+
+
+def attend_pages(
+    q: Tensor,
+    positions: Tensor,
+    segments: Sequence[PagedSegment],
+    key_pages: Tensor,
+    value_pages: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """kernels/paged_attention.attend_paged on a GPU."""
+    own = [s for s in segments if s.end > s.start]
+    limits = (positions.numpy() + 1).astype(np.int32)
+    page = key_pages.shape[1]
+    for s in own:
+        assert limits[s.end - 1] <= len(s.page_table) * page, "a row stands behind its pages"
+    if len(own) == 1 and own[0].runs is not None and len(own[0].runs) == 1:
+        first, num = own[0].runs[0]  # pages side by side are dense keys
+        k, v = (x[first : first + num].flatten(0, 1) for x in (key_pages, value_pages))
+        return attend(q, limits, ((own[0].start, own[0].end),), Held([(k, v)]), scale)
+    held = Held([(key_pages, value_pages)], [s.page_table for s in own])
+    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
+
+
+def _is_causal(q: Tensor, positions: Tensor, segment: Segment) -> bool:
+    """Whether every position from 0 on has its row, and the vendor's kernel is the better one.
+
+    On Hopper ours is faster there too (bench/gpu_attention.py, 100 %).
+    """
+    num = segment.end - segment.start
+    if num < CAUSAL_ROWS or num != len(q) or segment.key_positions is not None:
+        return False
+    if int(positions[0]) != 0 or int(positions[-1]) != num - 1 or num > len(segment.keys):
+        return False
+    group = q.shape[1] // segment.keys.shape[1]
+    return not _hopper_can(q, Held([(segment.keys, segment.values)]), group, num)
+
+
+def _causal(q: Tensor, segment: Segment, scale: float | None) -> Tensor:
+    """Full prefill: the vendor's kernel, which knows this one case best."""
+    k, v = (x[: len(q)].transpose(0, 1)[None] for x in (segment.keys, segment.values))
+    with sdpa_kernel(CAUSAL_BACKENDS, set_priority=True):
+        o = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k, v, is_causal=True, scale=scale, enable_gqa=True
+        )
+    return o[0].transpose(0, 1)
+
+
+def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float | None) -> Tensor:
+    """Attention output [R, Hq, D]; row r sees the first limits[r] keys of its sequence."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention over positions on the host cannot be recorded: a replay would see the old "
+            "ones; record gpu/decode.attend_decode instead"
+        )
+    if len({(_strides(k), _strides(v)) for k, v in held.tensors}) > 1:  # one launch has one layout
+        return torch.cat(
+            [
+                attend(q[i:j], limits[i:j], ((0, j - i),), Held([pair]), scale)
+                for (i, j), pair in zip(bounds, held.tensors, strict=True)
+            ]
+        )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if not len(q):
+        return out
+    assert int(limits.min()) > 0, "a row sees no key at all"
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kv_heads = held.tensors[0][0].shape[-2]
+    group = q.shape[1] // kv_heads
+    longest = max(end - start for start, end in bounds)
+    if _hopper_can(q, held, group, longest):
+        from kvweave.kernels.gpu import hopper
+
+        tiling = Tiling(hopper.BLOCK_M // group, hopper.BLOCK_N, kv_heads, cores(q.device))
+        plan = _kept.plans.find(limits, bounds, tiling, q.device)
+        parts = _parts(plan, kv_heads, hopper.BLOCK_M, q)
+        keys, values = held.tensors[0]
+        hopper.launch(q, out, parts, plan, keys, values, _page_table(held, q.device), scale)
+        _merge(out, parts, plan, kv_heads, group, hopper.BLOCK_M)
+        return out
+    how = choose(q.dtype, q.shape[-1], group, longest)
+    at_once = how.per_core * cores(q.device)
+    evenness = 1 if longest <= FEW_ROWS else 2
+    tiling = Tiling(how.block_m // group, how.block_n, kv_heads, at_once, evenness)
+    plan = _kept.plans.find(limits, bounds, tiling, q.device)
+    parts = _parts(plan, kv_heads, how.block_m, q)
+    pages = _page_table(held, q.device)
+    keys, values = held.tensors[0]
+    apart, unit = _apart(held)
+    attend_rows[(len(plan.items) * kv_heads,)](
+        q, keys, values, out, *parts, plan.limits, plan.items,
+        plan.items if apart is None else to_device(apart, q.device),
+        plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),
+        scale * LOG2_E, *q.stride()[:2], *_strides(keys), *_strides(values), *out.stride()[:2],
+        G=group, HK=kv_heads, D=q.shape[-1], BLOCK_D=padded(q.shape[-1]),
+        BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=held.page, APART=unit,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=how.warps, num_stages=how.stages,
+    )  # fmt: skip
+    _merge(out, parts, plan, kv_heads, group, how.block_m)
+    return out
+
+
+def choose(dtype: torch.dtype, head_dim: int, group: int, longest: int) -> Launch:
+    """The tile for rows like these. A small fixed set: nothing is tuned while a user waits."""
+    wide, least = padded(head_dim), triton.next_power_of_2(group)
+    few = max(16, triton.next_power_of_2(group * min(longest, FEW_ROWS)))
+    if dtype == torch.float32:
+        return Launch(few if longest <= FEW_ROWS else max(32, least), 32, 4, 1, 1)
+    if longest <= FEW_ROWS:
+        return Launch(few, 128 if wide <= 128 else 64, 4, 2, 2)
+    if wide <= 128:
+        return Launch(max(128, least), 64, 8, 3, 1)
+    return Launch(max(64, least), 64, 8, 2, 1)
+
+
+@cache
+def cores(device: torch.device) -> int:
+    """Multiprocessors of a device; a handful where kernels are only interpreted."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _hopper_can(q: Tensor, held: Held, group: int, longest: int) -> bool:
+    if not (q.is_cuda and is_hopper(q.device) and q.dtype in (torch.float16, torch.bfloat16)):
+        return False
+    if not triton.__version__.startswith(GLUON):
+        return False
+    fits = q.shape[-1] in (64, 128) and group <= 64 and longest * group > 32
+    one_home = held.pages is not None or len(held.tensors) == 1
+    boxes = held.page == 0 or (held.page >= 8 and math.gcd(held.page, 128) in (held.page, 128))
+    if not (fits and one_home and boxes and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0):
+        return False
+    return all(
+        x.data_ptr() % 16 == 0
+        and x.stride(-1) == 1
+        and x.stride(-2) == x.shape[-1]
+        and x.stride(-3) % 8 == 0
+        and x.stride(0) % 8 == 0
+        for x in held.tensors[0]
+    )
+
+
+def _parts(plan: RowPlan, kv_heads: int, block_m: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the answers of pieces and their log-sum-exps; a placeholder if nothing is cut."""
+    num = plan.num_slots * kv_heads * block_m
+    part = torch.empty(max(1, num) * q.shape[-1], dtype=torch.float32, device=q.device)
+    return part, torch.empty(max(1, num), dtype=torch.float32, device=q.device)
+
+
+def _merge(
+    out: Tensor,
+    parts: tuple[Tensor, Tensor],
+    plan: RowPlan,
+    kv_heads: int,
+    group: int,
+    block_m: int,
+) -> None:
+    if plan.merges is None:
+        return
+    merge(out, parts, plan.merges, kv_heads, group, block_m)
+
+
+def merge(
+    out: Tensor,
+    parts: tuple[Tensor, Tensor],
+    merges: Tensor,
+    kv_heads: int,
+    group: int,
+    block_m: int,
+) -> None:
+    """Launch the merging of pieces."""
+    merge_pieces[(len(merges), kv_heads, block_m // PART_M)](
+        out, *parts, merges, *out.stride()[:2],
+        G=group, HK=kv_heads, D=out.shape[-1], BLOCK_D=padded(out.shape[-1]),
+        BLOCK_M=block_m, PART_M=PART_M, PART_S=PART_S,
+    )  # fmt: skip
+
+
+def padded(head_dim: int) -> int:
+    """Channels of a tile in the matrix unit."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def _page_table(held: Held, device: torch.device) -> Tensor | None:
+    """[sequences, most pages] int32. Kept: the next layer asks for the same one."""
+    if held.pages is None:
+        return None
+    tables = [list(pages) for pages in held.pages]
+    stream, known = stream_of(device), _kept.pages
+    if known is not None and known[:2] == (tables, stream):
+        return known[2]
+    table = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for i, pages in enumerate(tables):
+        table[i, : len(pages)] = pages
+    _kept.pages = (tables, stream, to_device(table, device))
+    return _kept.pages[2]
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Page, row and head stride of [N, Hk, D] or [P, page, Hk, D]."""
+    assert x.stride(-1) == 1, "the channels of a head lie side by side"
+    return x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2)
+
+
+def _apart(held: Held) -> tuple[NDArray[np.int64] | None, int]:
+    """How far the tensors lie from the first ones [sequences, 2], and in units of how many
+    elements: 16, so that the kernel may read wide, wherever possible."""
+    if len(held.tensors) == 1:
+        return None, 0
+    size = held.tensors[0][0].element_size()
+    at = np.array([(k.data_ptr(), v.data_ptr()) for k, v in held.tensors], dtype=np.int64)
+    elements = (at - at[0]) // size
+    assert not ((at - at[0]) % size).any(), "keys of a sequence lie between elements"
+    unit = 1 if (elements % 16).any() else 16
+    return elements // unit, unit

@@ -1,0 +1,270 @@
+"""Knowledge bases by name, over one model: opened on first use, made on first upload.
+
+    <root>/NAME/             a knowledge base of those who have no tenant
+    <root>/@TENANT/NAME/     one of a tenant; no other tenant can name it
+
+Part of the composition root, for the server. All methods may be called from any thread.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvweave.app import Weave
+from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
+from kvweave.corpus.embedder import Embedder, Vectors
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.settings import read_settings
+from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.ingest.report import IngestReport, OnProgress
+from kvweave.ingest.sources import FileBytes, TextSource
+from kvweave.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
+from kvweave.metrics import Metrics
+
+__all__ = [
+    "Embedded",
+    "FileBytes",
+    "Libraries",
+    "LibrariesConfig",
+    "NoSuchKnowledgeBase",
+    "Place",
+    "TextSource",
+    "check_name",
+    "check_tenant",
+]
+
+SEARCHERS = 4  # threads that look things up: each has a connection to every catalogue it met
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # no dot, no slash: never a path of its own
+NAMES = "letters, digits, - and _, at most 64, a letter or digit first"
+
+
+class NoSuchKnowledgeBase(CorpusError):
+    """Nothing goes by that name here."""
+
+
+class Place(NamedTuple):
+    """Whose knowledge base, and which."""
+
+    tenant: str  # "": of those without one
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class LibrariesConfig:
+    """Where knowledge bases are and how new ones are made."""
+
+    root: Path | None = None  # folder of knowledge bases; None: only those in `folders`
+    folders: Mapping[Place, Path] = field(default_factory=dict)  # some that lie elsewhere
+    embedder: str = DEFAULT_EMBEDDER  # of new ones, and of /v1/embeddings
+    encoding: str | None = None  # encoding context of chunk KV; None: what it has, or the usual
+
+
+class Embedded(NamedTuple):
+    vectors: Vectors  # [N, D]
+    num_tokens: int  # read, over all texts
+
+
+class Libraries:
+    """See the module. `close` it before the Weave it was made with."""
+
+    def __init__(
+        self,
+        weave: Weave,
+        config: LibrariesConfig | None = None,
+        *,
+        open_embedder: OpenEmbedder = open_sentence_embedder,
+    ) -> None:
+        self.config = config or LibrariesConfig()
+        for place in self.config.folders:
+            check_name(place.name)
+            check_tenant(place.tenant)
+        self._weave = weave
+        self._embedders = _Embedders(open_embedder)
+        self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
+        self._opening = threading.Lock()  # guards the next two
+        self._open: dict[Place, Weave] = {}
+        self._writing: dict[Place, threading.Lock] = {}  # one writer each; the others wait
+
+    def names(self, tenant: str) -> list[str]:
+        """The tenant's knowledge bases, sorted."""
+        named = {place.name for place in self.config.folders if place.tenant == tenant}
+        root = self._root_of(tenant)
+        if root is not None and root.is_dir():
+            found = (p for p in root.iterdir() if NAME.fullmatch(p.name))
+            named |= {p.name for p in found if read_settings(p) is not None}
+        return sorted(named)
+
+    def get(self, tenant: str, name: str, *, create: bool = False) -> Weave:
+        """A Weave over it. Raises NoSuchKnowledgeBase, or makes it where `create` allows."""
+        place = Place(tenant, check_name(name))
+        with self._opening:
+            if place not in self._open:
+                folder = self._folder(place)
+                if folder is None or not (create or read_settings(folder)):
+                    known = ", ".join(self.names(tenant)[:8]) or "none yet"
+                    raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+                self._open[place] = self._weave.over(
+                    folder,
+                    open_embedder=self._embedders.get,
+                    encoding=self.config.encoding,
+                    tenant_salt=tenant,
+                    look_up=lambda search: self._searching.submit(search).result(),
+                )
+                self._writing[place] = threading.Lock()
+            return self._open[place]
+
+    # ── documents ────────────────────────────────────────────────────────────
+
+    def ingest(
+        self,
+        tenant: str,
+        name: str,
+        sources: Sequence[TextSource | FileBytes],
+        *,
+        chunk_kv: bool = True,
+        progress: OnProgress | None = None,
+    ) -> IngestReport:
+        """Bring documents in, with their chunk KV. Makes the knowledge base if it is new."""
+        weave = self.get(tenant, name, create=True)
+        with self._writer(Place(tenant, name)):
+            return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress)
+
+    def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
+        return self.get(tenant, name).library.kb.documents()
+
+    def totals(self, tenant: str, name: str) -> Totals:
+        """Counts of a knowledge base, which is not opened for it."""
+        folder = self._folder(Place(tenant, check_name(name)))
+        assert folder is not None, "a name from `names` has a folder"
+        with KnowledgeBase.open(folder) as kb:
+            return kb.totals()
+
+    def remove(self, tenant: str, name: str, document_id: str) -> int:
+        """Remove one document by its whole id; returns how many chunks went with it."""
+        weave = self.get(tenant, name)
+        with self._writer(Place(tenant, name)):
+            if not any(d.id == document_id for d in weave.library.kb.documents()):
+                raise NoSuchKnowledgeBase(f"{name!r} has no document {document_id!r}")
+            return weave.remove(document_id)
+
+    # ── the rest ─────────────────────────────────────────────────────────────
+
+    def embed(self, texts: Sequence[str], *, as_query: bool = False) -> Embedded:
+        """Vectors of texts, by the embedder of new knowledge bases."""
+        return self._embedders.get(self.config.embedder).embed(texts, as_query=as_query)
+
+    def metrics(self) -> Iterator[tuple[Place, Metrics]]:
+        """The counters of every open knowledge base's store, brought up to date."""
+        with self._opening:
+            weaves = list(self._open.items())
+        for place, weave in weaves:
+            weave.library.store.update_gauges()
+            yield place, weave.library.store.metrics
+
+    def num_pinned(self) -> int:
+        """Chunk KV that some lease holds, over all open knowledge bases."""
+        with self._opening:
+            weaves = list(self._open.values())
+        return sum(weave.library.store.num_pinned() for weave in weaves)
+
+    def close(self) -> None:
+        with self._opening:
+            weaves = list(self._open.values())
+            self._open.clear()
+        self._searching.shutdown()
+        for weave in weaves:
+            weave.close()
+
+    @contextmanager
+    def _writer(self, place: Place) -> Iterator[None]:
+        with self._opening:
+            lock = self._writing[place]
+        with lock:
+            yield
+
+    def _folder(self, place: Place) -> Path | None:
+        if place in self.config.folders:
+            return self.config.folders[place]
+        root = self._root_of(place.tenant)
+        return None if root is None else root / place.name
+
+    def _root_of(self, tenant: str) -> Path | None:
+        root = self.config.root
+        return root / f"@{tenant}" if root is not None and tenant else root
+
+
+class SharedEmbedder:
+    """An embedder that many threads use, one call at a time."""
+
+    def __init__(self, embedder: Embedder) -> None:
+        self._embedder = embedder
+        self._turn = threading.Lock()
+        self.name = embedder.name
+
+    @property
+    def identity(self) -> str:
+        with self._turn:
+            return self._embedder.identity
+
+    @property
+    def dim(self) -> int:
+        with self._turn:
+            return self._embedder.dim
+
+    def embed_passages(self, texts: Sequence[str]) -> Vectors:
+        with self._turn:
+            return self._embedder.embed_passages(texts)
+
+    def embed_query(self, text: str) -> Vectors:
+        with self._turn:
+            return self._embedder.embed_query(text)
+
+    def embed(self, texts: Sequence[str], *, as_query: bool) -> Embedded:
+        import numpy as np
+
+        if not as_query:
+            vectors = self.embed_passages(texts)
+        else:
+            vectors = np.stack([self.embed_query(text) for text in texts])
+        count: Callable[[str], int] = getattr(self._embedder, "num_tokens", _num_words)
+        with self._turn:
+            return Embedded(vectors, sum(count(text) for text in texts))
+
+
+def _num_words(text: str) -> int:
+    return len(text.split())
+
+
+class _Embedders:
+    """One embedder per name, made on first use."""
+
+    def __init__(self, open_embedder: OpenEmbedder) -> None:
+        self._open_embedder = open_embedder
+        self._lock = threading.Lock()
+        self._made: dict[str, SharedEmbedder] = {}
+
+    def get(self, name: str) -> SharedEmbedder:
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = SharedEmbedder(self._open_embedder(name))
+            return self._made[name]
+
+
+def check_name(name: str) -> str:
+    """Raises RequestError unless `name` may name a knowledge base."""
+    if not NAME.fullmatch(name):
+        shown = name if len(name) <= 64 else f"{name[:64]}…"
+        raise RequestError(f"{shown!r} cannot name a knowledge base; use {NAMES}")
+    return name
+
+
+def check_tenant(tenant: str) -> str:
+    """Raises ConfigError unless `tenant` is empty or may name a tenant."""
+    if tenant and not NAME.fullmatch(tenant):
+        raise ConfigError(f"{tenant!r} cannot name a tenant; use {NAMES}")
+    return tenant

@@ -1,0 +1,208 @@
+"""Speculative prefill: compute what a search has found so far while it goes on.
+
+    stage 1 ─► list A ─► guess A ────────✗ ended: the list changed
+    stage 2 ─► list B            └► guess B ──────────────►  computed, nothing handed out
+    stage 3 ─► list B                         goes on      ►
+    last    ─► list B            it was right: released ───► tokens
+
+RAGCache's dynamic speculative pipelining, with its loose ends tied: a guess that found the queue
+full is tried again at the next stage although its list is the same, and the last list always has
+the last word. Speculation changes when something is computed, never what is answered.
+
+Plain bookkeeping over whatever starts a generation; needs no model, no index and no tensors.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from kvweave.errors import RequestError
+from kvweave.types import ChunkId, Hit
+
+TopK = tuple[ChunkId, ...]  # in order: another order is another prompt
+_ids = itertools.count(1)
+
+
+class Generation(Protocol):
+    """An answer under way. Any thread may say any of this, and twice."""
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing more comes of it. One that is held can only have failed."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants it: it ends at the next iteration boundary, and exact KV of whole chunks
+        stays where the next generation finds it."""
+
+    def release(self) -> None:
+        """It may hand out its tokens."""
+
+
+G = TypeVar("G", bound=Generation)
+Start = Callable[[Sequence[Hit], bool], G]  # hits, held → a generation; may raise RequestError
+
+
+class Guess(NamedTuple, Generic[G]):
+    """A generation that was started before the search was over."""
+
+    stage: int  # 1 is the first
+    top_k: TopK
+    generation: G
+    started_s: float  # by time.perf_counter
+
+
+@dataclass(slots=True)
+class Speculated(Generic[G]):
+    """What was guessed for one request. Filled in while it searches; read it afterwards."""
+
+    id: int  # all guesses of one request share it, and at most one of them is under way
+    stages: int = 0  # that the search had
+    started: int = 0  # guesses
+    wrong: list[G] = field(default_factory=list)  # those that were ended
+    right: Guess[G] | None = None  # the one that became the answer
+    queue_full: int = 0  # stages at which a guess had to wait for other requests
+    refused: int = 0  # guesses that could not be computed, such as one that is too long
+    search_s: float = 0.0  # of the whole search, the query's embedding not counted
+    ended_s: float = 0.0  # when the search was over, by time.perf_counter
+
+    @property
+    def ahead_s(self) -> float:
+        """How much earlier than the end of the search the right guess was started."""
+        return 0.0 if self.right is None else self.ended_s - self.right.started_s
+
+
+class Speculator(Generic[G]):
+    """The guesses of one request: at most one is under way. For one thread.
+
+    `start` begins a generation. A guess begins only while `pending()`, the requests whose prompts
+    are still to be computed, is below `max_prefill_bs`: speculation never makes others wait.
+    `is_worth(stage)` may say no for better reasons. Use as a context manager: whatever ends it
+    before `final` ends the guess.
+    """
+
+    def __init__(
+        self,
+        start: Start[G],
+        pending: Callable[[], int],
+        max_prefill_bs: int,
+        is_worth: Callable[[int], bool] = lambda stage: True,
+    ) -> None:
+        self._start = start
+        self._pending = pending
+        self._max_prefill_bs = max_prefill_bs
+        self._is_worth = is_worth
+        self._guess: Guess[G] | None = None
+        self._settled = False
+        self.said: Speculated[G] = Speculated(next(_ids))
+
+    def __enter__(self) -> "Speculator[G]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._settled:
+            self._drop()
+
+    def provisional(self, hits: Sequence[Hit]) -> None:
+        """The list after a stage that is not the last, as far as anybody knows."""
+        self.said.stages += 1
+        top_k = ids_of(hits)
+        if self._guess is not None and self._guess.top_k != top_k:
+            self._drop()  # first, so that the queue below is without it
+        if self._guess is None and hits and self._is_worth(self.said.stages):
+            self._begin(hits, top_k)
+
+    def final(self, hits: Sequence[Hit]) -> G:
+        """The search is over: the generation of its list, released. Raises what `start` raises."""
+        guess = self._guess
+        # One that failed is no answer: what went wrong may have been of that moment.
+        if guess is not None and guess.top_k == ids_of(hits) and not guess.generation.is_done:
+            self.said.right = guess
+            self._settled = True
+            guess.generation.release()
+            return guess.generation
+        self._drop()
+        generation = self._start(hits, False)
+        self._settled = True
+        return generation
+
+    def _begin(self, hits: Sequence[Hit], top_k: TopK) -> None:
+        if self._pending() >= self._max_prefill_bs:
+            self.said.queue_full += 1
+            return  # nothing is remembered of this list, so the next stage tries again
+        try:
+            generation = self._start(hits, True)
+        except RequestError:  # of this list; the last one may be shorter, and has its own say
+            self.said.refused += 1
+            return
+        self.said.started += 1
+        self._guess = Guess(self.said.stages, top_k, generation, time.perf_counter())
+
+    def _drop(self) -> None:
+        if self._guess is not None:
+            self._guess.generation.cancel()
+            self.said.wrong.append(self._guess.generation)
+            self._guess = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRecord:
+    """What speculation did for one answer."""
+
+    id: int
+    stages: int  # that the search had
+    guesses: int
+    right_stage: int | None  # of the guess that became the answer; None: all were wrong
+    search_ms: float  # of the whole search, the query's embedding not counted
+    hidden_ms: float  # of these, while the answer's own prompt was computed
+    saved_tokens: int  # computed for the answer before the search was over
+    wasted_tokens: int  # computed for wrong guesses and of no use to anybody
+
+    def document(self) -> dict[str, object]:
+        """For JSON."""
+        times = {"search_ms": round(self.search_ms, 1), "hidden_ms": round(self.hidden_ms, 1)}
+        return {**asdict(self), **times}
+
+    def summary(self) -> str:
+        """One line for people."""
+        told = f"searched {self.search_ms:.0f} ms in {self.stages} stages"
+        if not self.guesses:
+            return f"{told}, no guess was worth it"
+        if self.right_stage is None:
+            told += ", every guess was wrong"
+        else:
+            told += f", {self.hidden_ms:.0f} ms of it hidden: right since stage {self.right_stage}"
+        return f"{told} ({self.saved_tokens} tokens saved, {self.wasted_tokens} wasted)"
+
+
+def ids_of(hits: Sequence[Hit]) -> TopK:
+    return tuple(hit.chunk.id for hit in hits)
+
+
+class Retrieved(NamedTuple, Generic[G]):
+    """The end of a search."""
+
+    hits: list[Hit]
+    generation: G
+    said: Speculated[G]
+    lists: list[TopK]  # after each stage
+
+
+def retrieve(stages: Iterator[list[Hit]], speculator: Speculator[G]) -> Retrieved[G]:
+    """Run a staged search to its end, guessing on the way. What the search raises ends the guess.
+
+    That a stage was the last is known when no other follows; `is_worth` may know it earlier.
+    """
+    started_s = time.perf_counter()
+    hits: list[Hit] = []
+    lists: list[TopK] = []
+    with speculator:
+        for hits in stages:
+            lists.append(ids_of(hits))
+            speculator.provisional(hits)
+        said = speculator.said
+        said.ended_s = time.perf_counter()
+        said.search_s = said.ended_s - started_s
+        return Retrieved(hits, speculator.final(hits), said, lists)

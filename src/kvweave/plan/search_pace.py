@@ -1,0 +1,74 @@
+"""Whether speculation can pay: how long searches take, and how early their lists stand.
+
+A guess that is right saves the rest of the search. One that is wrong costs a wait for the next
+iteration boundary, because a step that runs is not interrupted. Both are learnt from what
+happened: an index that probes the nearest clusters first stands early, one that compares
+everything in order of arrival stands late, and a small knowledge base is searched before a single
+step is over.
+"""
+
+import threading
+from collections.abc import Sequence
+
+MAX_STAGES = 8
+STAGE_S = 5e-3  # a stage is no shorter: looking its chunks up takes a part of a millisecond
+BINS = 8  # how far a search is: eighths
+GAIN = 0.2  # of the newest search in what a search takes
+MEMORY = 64  # searches; what is older counts for less and less
+
+
+class SearchPace:
+    """What earlier searches of one knowledge base tell. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._search_s: float | None = None
+        # by bin: how often the list was seen there, and how often it was the last one already.
+        # Before the first search: once so and once so.
+        self._seen = [2.0] * BINS
+        self._stood = [1.0] * BINS
+
+    @property
+    def search_s(self) -> float | None:
+        """A search takes so long; None: nobody knows."""
+        return self._search_s
+
+    def num_stages(self) -> int:
+        """Stages for the next search. 1: it is over too soon for anything to be gained."""
+        if self._search_s is None:
+            return 1
+        return max(1, min(MAX_STAGES, int(self._search_s / STAGE_S)))
+
+    def is_worth(self, stage: int, num_stages: int, boundary_s: float) -> bool:
+        """Whether a guess at this stage (1 is the first) is expected to gain time. `boundary_s` is
+        what a step of a guess takes."""
+        if self._search_s is None or stage >= num_stages:
+            return False
+        stands = self.stands(stage, num_stages)
+        left_s = self._search_s * (1 - stage / num_stages)
+        return stands * left_s > (1 - stands) * boundary_s
+
+    def stands(self, stage: int, num_stages: int) -> float:
+        """Share of searches whose list was the last one already after this stage."""
+        at = _bin(stage, num_stages)
+        with self._lock:
+            return self._stood[at] / self._seen[at]
+
+    def searched(self, seconds: float, lists: Sequence[object], num_stages: int) -> None:
+        """A search is over: its lists after each stage."""
+        with self._lock:
+            before = self._search_s
+            self._search_s = seconds if before is None else before + GAIN * (seconds - before)
+            stood = True
+            for stage in range(len(lists) - 1, 0, -1):  # the last one stands by itself
+                stood = stood and lists[stage - 1] == lists[-1]
+                at = _bin(stage, num_stages)
+                if self._seen[at] >= MEMORY:
+                    self._seen[at] /= 2
+                    self._stood[at] /= 2
+                self._seen[at] += 1
+                self._stood[at] += stood
+
+
+def _bin(stage: int, num_stages: int) -> int:
+    return min(BINS, -(-stage * BINS // num_stages)) - 1

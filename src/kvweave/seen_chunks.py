@@ -1,0 +1,119 @@
+"""Chunks that requests bring get their KV stored once they come back.
+
+A document handed over with a question was never ingested. The second time it is asked about, its KV
+is computed once more, by itself, and stored under its content: from then on it is found in any
+order and company. One copy per unique chunk, whoever brought it first; the store is the book.
+
+Part of the composition root: only `app.py` and `planning.py` use it.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.plan.ordering import PROMOTION, AccessTable
+from kvweave.types import Chunk, ChunkId
+
+log = logging.getLogger(__name__)
+
+CLOSE_WAIT_S = 10.0  # more than a chunk takes
+MAX_WAITING = 64  # chunks to be encoded; more are left for the next time they are seen
+RunAlone = Callable[[Callable[[], None]], None]  # runs it when no answer needs the decoder
+
+
+class SeenChunks:
+    """Counts chunks and has those encoded that come back. Thread-safe; nothing here waits.
+
+    Encoding runs on a thread of its own, chunk by chunk, each inside `run_alone`: no answer waits
+    for more than one chunk.
+    """
+
+    def __init__(
+        self,
+        encoder: ChunkEncoder,
+        max_context: int,
+        run_alone: RunAlone,
+        threshold: int = PROMOTION,
+    ) -> None:
+        """`threshold`: requests that bring a chunk before its KV is stored."""
+        self._encoder = encoder
+        self._max_context = max_context
+        self._run_alone = run_alone
+        self._threshold = threshold
+        self._lock = threading.Lock()
+        self._table = AccessTable()
+        self._waiting: set[ChunkId] = set()
+        self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._idle = threading.Condition(self._lock)
+
+    def saw(
+        self, chunks: Sequence[tuple[int, ...]], at_once: Collection[ChunkId] = frozenset()
+    ) -> None:
+        """A request with these chunks was answered. `at_once` are known to come back: the knowledge
+        tree has them behind another path."""
+        named = {make_chunk_id(ids): ids for ids in chunks}
+        with self._lock:
+            if self._closed:
+                return
+            self._table.push(list(named))
+            for name, ids in named.items():
+                often = self._table.count(name) >= self._threshold
+                if (often or name in at_once) and self._has_room(name, ids):
+                    self._waiting.add(name)
+                    self._queue.put(Chunk(name, "", "", ids))
+            if self._waiting and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="seen-chunks", daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until nothing waits to be encoded. False: it takes longer."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._waiting, timeout_s)
+
+    def close(self) -> None:
+        """Encode no more. A chunk under way is finished first; one that still waits for its moment
+        finds the door shut."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put(None)
+        if thread is not None:
+            thread.join(CLOSE_WAIT_S)
+
+    def _has_room(self, name: ChunkId, ids: tuple[int, ...]) -> bool:
+        """Lock is held."""
+        encoder = self._encoder
+        behind = len(encoder.preamble_ids) + len(encoder.texts.filler)
+        fits = behind + len(ids) <= self._max_context
+        return fits and name not in self._waiting and len(self._waiting) < MAX_WAITING
+
+    def _is_absent(self, chunk: Chunk) -> bool:
+        encoder = self._encoder
+        if encoder.absent([chunk], encoder.exact_key):
+            return True
+        has_context = encoder.preparation.variant.kind == "filler"  # neighbours are the corpus's
+        return has_context and bool(encoder.absent([chunk], encoder.key))
+
+    def _encode(self, chunk: Chunk) -> None:
+        if not self._closed:
+            self._encoder.encode([chunk])
+
+    def _work(self) -> None:
+        while (chunk := self._queue.get()) is not None:
+            try:
+                if self._is_absent(chunk):
+                    self._run_alone(partial(self._encode, chunk))
+            except Exception:  # what the device raises: answers go on, and it must be seen
+                log.exception("the KV of chunk %s, which requests brought, is not stored", chunk.id)
+            finally:
+                with self._idle:
+                    self._waiting.discard(chunk.id)
+                    self._idle.notify_all()

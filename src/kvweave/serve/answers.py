@@ -1,0 +1,95 @@
+"""From starts to a reply: admit, wait or stream, and stop the work when no one wants it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from kvweave.app import Answer
+from kvweave.serve.bridge import Bridge, Job, Start
+from kvweave.serve.errors import ApiError
+from kvweave.serve.sse import EventStream, as_events
+
+T = TypeVar("T")
+
+CLIENT_CLOSED = 499  # no one reads it; it shows in logs
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its reply."""
+
+
+class Form(Protocol):
+    """Puts answers into a wire format."""
+
+    def whole(self, answers: Sequence[Answer], jobs: Sequence[Job]) -> BaseModel: ...
+    def chunks(self, jobs: Sequence[Job]) -> AsyncIterator[dict[str, Any]]: ...
+
+
+async def reply(
+    request: Request,
+    bridge: Bridge,
+    starts: Sequence[Start],
+    form: Form,
+    *,
+    stream: bool,
+    within_s: float,
+) -> Response | BaseModel:
+    """The reply to a request. Whatever ends it early ends the work: a client that leaves, a
+    failure, too long a time, a server that stops."""
+    jobs = bridge.submit(starts)
+    alarm = asyncio.get_running_loop().call_later(within_s, _give_up, jobs, within_s)
+    handed_over = False
+
+    def close() -> None:
+        alarm.cancel()
+        for job in jobs:
+            job.abandon()
+
+    try:
+        if not stream:
+            answers = await unless_gone(request, _all(job.mailbox.finish() for job in jobs))
+            return form.whole(answers, jobs)
+        # unsound prompts are a 400 yet
+        await unless_gone(request, _all(job.mailbox.opened() for job in jobs))
+        events = EventStream(as_events(form.chunks(jobs)), on_close=close)
+        handed_over = True
+        return events
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        if not handed_over:
+            close()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or ClientGone as soon as the client hangs up."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _all(works: Any) -> list[Any]:
+    """Results in order; the first failure at once."""
+    return list(await asyncio.gather(*works))
+
+
+def _give_up(jobs: Sequence[Job], within_s: float) -> None:
+    message = f"the answer was not finished within {within_s:g} s; ask for fewer tokens"
+    for job in jobs:
+        job.abandon(ApiError(504, message, code="timeout"))
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client hangs up. The body has been read, so nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

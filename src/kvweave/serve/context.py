@@ -1,0 +1,30 @@
+"""What the routes of one server share."""
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from kvweave.app import Weave
+from kvweave.libraries import Libraries
+from kvweave.serve.bridge import Bridge
+from kvweave.serve.chores import Chores
+from kvweave.serve.limits import Limits
+from kvweave.serve.prometheus import ServerMetrics
+
+
+@dataclass(slots=True)
+class Context:
+    """Made once by `build_http`; `is_stopping` is the only thing that changes."""
+
+    weave: Weave
+    libraries: Libraries
+    limits: Limits
+    bridge: Bridge
+    chores: Chores
+    metrics: ServerMetrics
+    is_stopping: bool = False  # takes no new work; what runs may finish
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request it is; set by `auth.ApiKeys`, "" where there are no keys."""
+    return str(getattr(request.state, "tenant", ""))

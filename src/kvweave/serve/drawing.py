@@ -1,0 +1,74 @@
+"""The fields that say how answers are drawn, and how many."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvweave.app import Sampling, Weave
+from kvweave.serve.errors import ApiError
+from kvweave.serve.limits import Limits
+from kvweave.serve.wire import Drawing
+
+MOST_STOPS = 4
+
+
+def check_model(request: Drawing, weave: Weave) -> None:
+    """Raise a 404 unless the request is for the model that is served."""
+    if request.model not in (None, weave.model_name):
+        raise ApiError(
+            404,
+            f"no model {request.model!r} here; this server has {weave.model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_neutral(request: Drawing, neutral: dict[str, object]) -> None:
+    """Fields that clients send with the value that asks for nothing: no other is accepted."""
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, **neutral}
+    for name, value in neutral.items():
+        if (got := getattr(request, name)) != value:
+            wants = str(value).lower() or "an empty string"
+            message = f"'{name}' is not supported other than {wants}, got {got!r}"
+            raise ApiError(400, message, param=name)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "'stream_options' needs 'stream': true", param="stream_options")
+
+
+def samplings(
+    request: Drawing,
+    max_tokens: int,
+    logprobs: int | None,
+    limits: Limits,
+    num_prompts: int = 1,
+) -> list[Sampling]:
+    """One for each of the `n` answers to a prompt. Raises ApiError or RequestError."""
+    most = max(1, limits.choices // num_prompts)
+    if not 1 <= request.n <= most:
+        raise ApiError(400, f"'n' must be between 1 and {most}, got {request.n}", param="n")
+    if len(request.stop) > MOST_STOPS:
+        message = f"'stop' must be at most {MOST_STOPS} strings, got {len(request.stop)}"
+        raise ApiError(400, message, param="stop")
+    first = Sampling(
+        max_tokens=max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+        stop=tuple(request.stop),
+        logprobs=logprobs,
+    )
+    return [replace(first, seed=seed) for seed in seeds(request.seed, request.n)]
+
+
+def seeds(seed: int | None, n: int) -> Sequence[int | None]:
+    """The first answer has the seed itself, so that `n` does not change it; the others differ."""
+    if seed is None:
+        return [None] * n
+    return [seed] + [_derived(seed, index) for index in range(1, n)]
+
+
+def _derived(seed: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # below 2**63

@@ -1,0 +1,86 @@
+"""What was done for an answer, in plain JSON."""
+
+import math
+
+from kvweave.app import Answer
+from kvweave.serve.wire_replies import ChunkOut, DecisionOut, Explain, OptionOut, Timeline
+
+
+def explain(answer: Answer, queue_s: float) -> Explain:
+    """The explain block of an answer that waited `queue_s` for its worker."""
+    record = answer.explain
+    if record is None:  # nothing stored was looked at: all was computed
+        return Explain(
+            strategy="full",
+            ratio=0.0,
+            encoding=None,
+            tokens={"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens},
+            work=1.0,
+            loaded_bytes={},
+            chunks=[],
+            states=[("computed", 0, answer.prompt_tokens)],
+            decision=None,
+            timeline_ms=_timeline(answer, queue_s),
+        )
+    return Explain(
+        strategy=record.strategy,
+        ratio=record.ratio,
+        encoding=record.encoding,
+        tokens=record.counts,
+        work=round(record.work, 4),
+        loaded_bytes=record.loaded_bytes,
+        chunks=[
+            ChunkOut(
+                start=chunk.start,
+                tokens=chunk.num_tokens,
+                state=str(chunk.state),
+                recomputed=chunk.recomputed,
+                tier=chunk.tier,
+                why=chunk.why,
+            )
+            for chunk in record.chunks
+        ],
+        states=[(str(state), start, end) for state, start, end in record.runs()],
+        decision=_decision(answer),
+        timeline_ms=_timeline(answer, queue_s),
+    )
+
+
+def _decision(answer: Answer) -> DecisionOut | None:
+    decision = answer.decision
+    if decision is None:
+        return None
+    return DecisionOut(
+        chosen=decision.judged.option,
+        predicted_ms=round(decision.judged.predicted_s * 1e3, 3),
+        actual_ms=round(decision.judged.actual_s * 1e3, 3),
+        ordered_by=decision.plan.ordered_by,
+        options=[
+            OptionOut(
+                name=option.name,
+                predicted_ms=_ms(option.predicted_s),
+                rows=option.rows,
+                load_bytes=option.load_bytes,
+                ratio=option.ratio,
+                reason=str(option.reason),
+            )
+            for option in decision.plan.options
+        ],
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else round(seconds * 1e3, 3)
+
+
+def _timeline(answer: Answer, queue_s: float) -> Timeline:
+    stages = None if answer.explain is None else answer.explain.stages
+    return Timeline(
+        queue=round(queue_s * 1e3, 3),
+        retrieve=round(stages.retrieve, 3) if stages else 0.0,
+        load=round(stages.load, 3) if stages else 0.0,
+        select=round(stages.select, 3) if stages else 0.0,
+        compute=round(stages.compute if stages else answer.ttft_ms, 3),
+        first_token=round(answer.ttft_ms, 3),
+        total=round(answer.total_ms, 3),
+    )

@@ -1,0 +1,27 @@
+"""What one server takes on."""
+
+from dataclasses import dataclass
+
+from kvweave.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Beyond these a request is refused, in words that say so."""
+
+    running: int = 64  # answers computed at once
+    waiting: int = 128  # admitted behind them; beyond that, 429
+    choices: int = 16  # `n` times the prompts of one request
+    body_bytes: int = 8 << 20  # of one request; beyond that, 413
+    upload_bytes: int = 64 << 20  # the same for uploads
+    upload_files: int = 64  # in one upload
+    chores: int = 4  # uploads, searches, embeddings and the like at once
+    waiting_chores: int = 64  # admitted behind them; beyond that, 429
+    body_s: float = 30.0  # between two pieces of a body; beyond that, 408
+    request_s: float = 600.0  # for a whole answer; beyond that, 504, and the work is given up
+
+    def __post_init__(self) -> None:
+        least = {"waiting": 0, "waiting_chores": 0, "body_s": 0.0, "request_s": 0.0}
+        for name in self.__slots__:
+            if getattr(self, name) < least.get(name, 1):
+                raise ConfigError(f"Limits.{name} must be at least {least.get(name, 1):g}")

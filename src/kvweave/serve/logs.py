@@ -1,0 +1,116 @@
+"""One line per request, with an id that the client sees too, as text or as JSON."""
+
+import json
+import logging
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvweave.serve.errors import as_api_error, reply
+
+log = logging.getLogger("kvweave.requests")
+
+Format = Literal["human", "json"]
+
+HEADER = b"x-request-id"
+SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+
+class RequestLog:
+    """ASGI middleware, the outermost: gives each request an id, logs it and counts it.
+
+    A client's own x-request-id is kept if it is sane, and sent back either way.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+        """`count` hears route and status of every request."""
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(HEADER, b"")
+        name = given.decode() if SANE_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+        token = request_id.set(name)
+        started_s, status = time.perf_counter(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (HEADER, name.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:  # a bug: told here, where the log still knows the request
+            if status:
+                raise  # half a reply is out; the server cuts the connection
+            await reply(as_api_error(error))(scope, receive, sending)
+        finally:
+            self._say(scope, status, (time.perf_counter() - started_s) * 1e3)
+            request_id.reset(token)
+
+    def _say(self, scope: Scope, status: int, ms: float) -> None:
+        route = getattr(scope.get("route"), "path", "unknown")  # not the path: that is unbounded
+        self._count(route, status)
+        fields = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "ms": round(ms, 1),
+            "tenant": scope.get("state", {}).get("tenant", ""),
+        }
+        log.info("%s %s", scope["method"], scope["path"], extra={"fields": fields})
+
+
+class JsonLines(logging.Formatter):
+    """A record as one JSON object on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id.get():
+            line["request_id"] = request_id.get()
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class HumanLines(logging.Formatter):
+    """Time, level, words; of a request also status, milliseconds and id."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{self.formatTime(record, '%H:%M:%S')} {record.levelname.lower():7} "
+        line += record.getMessage().encode("unicode_escape").decode()
+        fields = getattr(record, "fields", None)
+        if fields:
+            line += f" {fields['status']} {fields['ms']:.0f} ms"
+        if request_id.get():
+            line += f" [{request_id.get()}]"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def configure_logs(form: Format | None) -> None:
+    """Write logs to stderr. None: warnings alone, for people; otherwise requests as well."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else HumanLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("kvweave").setLevel(logging.WARNING if form is None else logging.INFO)

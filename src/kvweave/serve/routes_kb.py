@@ -1,0 +1,128 @@
+"""Knowledge bases: upload, list, delete, search."""
+
+from functools import partial
+
+from fastapi import APIRouter, Path, Request, Response
+
+from kvweave.libraries import Libraries
+from kvweave.serve.context import Context, tenant_of
+from kvweave.serve.errors import ApiError
+from kvweave.serve.ingesting import ingest_events, report_out
+from kvweave.serve.schema import KB_ERRORS, UPLOAD_BODY, or_events
+from kvweave.serve.sse import EventStream, as_events
+from kvweave.serve.uploads import read_upload
+from kvweave.serve.wire import NAME_PATTERN
+from kvweave.serve.wire_kb import (
+    DocumentList,
+    DocumentOut,
+    HitList,
+    HitOut,
+    IngestOut,
+    KnowledgeBaseList,
+    KnowledgeBaseOut,
+    RemovedOut,
+    SearchRequest,
+)
+
+MOST_HITS = 1000
+
+
+def kb_routes(context: Context) -> APIRouter:
+    routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
+    libraries, chores = context.libraries, context.chores
+    Name = Path(
+        description="A knowledge base: letters, digits, - and _",
+        json_schema_extra={"pattern": NAME_PATTERN},
+    )
+
+    @routes.get("")
+    async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
+        tenant = tenant_of(request)
+        return await chores.run(partial(_knowledge_bases, libraries, tenant))
+
+    @routes.post(
+        "/{name}/documents",
+        response_model=IngestOut,
+        responses={200: or_events("The outcome, or events while it is made")},
+        openapi_extra=UPLOAD_BODY,
+    )
+    async def upload_documents(request: Request, name: str = Name) -> Response | IngestOut:
+        tenant = tenant_of(request)
+        if libraries.config.root is None and name not in libraries.names(tenant):
+            raise ApiError(404, f"no knowledge base {name!r} here, and none can be made")
+        sources = await read_upload(request, context.limits)
+        ingest = partial(libraries.ingest, tenant, name, sources)
+        if "text/event-stream" in request.headers.get("accept", ""):
+            events = ingest_events(chores, ingest)
+            return EventStream(as_events(events), on_close=lambda: None)
+        report = await chores.run(ingest)
+        if report.skipped and len(report.skipped) == len(sources):
+            reasons = "; ".join(f"{s.source}: {s.reason}" for s in report.skipped[:4])
+            raise ApiError(400, f"nothing was taken in: {reasons}")
+        return report_out(report)
+
+    @routes.get("/{name}/documents")
+    async def list_documents(request: Request, name: str = Name) -> DocumentList:
+        tenant = tenant_of(request)
+        documents = await chores.run(partial(libraries.documents, tenant, name))
+        return DocumentList(
+            data=[
+                DocumentOut(
+                    id=d.id,
+                    source=d.source,
+                    title=d.title,
+                    chars=d.num_chars,
+                    chunks=d.num_chunks,
+                    tokens=d.num_tokens,
+                    added_at=d.added_at,
+                )
+                for d in documents
+            ]
+        )
+
+    @routes.delete("/{name}/documents/{document_id}")
+    async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
+        remove = partial(libraries.remove, tenant_of(request), name, document_id)
+        return RemovedOut(id=document_id, chunks=await chores.run(remove))
+
+    @routes.post("/{name}/search")
+    async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
+        if not body.query.strip():
+            raise ApiError(400, "'query' is empty; say something", param="query")
+        if not 1 <= body.k <= MOST_HITS:
+            message = f"'k' must be between 1 and {MOST_HITS}, got {body.k}"
+            raise ApiError(400, message, param="k")
+        return await chores.run(partial(_search, libraries, tenant_of(request), name, body))
+
+    return routes
+
+
+def _knowledge_bases(libraries: Libraries, tenant: str) -> KnowledgeBaseList:
+    found = []
+    for name in libraries.names(tenant):
+        totals = libraries.totals(tenant, name)
+        found.append(
+            KnowledgeBaseOut(
+                name=name,
+                documents=totals.num_documents,
+                chunks=totals.num_chunks,
+                tokens=totals.num_tokens,
+            )
+        )
+    return KnowledgeBaseList(data=found)
+
+
+def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -> HitList:
+    hits = libraries.get(tenant, name).library.kb.search(body.query, body.k, mode=body.mode)
+    return HitList(
+        data=[
+            HitOut(
+                id=hit.chunk.id,
+                title=hit.chunk.title,
+                text=hit.chunk.text,
+                tokens=len(hit.chunk.token_ids),
+                score=float(hit.score),
+            )
+            for hit in hits
+        ]
+    )

@@ -1,0 +1,73 @@
+"""The routes that OpenAI's clients know."""
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from kvweave.serve.answers import reply
+from kvweave.serve.asking import read_chat
+from kvweave.serve.chat import ChatForm
+from kvweave.serve.completions import CompletionForm, read_completion
+from kvweave.serve.context import Context, tenant_of
+from kvweave.serve.embeddings import embeddings
+from kvweave.serve.errors import ApiError
+from kvweave.serve.schema import ANSWER_ERRORS, ERRORS, or_events
+from kvweave.serve.wire import ChatRequest
+from kvweave.serve.wire_completions import (
+    CompletionReply,
+    CompletionRequest,
+    EmbeddingReply,
+    EmbeddingRequest,
+)
+from kvweave.serve.wire_replies import ChatReply, ModelCard, ModelList
+
+
+def openai_routes(context: Context) -> APIRouter:
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"])
+    weave, bridge, limits = context.weave, context.bridge, context.limits
+    started = int(time.time())
+
+    def card() -> ModelCard:
+        return ModelCard(id=weave.model_name, created=started, max_model_len=weave.max_context)
+
+    @routes.get("/models", responses=ERRORS)
+    async def models() -> ModelList:
+        return ModelList(data=[card()])
+
+    @routes.get("/models/{name:path}", responses={**ERRORS})
+    async def model(name: str) -> ModelCard:
+        if name != weave.model_name:
+            message = f"no model {name!r} here; this server has {weave.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return card()
+
+    @routes.post(
+        "/chat/completions",
+        response_model=ChatReply,
+        response_model_exclude_unset=False,
+        responses={**ANSWER_ERRORS, 200: or_events("The answer, whole or as events")},
+    )
+    async def chat_completions(body: ChatRequest, request: Request) -> object:
+        starts = read_chat(body, weave, context.libraries, tenant_of(request), limits)
+        form = ChatForm(weave.model_name, body)
+        return await reply(
+            request, bridge, starts, form, stream=body.stream, within_s=limits.request_s
+        )
+
+    @routes.post(
+        "/completions",
+        response_model=CompletionReply,
+        responses={**ANSWER_ERRORS, 200: or_events("The answers, whole or as events")},
+    )
+    async def completions(body: CompletionRequest, request: Request) -> object:
+        starts = read_completion(body, weave, limits)
+        form = CompletionForm(weave.model_name, body)
+        return await reply(
+            request, bridge, starts, form, stream=body.stream, within_s=limits.request_s
+        )
+
+    @routes.post("/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)
+    async def embed(body: EmbeddingRequest, request: Request) -> Response:
+        return await embeddings(body, context)
+
+    return routes

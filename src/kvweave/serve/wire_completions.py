@@ -1,0 +1,108 @@
+"""POST /v1/completions and /v1/embeddings: requests and replies."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from kvweave.serve.wire import Drawing, Incoming, Outgoing, Text, Usage
+
+Ids = list[int]
+
+
+def _prompts(prompt: Any) -> Any:
+    """One prompt or several; each is text or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(type(part) is int for part in prompt):
+            return [prompt]
+        if all(isinstance(part, str) for part in prompt):
+            return prompt
+        if all(isinstance(p, list) and p and all(type(i) is int for i in p) for p in prompt):
+            return prompt
+    raise PydanticCustomError(
+        "prompt", "must be a string, a list of token ids, or a list of one or the other"
+    )
+
+
+Prompts = Annotated[
+    list[Text] | list[Ids],
+    BeforeValidator(_prompts, json_schema_input_type=str | Ids | list[str] | list[Ids]),
+]
+
+
+class CompletionRequest(Drawing):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts
+    logprobs: int | None = None  # alternatives per token
+    # Only the value that asks for nothing is accepted:
+    echo: bool = False
+    best_of: int = 1
+    suffix: Text = ""
+
+
+class CompletionLogprobs(Outgoing):
+    """Four lists of one entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # characters of the answer in front of it
+
+
+class CompletionChoice(Outgoing):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str
+
+
+class CompletionReply(Outgoing):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int  # seconds since 1970
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        return value
+    raise PydanticCustomError("input", "must be a string or a list of strings, not token ids")
+
+
+Texts = Annotated[list[Text], BeforeValidator(_texts, json_schema_input_type=str | list[str])]
+
+
+class EmbeddingRequest(Incoming):
+    """The body of POST /v1/embeddings."""
+
+    input: Texts
+    model: Text | None = None  # left out: the one that is served
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None  # only what the model has
+    input_type: Literal["passage", "query"] = "passage"  # extension, for models that tell apart
+    user: Text | None = None
+
+
+class EmbeddingOut(Outgoing):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str  # str: base64 of little-endian float32
+
+
+class EmbeddingUsage(Outgoing):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[EmbeddingOut]
+    model: str
+    usage: EmbeddingUsage

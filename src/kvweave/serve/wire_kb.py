@@ -1,0 +1,100 @@
+"""Knowledge bases over HTTP: requests and replies."""
+
+from typing import Literal
+
+from kvweave.serve.wire import Incoming, Outgoing, Text
+
+
+class TextIn(Incoming):
+    """The JSON body of POST /v1/kb/{name}/documents."""
+
+    text: Text
+    title: Text = ""
+    key: Text | None = None  # the same key later means an update; left out: the content is the key
+
+
+class SearchRequest(Incoming):
+    """The body of POST /v1/kb/{name}/search."""
+
+    query: Text
+    k: int = 5
+    mode: Literal["vector", "words", "hybrid"] = "vector"
+
+
+class KnowledgeBaseOut(Outgoing):
+    name: str
+    documents: int
+    chunks: int
+    tokens: int  # of distinct chunks
+
+
+class KnowledgeBaseList(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[KnowledgeBaseOut]
+
+
+class DocumentOut(Outgoing):
+    id: str
+    source: str
+    title: str
+    chars: int
+    chunks: int
+    tokens: int
+    added_at: float  # seconds since 1970
+
+
+class DocumentList(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[DocumentOut]
+
+
+class SkippedOut(Outgoing):
+    """What did not get in, and why."""
+
+    source: str
+    reason: str
+
+
+class IngestOut(Outgoing):
+    """The outcome of an upload. Everything counted is on the disk."""
+
+    object: Literal["ingest"] = "ingest"
+    added: int  # documents
+    updated: int
+    unchanged: int
+    removed: int
+    new_chunks: int
+    shared_chunks: int  # already there before
+    skipped: list[SkippedOut]
+    elapsed_s: float
+
+
+class ProgressOut(Outgoing):
+    """An event while an upload is taken in; the last event is the outcome."""
+
+    object: Literal["ingest.progress"] = "ingest.progress"
+    phase: str  # read, embed, index, encode or neighbours
+    done_bytes: int
+    total_bytes: int | None
+    documents: int  # looked at so far
+    chunks: int
+
+
+class RemovedOut(Outgoing):
+    id: str
+    object: Literal["document.deleted"] = "document.deleted"
+    deleted: Literal[True] = True
+    chunks: int  # that went with it, chunk KV and all
+
+
+class HitOut(Outgoing):
+    id: str  # of the chunk
+    title: str
+    text: str
+    tokens: int
+    score: float
+
+
+class HitList(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[HitOut]

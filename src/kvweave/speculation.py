@@ -1,0 +1,189 @@
+"""Answers from a knowledge base: the search and the prefill side by side where that pays.
+
+    embed ─► search, stage by stage ─► way of the last list ─► tokens
+                  └► plan/retrieval.py guesses on the way, the engine computes and holds back
+
+Part of the composition root: only `app.py` uses it. Any thread; each request searches on its own.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from kvweave.asking import Asking, OnFirst, Way
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.request import Ticket
+from kvweave.engine.sampling import Choice
+from kvweave.errors import ConfigError
+from kvweave.plan.retrieval import (
+    Retrieved,
+    Speculated,
+    SpeculationRecord,
+    Speculator,
+    ids_of,
+    retrieve,
+)
+from kvweave.plan.search_pace import MAX_STAGES, SearchPace
+from kvweave.types import Hit
+
+Mode = Literal["auto", "on", "off"]
+FEWEST_ROWS = 32  # a prefill of fewer says little about the pace of larger ones
+GAIN = 0.2  # of the newest prefill in what a row takes
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """When prompts are computed before the search for their chunks is over."""
+
+    mode: Mode = "auto"  # "on" guesses at every stage, "auto" where it is expected to gain time
+    # No guess begins while so many prompts are to be computed. None: 1 on a CPU, whose cores are
+    # all busy with one; 4 on a device that takes several at once.
+    max_prefill_bs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            known = ", ".join(get_args(Mode))
+            raise ConfigError(f"no speculation {self.mode!r}; known: {known}")
+        if self.max_prefill_bs is not None and self.max_prefill_bs < 1:
+            raise ConfigError("SpeculationConfig.max_prefill_bs must be at least 1")
+
+
+class Attempt(NamedTuple):
+    """A way of answering, and the ticket it was submitted under."""
+
+    way: Way
+    ticket: Ticket
+
+    @property
+    def is_done(self) -> bool:
+        return self.ticket.is_done
+
+    def cancel(self) -> None:
+        self.ticket.cancel()
+
+    def release(self) -> None:
+        self.ticket.release()
+
+
+WayOf = Callable[[Sequence[Hit]], Way]  # raises RequestError if there is none
+
+
+class Speculation:
+    """Searches one knowledge base and answers from what it finds."""
+
+    def __init__(
+        self,
+        kb: KnowledgeBase,
+        asking: Asking,
+        device: torch.device,
+        cfg: SpeculationConfig | None = None,
+    ) -> None:
+        self._kb = kb
+        self._asking = asking
+        self._cfg = cfg or SpeculationConfig()
+        most = self._cfg.max_prefill_bs
+        self._max_prefill_bs = most or (1 if device.type == "cpu" else 4)
+        self.pace = SearchPace()
+        self._lock = threading.Lock()
+        self._row_s: float | None = None  # what a row of a prefill takes; None: nobody knows
+
+    def answer(
+        self, question: str, k: int, way_of: WayOf
+    ) -> tuple[Way, Generator[Choice, None, None]]:
+        """The way of the `k` nearest chunks, and its tokens. Close them, or read them to the end.
+
+        Whatever fails or interrupts the search ends what was guessed.
+        """
+        vector = self._kb.embedder.embed_query(question)
+        num_stages = self._num_stages()
+        if num_stages == 1:
+            started_s = time.perf_counter()
+            hits = self._kb.search(vector, k)
+            self.pace.searched(time.perf_counter() - started_s, [ids_of(hits)], 1)
+            way = way_of(hits)
+            return way, self._asking.choices(way.request, self._learning(way.on_first))
+        got = self._speculate(self._kb.search_staged(vector, k, num_stages), way_of, num_stages)
+        way, ticket = got.generation
+        return way, self._asking.under_way(ticket, self._noting(way, got.said))
+
+    def _num_stages(self) -> int:
+        if self._cfg.mode == "off":
+            return 1
+        if self._cfg.mode == "on":
+            return MAX_STAGES
+        return 1 if self._boundary_s is None else self.pace.num_stages()
+
+    @property
+    def _boundary_s(self) -> float | None:
+        """What a step of a guess takes: so long a wrong one is in the way. None: nobody knows."""
+        if self._row_s is None:
+            return None
+        return self._row_s * (self._asking.engine.cfg.guess_rows or 0)
+
+    def _speculate(
+        self, stages: Iterator[list[Hit]], way_of: WayOf, num_stages: int
+    ) -> Retrieved[Attempt]:
+        engine, boundary_s = self._asking.engine, self._boundary_s
+
+        def start(hits: Sequence[Hit], held: bool) -> Attempt:
+            way = way_of(hits)
+            return Attempt(way, engine.submit(way.request, held=held))
+
+        def is_worth(stage: int) -> bool:
+            if self._cfg.mode == "on" or boundary_s is None:
+                return stage < num_stages  # a guess at the last stage is none
+            return self.pace.is_worth(stage, num_stages, boundary_s)
+
+        speculator = Speculator(start, engine.pending_prefills, self._max_prefill_bs, is_worth)
+        got = retrieve(stages, speculator)
+        self.pace.searched(got.said.search_s, got.lists, num_stages)
+        return got
+
+    def _learning(self, on_first: OnFirst) -> OnFirst:
+        """Also learn the pace of the engine from a prompt that is through."""
+
+        def hear(ticket: Ticket) -> None:
+            on_first(ticket)
+            record, timeline = ticket.record, ticket.timeline
+            if record is None or timeline.shared:
+                return
+            rows = record.counts["computed"] + record.counts["recomputed"]
+            if rows >= FEWEST_ROWS:
+                row_s = timeline.computing_s / rows
+                with self._lock:
+                    before = self._row_s
+                    self._row_s = row_s if before is None else before + GAIN * (row_s - before)
+
+        return hear
+
+    def _noting(self, way: Way, said: Speculated[Attempt]) -> OnFirst:
+        """Also note what speculation did for an answer. By its first token wrong guesses are over:
+        they were ended before it was submitted."""
+        learn = self._learning(way.on_first)
+
+        def hear(ticket: Ticket) -> None:
+            learn(ticket)
+            way.note.speculation = _record(said, ticket)
+
+        return hear
+
+
+def _record(said: Speculated[Attempt], ticket: Ticket) -> SpeculationRecord:
+    right, computed_s = said.right, ticket.timeline.prefilled_s
+    hidden_s = said.ahead_s
+    if right is not None and computed_s is not None:  # it was through before the search was
+        hidden_s = min(hidden_s, max(0.0, computed_s - right.started_s))
+    return SpeculationRecord(
+        id=said.id,
+        stages=said.stages,
+        guesses=said.started,
+        right_stage=None if right is None else right.stage,
+        search_ms=said.search_s * 1e3,
+        hidden_ms=hidden_s * 1e3,
+        saved_tokens=ticket.timeline.saved_tokens,
+        wasted_tokens=sum(wrong.ticket.timeline.wasted_tokens for wrong in said.wrong),
+    )

@@ -1,0 +1,171 @@
+"""The way of stored chunk KV to a GPU: what arrives is what was stored, in time and in place.
+
+Needs bare PyTorch, transformers and a CUDA device: `pytest -m gpu tests/gpu`.
+"""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuseworld import SELECTING, World, make_ids
+from kvweave.fuse.pipeline import PipelinedChunks, open_source
+from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.probe import NoContext, probe
+from kvweave.fuse.ring import Ring
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext, make_chunk_key
+from kvweave.kv.memory import new_memory
+from kvweave.kv.objects import pack_chunk
+from kvweave.kv.store import KVStore
+from kvweave.kv.transfers import Transfer
+from kvweave.model.load import load_decoder
+from tiny_models import make_model_folder
+
+pytestmark = pytest.mark.gpu
+
+CHUNKS = make_ids(2, 40, 1, 130, 25, 64)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = make_model_folder(tmp_path_factory.mktemp("models"), "qwen3")
+    return World(load_decoder(folder, device="cuda", dtype="float32"), chunks=CHUNKS, missing={3})
+
+
+@pytest.fixture(params=["host", "disk"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    tier = HostTierConfig(64 << 20) if request.param == "host" else DiskTierConfig(tmp_path / "kv")
+    with KVStore(StoreConfig((tier,))) as store:
+        yield store
+
+
+def fill(store: KVStore, world: World, codec: str = "raw") -> None:
+    placed = zip(world.request.placed, world.made, strict=True)
+    for span, made in placed:
+        extras = {name: of[span.key] for name, of in (world.extras or {}).items()}
+        store.save(pack_chunk(span.key, made, codec, extras), wait_s=10)
+    store.flush()
+
+
+@pytest.mark.parametrize("name", ["reuse", *SELECTING])
+def test_fusion_from_the_store_equals_fusion_of_what_was_computed(
+    world: World, store: KVStore, name: str
+) -> None:
+    fill(store, world)
+    computed, want = world.fuse(name, 0.2)
+    source, strategy = world.source, world.strategy(name)
+    try:
+        with store.acquire([span.key for span in world.request.placed]) as lease:
+            layers = store.load(lease)
+            with open_source(world.decoder, world.request.placed, layers, strategy) as pipelined:
+                assert isinstance(pipelined, PipelinedChunks)
+                world.source = pipelined  # type: ignore[assignment]
+                stored, got = world.fuse(name, 0.2)
+    finally:
+        world.source = source
+    assert stored.recomputed == computed.recomputed
+    torch.testing.assert_close(got.logits, want.logits, atol=1e-4, rtol=1e-4)
+    for mine, theirs in zip((*got.keys, *got.values), (*want.keys, *want.values), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "int4", "fp8", "bf16"])
+def test_a_ring_of_two_slots_brings_every_layer_decoded(
+    world: World, store: KVStore, codec: str
+) -> None:
+    fill(store, world, codec)
+    decoder = world.decoder
+    with store.acquire([span.key for span in world.request.placed]) as lease:
+        layers = store.load(lease)
+        ring = Ring(decoder.device, ring_bytes=1)
+        source = PipelinedChunks(decoder, world.request.placed, layers, ring)
+        for layer in (*range(decoder.spec.num_layers), 0):
+            got = source.layer(layer)
+            arrived = layers.wait_layer(layer)
+            parts = [arrived[span.key].decode() for span in world.request.placed]
+            torch.testing.assert_close(got.k.cpu(), torch.cat([kv.k for kv in parts]))
+            torch.testing.assert_close(got.v.cpu(), torch.cat([kv.v for kv in parts]))
+        ring.finish()
+    assert ring.bytes_per_s > 0
+
+
+def test_a_chunk_lost_in_the_middle_is_computed_instead(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = world.decoder
+    context = KeyContext("test", "float32", "raw", "any", tuple(world.preamble), "any")
+    keys = {i: make_chunk_key(context, ids) for i, ids in enumerate(CHUNKS)}
+    chunks = [PromptChunk(tuple(ids), keys[i], keys[i]) for i, ids in enumerate(CHUNKS) if i != 3]
+    wait_layer = Transfer.wait_layer
+
+    def loses(self: Transfer, layer: int) -> dict:
+        found = wait_layer(self, layer)
+        if layer >= 2:
+            found.pop(keys[2], None)
+        return found
+
+    with KVStore(StoreConfig((HostTierConfig(64 << 20),))) as store:
+        for chunk, made in zip(chunks, world.made, strict=True):
+            store.save(pack_chunk(chunk.key, made))
+
+        def ask() -> torch.Tensor:
+            kv = decoder.new_kv(1)
+            return prefill_from_store(
+                decoder, world.prefix, chunks, world.question, store, kv, world.strategy("epic"),
+                0.2,
+            )  # fmt: skip
+
+        whole = ask()
+        monkeypatch.setattr(Transfer, "wait_layer", loses)
+        lost = ask()
+        assert [c.why for c in lost.record.chunks] == [None, None, "corrupt", None]
+        monkeypatch.undo()
+        again = ask()
+    torch.testing.assert_close(again.logits, whole.logits)
+    assert bool(lost.logits.isfinite().all())
+
+
+def test_landing_memory_is_page_locked(world: World) -> None:
+    memory = new_memory(5 << 20, pinned=True)
+    assert memory.tensor.is_pinned()
+    memory.view[:4] = b"kvw!"
+    assert bytes(memory.tensor[:4].cuda().cpu().numpy()) == b"kvw!"
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("reuse", 0), ("fusionrag", 1), ("weave", 1)])
+def test_a_pass_makes_the_host_wait_once_at_most(
+    world: World, store: KVStore, name: str, allowed: int
+) -> None:
+    """Besides the end: rows that a probe chose come to the host once."""
+    fill(store, world)
+    strategy, own_source = world.strategy(name), world.source
+    for _ in range(3):  # plans, kernels and recordings are made once
+        world.fuse(name, 0.2)
+    with store.acquire([span.key for span in world.request.placed]) as lease:
+        layers = store.load(lease)
+        layers.wait_layer(world.decoder.spec.num_layers - 1)
+        with open_source(world.decoder, world.request.placed, layers, strategy) as source:
+            world.source = source  # type: ignore[assignment]
+            try:
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    torch.cuda.set_sync_debug_mode("warn")
+                    world.fuse(strategy, 0.2)
+                    torch.cuda.set_sync_debug_mode("default")
+            finally:
+                world.source = own_source
+    waits = [f"{w.filename}:{w.lineno}" for w in seen if "called a synchron" in str(w.message)]
+    assert len(waits) <= allowed, f"{name}: {waits}"
+
+
+def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World) -> None:
+    decoder, request = world.decoder, world.request
+    unrecorded = probe(decoder, request, NoContext(), [1, 3])
+    recorded = [probe(decoder, request, NoContext(), [1, 3]) for _ in range(3)][-1]
+    for layer in (1, 3):
+        torch.testing.assert_close(recorded[layer].q, unrecorded[layer].q, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(recorded[layer].k, unrecorded[layer].k, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,81 @@
+"""Attention of scattered rows by plain products: the same as by the definition, or not at all."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvweave.kernels import attention, scattered
+from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.scattered import attend_scattered
+
+HEADS, KV_HEADS, DIM, KEYS = 6, 2, 16, 300
+SCALE = DIM**-0.5
+
+
+def make_world(positions: list[int], size: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(len(positions), HEADS, DIM, generator=g) * size
+    keys, values = torch.randn(2, KEYS, KV_HEADS, DIM, generator=g)
+    return q, torch.tensor(positions), keys, values
+
+
+def by_definition(q: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1).double() for x in (keys, values))
+    logits = torch.einsum("rhd,nhd->hrn", q.double(), keys) * SCALE
+    logits.masked_fill_(torch.arange(KEYS) > positions[:, None], float("-inf"))
+    return torch.einsum("hrn,nhd->rhd", logits.softmax(-1), values).float()
+
+
+@pytest.mark.parametrize("block_rows", [1, 3, 64])
+@pytest.mark.parametrize(
+    "positions",
+    [[0], [299], [0, 299], [5, 6, 7, 200, 201, 299], [*range(0, 300, 7)], [*range(280, 300)]],
+    ids=str,
+)
+def test_rows_see_what_stands_at_or_before_them_and_nothing_else(
+    positions: list[int], block_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scattered, "BLOCK_ROWS", block_rows)
+    scattered._blocks.cache_clear()
+    world = make_world(positions)
+    done = attend_scattered(*world, SCALE)
+    scattered._blocks.cache_clear()
+    assert done is not None
+    torch.testing.assert_close(done, by_definition(*world), atol=1e-5, rtol=1e-5)
+
+
+def test_what_stands_behind_a_row_cannot_change_it() -> None:
+    q, positions, keys, values = make_world([4, 90, 200])
+    before = attend_scattered(q, positions, keys, values, SCALE)
+    keys[91:], values[91:] = 3.0, 1e6
+    after = attend_scattered(q, positions, keys, values, SCALE)
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before[:2], after[:2])
+
+
+@pytest.mark.parametrize("size", [40.0, 4000.0])
+def test_logits_too_large_for_a_bare_exponential_are_refused_and_attended_to_otherwise(
+    size: float,
+) -> None:
+    q, positions, keys, values = make_world([4, 90, 200], size)
+    assert attend_scattered(q, positions, keys, values, SCALE) is None
+    attended = attend(q, positions, [Segment(0, 3, keys, values)])
+    want = by_definition(q, positions, keys, values)
+    torch.testing.assert_close(attended, want, atol=1e-4, rtol=1e-4)
+
+
+def test_scattered_rows_in_float32_on_a_cpu_take_this_road(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def spy(*args: object) -> Tensor | None:
+        asked.append(args)
+        return None
+
+    monkeypatch.setattr(attention, "attend_scattered", spy)
+    q, positions, keys, values = make_world([4, 90, 200])
+    attend(q, positions, [Segment(0, 3, keys, values)])
+    assert len(asked) == 1
+    halves = [x.bfloat16() for x in (q, keys, values)]
+    attend(halves[0], positions, [Segment(0, 3, halves[1], halves[2])])
+    assert len(asked) == 1

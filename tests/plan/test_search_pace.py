@@ -1,0 +1,57 @@
+"""When speculation pays: learnt from searches."""
+
+from kvweave.plan.search_pace import MAX_STAGES, SearchPace
+
+
+def searched(pace: SearchPace, times: int, seconds: float, lists: list[str]) -> SearchPace:
+    for _ in range(times):
+        pace.searched(seconds, lists, len(lists))
+    return pace
+
+
+EARLY = ["a"] * 8
+LATE = ["a", "b", "c", "d", "e", "f", "g", "h"]
+
+
+def test_before_the_first_search_nothing_is_staged_or_guessed() -> None:
+    pace = SearchPace()
+    assert pace.num_stages() == 1
+    assert not pace.is_worth(1, 8, 0.0)
+
+
+def test_a_search_of_a_moment_has_one_stage_and_a_long_one_many() -> None:
+    assert searched(SearchPace(), 1, 0.002, ["a"]).num_stages() == 1
+    assert searched(SearchPace(), 1, 0.3, ["a"]).num_stages() == MAX_STAGES
+
+
+def test_lists_that_stand_early_are_worth_a_guess_and_those_that_change_late_are_not() -> None:
+    early, late = searched(SearchPace(), 20, 0.3, EARLY), searched(SearchPace(), 20, 0.3, LATE)
+    assert early.is_worth(1, 8, 0.2)
+    assert not any(late.is_worth(stage, 8, 0.2) for stage in range(1, 9))
+
+
+def test_the_last_stage_is_never_worth_a_guess() -> None:
+    assert not searched(SearchPace(), 20, 9.0, EARLY).is_worth(8, 8, 0.0)
+
+
+def test_long_steps_forbid_what_short_ones_allow() -> None:
+    pace = searched(SearchPace(), 3, 0.1, EARLY)
+    assert pace.is_worth(4, 8, 0.01)
+    assert not pace.is_worth(4, 8, 5.0)
+
+
+def test_what_was_learnt_is_forgotten_when_the_knowledge_base_changes() -> None:
+    pace = searched(SearchPace(), 500, 0.3, LATE)
+    assert pace.stands(1, 8) < 0.05
+    assert searched(pace, 200, 0.3, EARLY).stands(1, 8) > 0.8
+
+
+def test_a_list_that_comes_back_did_not_stand() -> None:
+    pace = searched(SearchPace(), 50, 0.3, ["a", "b", "a", "a"])
+    assert pace.stands(1, 4) < 0.1
+    assert pace.stands(3, 4) > 0.9
+
+
+def test_stages_of_searches_cut_otherwise_share_what_was_learnt() -> None:
+    pace = searched(SearchPace(), 50, 0.3, EARLY)
+    assert pace.stands(1, 4) > 0.9

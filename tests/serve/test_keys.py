@@ -1,0 +1,115 @@
+"""API keys, tenants, and what one tenant sees of another: nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from kvweave.app import Weave
+from kvweave.errors import ConfigError
+from kvweave.serve.auth import digest, parse_keys, read_keys
+from serving import make_libraries, serving, user
+
+KEYS = parse_keys(["sk-nobody", "sk-acme-1:acme", "sk-acme-2:acme", "sk-other:other"])
+NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
+
+
+@pytest.fixture(scope="module")
+def guarded(weave: Weave, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    libraries = make_libraries(weave, tmp_path_factory.mktemp("guarded"))
+    with serving(weave, libraries=libraries, keys=KEYS) as address:
+        yield address
+    libraries.close()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("wrong"),
+        {"Authorization": "Bearer"},
+        {"Authorization": "sk-nobody"},
+        bearer("sk-nobody:acme"),
+    ],
+)
+def test_without_a_key_it_is_a_401_of_the_usual_shape(
+    guarded: str, headers: dict[str, str]
+) -> None:
+    for path in ("models", "kb", "nothing"):
+        reply = httpx.get(f"{guarded}/v1/{path}", headers=headers)
+        assert reply.status_code == 401
+        error = reply.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == "invalid_api_key"
+        assert reply.headers["x-request-id"]
+
+
+def test_the_client_sends_its_key(guarded: str) -> None:
+    with OpenAI(base_url=f"{guarded}/v1", api_key="sk-nobody") as client:
+        reply = client.chat.completions.create(model="tiny", messages=user("hi"), max_tokens=2)
+        assert reply.choices
+    with (
+        OpenAI(base_url=f"{guarded}/v1", api_key="sk-wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError, match="missing or wrong"),
+    ):
+        client.models.list()
+
+
+def test_those_who_watch_need_no_key(guarded: str) -> None:
+    for path in ("healthz", "readyz", "metrics"):
+        assert httpx.get(f"{guarded}/{path}").status_code == 200
+
+
+def test_a_tenant_sees_its_own_knowledge_bases_alone(guarded: str) -> None:
+    url = f"{guarded}/v1/kb"
+    made = httpx.post(f"{url}/notes/documents", json=NOTE, headers=bearer("sk-acme-1"), timeout=60)
+    assert made.status_code == 200
+
+    def names(key: str) -> list[str]:
+        return [kb["name"] for kb in httpx.get(url, headers=bearer(key)).json()["data"]]
+
+    assert names("sk-acme-2") == ["notes"], "keys of one tenant share"
+    assert names("sk-other") == names("sk-nobody") == []
+    body = {"messages": user("drain?"), "max_tokens": 2, "kb": "notes", "reuse": "reuse"}
+    chat = f"{guarded}/v1/chat/completions"
+    assert httpx.post(chat, json=body, headers=bearer("sk-acme-2")).status_code == 200
+    assert httpx.post(chat, json=body, headers=bearer("sk-other")).status_code == 404
+    assert httpx.get(f"{url}/notes/documents", headers=bearer("sk-nobody")).status_code == 404
+
+
+def test_keys_come_from_a_file_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\nsk-first-1\nsk-second:acme\n")
+    keys = read_keys(file, {"KVWEAVE_API_KEYS": "sk-third-3:other, sk-fourth"})
+    assert keys == {
+        digest("sk-first-1"): "",
+        digest("sk-second"): "acme",
+        digest("sk-third-3"): "other",
+        digest("sk-fourth"): "",
+    }
+    assert read_keys(None, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("short", "API key 1 is shorter than 8"),
+        ("sk-long-enough:a/b", "'a/b' cannot name a tenant"),
+        ("sk-long-enough\nsk-long-enough:x", "API key 2 is there twice"),
+        ("# nothing", "has no API key"),
+    ],
+)
+def test_a_key_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_keys(file, {})
+    with pytest.raises(ConfigError, match="cannot read the API keys"):
+        read_keys(tmp_path / "missing", {})

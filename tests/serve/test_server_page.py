@@ -1,0 +1,55 @@
+"""docs/server.md is true: its commands run, its tables are complete."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvweave.app import Weave
+from kvweave.serve.http import build_http
+from serving import Shelf
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text()
+COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_command_of_the_page_runs_in_order(shelf: Shelf) -> None:
+    assert len(COMMANDS) == 5
+    replies = []
+    for command in COMMANDS:
+        ran = subprocess.run(
+            ["bash", "-ec", f"URL={shelf.url}\n{command}"], capture_output=True, timeout=120
+        )
+        assert ran.returncode == 0, ran.stderr.decode()
+        replies.append(ran.stdout.decode())
+    assert json.loads(replies[0])["added"] == 1
+    assert json.loads(replies[1])["added"] == 1
+    assert json.loads(replies[2])["data"][0]["title"] == "Zorbs"
+    answer = json.loads(replies[3])
+    assert answer["explain"]["chunks"]
+    assert answer["usage"]["completion_tokens"] == 8
+    assert replies[4].rstrip().endswith("data: [DONE]")
+
+
+def test_every_route_is_on_the_page(weave: Weave) -> None:
+    for path, operations in build_http(weave).openapi()["paths"].items():
+        shown = path.replace("{document_id}", "{id}")
+        for method in operations:
+            assert f"`{method.upper()} {shown}`" in PAGE, f"{method} {path}"
+
+
+def test_every_metric_of_the_server_is_on_the_page(shelf: Shelf) -> None:
+    page = httpx.get(f"{shelf.url}/metrics").text
+    names = re.findall(r"^# TYPE kvweave_(\w+) \w+$", page, re.MULTILINE)
+    assert len(names) > 10
+    for name in names:
+        own = not name.startswith(("kv_", "engine_")) and not name.endswith("_created")
+        assert not own or name in PAGE, name
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 408, 413, 415, 429, 500, 503, 504])
+def test_every_refusal_is_on_the_page(status: int) -> None:
+    assert f"\n| {status} | " in PAGE
