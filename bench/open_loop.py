@@ -41,6 +41,7 @@ class Probe:
     within: bool  # the bound was kept, and everything was answered
     cut_short: bool  # it was clear before the end that it was not
     span_s: float  # from the first arrival to the last token
+    cpu_s: float  # of this process, server and clients
     served: tuple[Served, ...]
 
     def numbers(self) -> dict[str, Any]:
@@ -54,6 +55,7 @@ class Probe:
             "requests": len(self.served),
             "completed_per_s": round(len(answered) / self.span_s, 3) if self.span_s else 0.0,
             "tokens_per_s": round(sum(len(o.tokens) for o in answered) / self.span_s, 2),
+            "cpu_s_per_request": round(self.cpu_s / max(1, len(answered)), 3),
             "ttft_ms": {
                 "mean": _rounded(statistics.fmean(firsts) if firsts else None),
                 "p50": _rounded(percentile(firsts, 50)),
@@ -104,7 +106,7 @@ def probe(
     served = [Served(number) for number, _ in zip(numbers, due, strict=False)]
     assert len(served) == len(due), "the stream has too few requests for this rate"
     may_be_late = int(LATE_SHARE * len(due)) + 1
-    started_s = time.perf_counter()
+    started_s, cpu_s = time.perf_counter(), time.process_time()
     threads: list[threading.Thread] = []
     cut_short = False
     for one, at in zip(served, due, strict=True):
@@ -120,14 +122,14 @@ def probe(
         threads[-1].start()
     for thread in threads:
         thread.join()
-    begun = served[: len(threads)]
+    begun, cpu_s = served[: len(threads)], time.process_time() - cpu_s
     span_s = max(
         (at + one.token_s[-1] for one, at in zip(begun, due, strict=False) if one.token_s),
         default=0.0,
     )
     p95 = percentile([one.token_s[0] for one in begun if one.token_s], 95)
     kept = p95 is not None and p95 <= bound_s and all(o.error is None and o.done for o in begun)
-    return Probe(rate, kept and not cut_short, cut_short, span_s, tuple(begun))
+    return Probe(rate, kept and not cut_short, cut_short, span_s, cpu_s, tuple(begun))
 
 
 def _late(served: Sequence[Served], due: Sequence[float], now_s: float, bound_s: float) -> int:

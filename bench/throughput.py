@@ -67,6 +67,7 @@ def main() -> None:
         "auto_over_full": over(rates, "auto"),
         "prefix_over_full": over(rates, "prefix"),
         "completed_over_full": over(most_completed(cells), "auto"),
+        "cpu_s_per_request": {way: cpu_s(cells, way) for way in WAYS},
         "requests_per_s": {way: round(rate, 3) for way, rate in rates.items()},
         "answers_checked": bench.checked,
         "answers_equal": bench.equal,
@@ -249,6 +250,12 @@ def most_completed(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {
         way: max(cell["completed_per_s"] for cell in cells if cell["way"] == way) for way in WAYS
     }
+
+
+def cpu_s(cells: Sequence[dict[str, Any]], way: str) -> float:
+    """What a request costs at the highest load: where others use the machine, clocks say little."""
+    busiest = max((cell for cell in cells if cell["way"] == way), key=lambda cell: cell["rate"])
+    return float(busiest["cpu_s_per_request"])
 
 
 def line(cell: dict[str, Any]) -> str:
