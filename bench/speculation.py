@@ -13,8 +13,8 @@ cluster, and a tenth of a score is never among the best: the same lists as witho
 really comparing so many vectors. `--shares` are the parts of the clusters that are probed. The
 query's embedding is not counted. Vectors are computed once (bench/cache).
 
-Prefill and search share the cores of a CPU, so "here" they slow each other down: two of this
-machine's are one core with two threads. "elsewhere" is a search that does not use them, as beside a
+Prefill and search share the cores and the memory of a CPU, so "here" they slow each other down.
+"elsewhere" is a search that does not use them, as beside a
 GPU or on a vector server: the same lists after the same times, measured of this index by itself,
 while this process sleeps.
 """

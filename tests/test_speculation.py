@@ -238,9 +238,15 @@ def test_a_guess_waits_for_a_full_queue_and_begins_with_the_same_list(
     open_world: OpenWorld,
 ) -> None:
     world = open_world(max_prefill_bs=1)
-    go = threading.Event()
-    stopped = threading.Thread(target=lambda: world.engine.run_alone(lambda: go.wait(10)))
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go.wait(10)
+
+    stopped = threading.Thread(target=lambda: world.engine.run_alone(hold))
     stopped.start()
+    assert held.wait(10)
     other = world.engine.submit(plain_request(range(40), GREEDY, ()))
     seen: list[int] = []
 
