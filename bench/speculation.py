@@ -11,15 +11,19 @@ all three must be the same tokens.
 every vector is stored `--copies` times, all but the first scaled to a tenth. Scaling changes no
 cluster, and a tenth of a score is never among the best: the same lists as without copies, found by
 really comparing so many vectors. `--shares` are the parts of the clusters that are probed. The
-query's embedding is not counted. One thread computes and one searches, as a device and its host
-would. Vectors are computed once (bench/cache).
+query's embedding is not counted. Vectors are computed once (bench/cache).
+
+Prefill and search share the cores and the memory of a CPU, so "here" they slow each other down.
+"elsewhere" is a search that does not use them, as beside a
+GPU or on a vector server: the same lists after the same times, measured of this index by itself,
+while this process sleeps.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -50,7 +54,8 @@ from vector_cache import cached_vectors
 
 MODES: tuple[Mode, ...] = ("off", "on", "auto")
 FAINT = 0.1  # what copies are scaled by
-LEARN = 24  # searches that teach "auto" before anything is measured
+WARM_UP = "Who are you?"
+LEARN = 16  # searches that teach "auto" before anything is measured
 Row = dict[str, Any]
 
 
@@ -82,6 +87,9 @@ class Shelf:
     tokenizer: Tokenizer
     vectors: dict[str, Vector]
     searched_s: float = 0.0  # the last plain search
+    elsewhere: bool = False
+    _chunks: dict[int, Chunk] = field(default_factory=dict)
+    _played: dict[tuple[bytes, float, int], list[tuple[float, Hits]]] = field(default_factory=dict)
 
     @property
     def embedder(self) -> "Shelf":
@@ -92,12 +100,30 @@ class Shelf:
 
     def search(self, vector: Vector, k: int) -> list[Hit]:
         started_s = time.perf_counter()
-        hits = self._hits(self.index.search(vector, k))
+        *_, hits = self.search_staged(vector, k, 1)
         self.searched_s = time.perf_counter() - started_s
         return hits
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[list[Hit]]:
-        return (self._hits(found) for found in self.index.search_staged(vector, k, stages))
+        if not self.elsewhere:
+            return (self._hits(found) for found in self.index.search_staged(vector, k, stages))
+        return self._replayed(vector, k, stages)
+
+    def _replayed(self, vector: Vector, k: int, stages: int) -> Iterator[list[Hit]]:
+        for seconds, found in self._played[(vector.tobytes(), self.index.share, stages)]:
+            time.sleep(seconds)
+            yield self._hits(found)
+
+    def record(self, vector: Vector, k: int) -> None:
+        """Measure a search by itself, for when it is done elsewhere."""
+        for stages in range(1, MAX_STAGES + 1):
+            run, since_s = [], time.perf_counter()
+            for found in self.index.search_staged(vector, k, stages):
+                run.append((time.perf_counter() - since_s, found))
+                since_s = time.perf_counter()
+            self._played[(vector.tobytes(), self.index.share, stages)] = run
+        for _, found in run:
+            self._hits(found)  # so that its chunks are tokenised
 
     def _hits(self, found: Hits) -> list[Hit]:
         return [
@@ -106,6 +132,12 @@ class Shelf:
         ]
 
     def _chunk(self, place: int) -> Chunk:
+        """A knowledge base has its chunks tokenised, so that is not part of a search."""
+        if place not in self._chunks:
+            self._chunks[place] = self._tokenised(place)
+        return self._chunks[place]
+
+    def _tokenised(self, place: int) -> Chunk:
         passage = self.passages[place]  # an IndexError would be a copy that was found
         text = chunk_text(Document(passage["text"], passage["title"]))
         ids = tuple(self.tokenizer.encode_text(text))
@@ -130,6 +162,7 @@ class Bench:
     tokenizer: Tokenizer
     k: int
     sampling: Sampling
+    device: torch.device
 
     def ask(self, speculation: Speculation, question: str, namespace: str) -> Measured:
         """`namespace` keeps what other ways have computed out of reach."""
@@ -158,25 +191,28 @@ class Bench:
     def learn(self, speculation: Speculation, vectors: Vectors) -> None:
         """Searches alone, so that "auto" knows how long they take and when their lists stand."""
         for vector in vectors:
-            started_s = time.perf_counter()
+            started_s = time.perf_counter()  # by itself, so also what it takes elsewhere
             stages = self.shelf.index.search_staged(vector, self.k, MAX_STAGES)
             lists = [found.ids.tolist() for found in stages]
             speculation.pace.searched(time.perf_counter() - started_s, lists, MAX_STAGES)
 
-    def level(self, share: float, questions: Sequence[str], learn_from: Vectors) -> Row:
+    def level(self, where: str, share: float, questions: Sequence[str], learn_from: Vectors) -> Row:
         self.shelf.index.share = share
-        kb, device = cast(KnowledgeBase, self.shelf), torch.device("cpu")
+        self.shelf.elsewhere = where == "elsewhere"
+        for question in [WARM_UP, *questions]:
+            self.shelf.record(self.shelf.vectors[question], self.k)
+        kb, device = cast(KnowledgeBase, self.shelf), self.device
         ways = {
             mode: Speculation(kb, self.asking, device, SpeculationConfig(mode)) for mode in MODES
         }
         self.learn(ways["auto"], learn_from)
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
-        for number, question in enumerate(["Who are you?", *questions]):  # the first warms up
+        for number, question in enumerate([WARM_UP, *questions]):  # the first warms up
             for mode, speculation in ways.items():
-                one = self.ask(speculation, question, f"{share} {mode}")
+                one = self.ask(speculation, question, f"{where} {share} {mode}")
                 if number:
                     got[mode].append(one)
-        return summary(share, got)
+        return {"where": where, **summary(share, got)}
 
 
 def summary(share: float, got: dict[str, list[Measured]]) -> Row:
@@ -207,7 +243,7 @@ def summary(share: float, got: dict[str, list[Measured]]) -> Row:
 def show(rows: Sequence[Row], questions: int, vectors: int) -> None:
     table = Table(title=f"{questions} questions, {vectors:,} vectors", box=None)
     for heading in (
-        "probed", "search", "prefill", "mode", "not hidden", "cut", "hidden",
+        "search is", "probed", "search", "prefill", "mode", "not hidden", "cut", "hidden",
         "TTFT", "guesses", "wasted", "same",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
@@ -216,6 +252,7 @@ def show(rows: Sequence[Row], questions: int, vectors: int) -> None:
             cells = row[mode]
             first = mode == MODES[0]
             table.add_row(
+                row["where"] if first else "",
                 f"{row['share']:.1%}" if first else "",
                 f"{row['search_ms']:.0f} ms" if first else "",
                 f"{row['prefill_ms']:.0f} ms" if first else "",
@@ -236,10 +273,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with wiki_kb, nq_oracle")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--quant", default="none")
-    parser.add_argument("--questions", type=int, default=8)
+    parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--k", type=int, default=2, help="chunks of a prompt; RAGCache's has 2")
-    parser.add_argument("--copies", type=int, default=32)
+    parser.add_argument("--copies", type=int, default=16)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5, 1.0])
+    parser.add_argument("--here", type=float, nargs="*", default=[1.0], help="as --shares")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of the prefill")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
@@ -254,14 +293,16 @@ def main() -> None:
     questions = asked[: args.questions]
     index = make_large(vectors, args.copies)
     folder = locate(args.model)
-    decoder = load_decoder(folder, device="cpu", dtype="float32", quant=args.quant)
-    tokenizer = Tokenizer(folder)
+    decoder = load_decoder(folder, device=args.device, dtype="float32", quant=args.quant)
+    tokenizer, device = Tokenizer(folder), torch.device(args.device)
     by_text = dict(zip(asked, asked_vectors, strict=True))
-    by_text["Who are you?"] = embedder.embed_query("Who are you?")
+    by_text[WARM_UP] = embedder.embed_query(WARM_UP)
     shelf = Shelf(index, passages, tokenizer, by_text)
     asking = Asking(decoder, EngineConfig(pool_tokens=1 << 15))
-    bench = Bench(shelf, asking, tokenizer, args.k, Sampling(max_tokens=6))
-    rows = [bench.level(share, questions, asked_vectors[args.questions :]) for share in args.shares]
+    bench = Bench(shelf, asking, tokenizer, args.k, Sampling(max_tokens=6), device)
+    others = asked_vectors[args.questions :]
+    rows = [bench.level("elsewhere", share, questions, others) for share in args.shares]
+    rows += [bench.level("here", share, questions, others) for share in args.here]
     stats = asking.engine.stats()
     asking.close()
     show(rows, len(questions), len(index))
@@ -278,9 +319,15 @@ def main() -> None:
     }
     same = all(row[mode]["same_answers"] == len(questions) for row in rows for mode in MODES)
     counted = {name: stats[name] for name in stats if name.startswith("speculation")}
-    header = result_header("speculation", "cpu")
+    header = result_header("speculation", args.device)
     results = {
-        "cut": {mode: [row[mode]["cut"] for row in rows] for mode in MODES[1:]},
+        "cut": {
+            where: {
+                mode: [row[mode]["cut"] for row in rows if row["where"] == where]
+                for mode in MODES[1:]
+            }
+            for where in ("elsewhere", "here")
+        },
         "same_answers": same,
         "rows": rows,
         "engine": counted,

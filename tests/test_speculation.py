@@ -64,6 +64,7 @@ class World:
     weave: Weave
     tickets: list[Ticket] = field(default_factory=list)
     between: Between | None = None  # called behind every stage
+    slow_s: float = 0.0  # so much longer a search takes, whatever it is cut into
 
     @property
     def engine(self) -> Engine:
@@ -127,8 +128,9 @@ def open_world(
             world.tickets.append(submit(*arguments, **options))  # type: ignore[arg-type]
             return world.tickets[-1]
 
-        def stopping(*arguments: object, **options: object) -> Iterator[list[Hit]]:
-            for hits in staged(*arguments, **options):  # type: ignore[arg-type]
+        def stopping(query: object, k: int, stages: int, **how: object) -> Iterator[list[Hit]]:
+            for hits in staged(query, k, stages, **how):  # type: ignore[arg-type]
+                time.sleep(world.slow_s / stages)
                 yield hits
                 if world.between is not None:
                     world.between()
@@ -236,9 +238,15 @@ def test_a_guess_waits_for_a_full_queue_and_begins_with_the_same_list(
     open_world: OpenWorld,
 ) -> None:
     world = open_world(max_prefill_bs=1)
-    go = threading.Event()
-    stopped = threading.Thread(target=lambda: world.engine.run_alone(lambda: go.wait(10)))
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go.wait(10)
+
+    stopped = threading.Thread(target=lambda: world.engine.run_alone(hold))
     stopped.start()
+    assert held.wait(10)
     other = world.engine.submit(plain_request(range(40), GREEDY, ()))
     seen: list[int] = []
 
@@ -293,8 +301,8 @@ def test_a_client_that_leaves_before_the_first_token_ends_the_work(
 
 def test_auto_learns_that_a_long_search_pays(open_world: OpenWorld) -> None:
     world = open_world("auto")
+    world.slow_s = 0.4
     assert world.ask(EARLY).speculation is None  # nobody knows how long anything takes
-    world.between = lambda: time.sleep(0.08)
     for _ in range(3):
         world.ask(EARLY)
     said = world.ask(EARLY).speculation

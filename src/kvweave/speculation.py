@@ -140,7 +140,8 @@ class Speculation:
 
         speculator = Speculator(start, engine.pending_prefills, self._max_prefill_bs, is_worth)
         got = retrieve(stages, speculator)
-        self.pace.searched(got.said.search_s, got.lists, num_stages)
+        guessed = got.said.started > 0
+        self.pace.searched(got.said.search_s, got.lists, num_stages, guessed=guessed)
         return got
 
     def _learning(self, on_first: OnFirst) -> OnFirst:

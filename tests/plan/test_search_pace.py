@@ -1,5 +1,7 @@
 """When speculation pays: learnt from searches."""
 
+import pytest
+
 from kvweave.plan.search_pace import MAX_STAGES, SearchPace
 
 
@@ -55,3 +57,14 @@ def test_a_list_that_comes_back_did_not_stand() -> None:
 def test_stages_of_searches_cut_otherwise_share_what_was_learnt() -> None:
     pace = searched(SearchPace(), 50, 0.3, EARLY)
     assert pace.stands(1, 4) > 0.9
+
+
+def test_a_search_that_a_prefill_slows_down_is_left_alone_and_tried_again_later() -> None:
+    pace = searched(SearchPace(), 20, 0.3, EARLY)
+    assert pace.is_worth(1, 8, 0.1)
+    for _ in range(30):
+        pace.searched(0.66, EARLY, 8, guessed=True)
+    assert pace.slowdown > 2.0
+    assert not pace.is_worth(1, 8, 0.1)
+    assert pace.search_s == pytest.approx(0.3)  # by itself it takes what it took
+    assert searched(pace, 40, 0.3, EARLY).is_worth(1, 8, 0.1)

@@ -1,10 +1,11 @@
 """Whether speculation can pay: how long searches take, and how early their lists stand.
 
-A guess that is right saves the rest of the search. One that is wrong costs a wait for the next
-iteration boundary, because a step that runs is not interrupted. Both are learnt from what
-happened: an index that probes the nearest clusters first stands early, one that compares
-everything in order of arrival stands late, and a small knowledge base is searched before a single
-step is over.
+A guess that is right saves the rest of the search, unless the two share cores: if a search takes
+twice as long beside a prefill, nothing is gained by having both at once. One that is wrong costs a
+wait for the next iteration boundary, because a step that runs is not interrupted. All of it is
+learnt from what happened: an index that probes the nearest clusters first stands early, one that
+compares everything in order of arrival stands late, and a small knowledge base is searched before a
+single step is over.
 """
 
 import threading
@@ -15,6 +16,7 @@ STAGE_S = 5e-3  # a stage is no shorter: looking its chunks up takes a part of a
 BINS = 8  # how far a search is: eighths
 GAIN = 0.2  # of the newest search in what a search takes
 MEMORY = 64  # searches; what is older counts for less and less
+FORGET = 0.02  # of the slowdown, with each search by itself: so that guesses are tried again
 
 
 class SearchPace:
@@ -22,7 +24,8 @@ class SearchPace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._search_s: float | None = None
+        self._search_s: float | None = None  # by itself
+        self._slowdown = 1.0  # of a search beside a prefill
         # by bin: how often the list was seen there, and how often it was the last one already.
         # Before the first search: once so and once so.
         self._seen = [2.0] * BINS
@@ -30,7 +33,7 @@ class SearchPace:
 
     @property
     def search_s(self) -> float | None:
-        """A search takes so long; None: nobody knows."""
+        """A search by itself takes so long; None: nobody knows."""
         return self._search_s
 
     def num_stages(self) -> int:
@@ -46,7 +49,10 @@ class SearchPace:
             return False
         stands = self.stands(stage, num_stages)
         left_s = self._search_s * (1 - stage / num_stages)
-        return stands * left_s > (1 - stands) * boundary_s
+        # Beside each other both take `slowdown` times as long. What the prefill gets done in that
+        # time, less what the search loses: left * slowdown / slowdown - left * (slowdown - 1).
+        gained_s = left_s * (2 - self._slowdown)
+        return stands * gained_s > (1 - stands) * boundary_s
 
     def stands(self, stage: int, num_stages: int) -> float:
         """Share of searches whose list was the last one already after this stage."""
@@ -54,11 +60,22 @@ class SearchPace:
         with self._lock:
             return self._stood[at] / self._seen[at]
 
-    def searched(self, seconds: float, lists: Sequence[object], num_stages: int) -> None:
-        """A search is over: its lists after each stage."""
+    @property
+    def slowdown(self) -> float:
+        """How much longer a search takes beside a prefill."""
+        return self._slowdown
+
+    def searched(
+        self, seconds: float, lists: Sequence[object], num_stages: int, *, guessed: bool = False
+    ) -> None:
+        """A search is over: its lists after each stage, and whether a guess ran beside it."""
         with self._lock:
             before = self._search_s
-            self._search_s = seconds if before is None else before + GAIN * (seconds - before)
+            if not guessed:
+                self._search_s = seconds if before is None else before + GAIN * (seconds - before)
+                self._slowdown += FORGET * (1 - self._slowdown)
+            elif before:
+                self._slowdown += GAIN * (max(1.0, seconds / before) - self._slowdown)
             stood = True
             for stage in range(len(lists) - 1, 0, -1):  # the last one stands by itself
                 stood = stood and lists[stage - 1] == lists[-1]
