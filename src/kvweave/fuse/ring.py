@@ -108,11 +108,12 @@ class Ring:
                 self._stream.wait_event(slot.taken)
             slot.began = new_event()
             slot.began.record()
-            slot.num_bytes = 0
+            there, here = [], []
             for start, piece in pieces:
-                size = piece.numel()
-                slot.part(start, size).copy_(piece, non_blocking=True)
-                slot.num_bytes += size
+                there.append(slot.part(start, piece.numel()))
+                here.append(piece)
+            slot.num_bytes = sum(map(len, here))
+            torch._foreach_copy_(there, here, non_blocking=True)  # a loop, but not in Python
             slot.copied = new_event()
             slot.copied.record()
         self._timed.append((slot.num_bytes, slot.began, slot.copied))
