@@ -123,3 +123,15 @@ def test_memory_that_cannot_be_unlocked_is_never_unmapped(monkeypatch: pytest.Mo
     gc.collect()
     assert becomes_true(lambda: len(stuck) == 1)
     assert stuck[0][:4] == b"kvw!"
+
+
+def test_a_runtime_that_raises_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(failures=0)
+    use(runtime, monkeypatch)
+    monkeypatch.setattr(memory_module._LOCKER, "_stuck", [])
+    monkeypatch.setattr(memory_module, "_allocated", lambda size: None)
+    memory = new_memory(1 << 20, pinned=True)
+    monkeypatch.setattr(runtime, "cudaHostUnregister", None)  # calling it is a TypeError
+    del memory
+    monkeypatch.setattr(runtime, "cudaHostRegister", None)
+    assert len(new_memory(1 << 20, pinned=True).view) == 1 << 20

@@ -149,10 +149,17 @@ class _Locker:
     def _unlock(self, address: int, pages: mmap.mmap) -> None:
         """Pages that stay locked stay mapped: the next memory at their address would be copied to
         the GPU from theirs."""
-        error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+        self._stuck.append(pages)
+        try:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(runtime.cudaHostUnregister(address))
+        except Exception:  # this thread must go on: others wait for it
+            log.exception("unlocking %d bytes failed in a way nobody foresaw", len(pages))
+            return
         if error:
-            self._stuck.append(pages)
             log.error("%d bytes stay page-locked (CUDA error %d)", len(pages), error)
+        else:
+            self._stuck.pop()
 
 
 class _Lock:
