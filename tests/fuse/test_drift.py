@@ -196,3 +196,18 @@ def test_all_chunks_at_once_move_as_one_by_one(world: World, noise: float) -> No
     for mine, theirs in zip(together.after, alone.after, strict=True):
         torch.testing.assert_close(mine[stored], theirs[stored], atol=1e-5, rtol=1e-5)
     assert not torch.equal(together.after.k[stored], together.before.k[stored])
+
+
+def test_moving_from_projections_equals_moving_from_a_look(world: World) -> None:
+    """A GPU's few steps and a CPU's many end in the same KV, layer after layer."""
+    chosen = [*list(span_range(world, 1))[1:4], span_range(world, 2)[5]]
+    rows = sorted({*chosen, *world.request.must_compute})
+    done = []
+    for at_once in (True, False):
+        kv = world.decoder.new_kv(1)
+        drift = Drift(world.decoder, world.request, chosen, at_once=at_once)
+        assert drift.at_once == at_once
+        passed = fused_pass(world.decoder, world.request, world.stitched(kv), rows, kv, drift=drift)
+        done.append(prefilled(world.decoder, passed.logits, kv))
+    torch.testing.assert_close(done[0].logits, done[1].logits, atol=1e-4, rtol=1e-4)
+    assert_same_kv(*done)

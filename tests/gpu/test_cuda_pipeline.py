@@ -3,6 +3,7 @@
 Needs bare PyTorch, transformers and a CUDA device: `pytest -m gpu tests/gpu`.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,13 @@ from kvweave.fuse.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.prefill import PromptChunk, prefill_from_store
 from kvweave.fuse.probe import NoContext, probe
 from kvweave.fuse.ring import Ring
+from kvweave.kv import memory as memory_module
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.memory import new_memory
 from kvweave.kv.objects import pack_chunk
 from kvweave.kv.store import KVStore
-from kvweave.kv.transfers import Transfer
+from kvweave.kv.transfers import Lease, Transfer
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
 
@@ -43,6 +45,21 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
         yield store
 
 
+def leased(store: KVStore, world: World) -> Lease:
+    lease = store.acquire([span.key for span in world.request.placed])
+    assert not lease.missing, "what was saved is there"
+    return lease
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_lost(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A load that failed says why here; ChunkLost alone does not."""
+    with caplog.at_level(logging.INFO, logger="kvweave.kv"):
+        yield
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("kvweave.kv")]
+    assert not [line for line in lines if "did not come" in line or "nobody foresaw" in line]
+
+
 def fill(store: KVStore, world: World, codec: str = "raw") -> None:
     placed = zip(world.request.placed, world.made, strict=True)
     for span, made in placed:
@@ -59,7 +76,7 @@ def test_fusion_from_the_store_equals_fusion_of_what_was_computed(
     computed, want = world.fuse(name, 0.2)
     source, strategy = world.source, world.strategy(name)
     try:
-        with store.acquire([span.key for span in world.request.placed]) as lease:
+        with leased(store, world) as lease:
             layers = store.load(lease)
             with open_source(world.decoder, world.request.placed, layers, strategy) as pipelined:
                 assert isinstance(pipelined, PipelinedChunks)
@@ -79,7 +96,7 @@ def test_a_ring_of_two_slots_brings_every_layer_decoded(
 ) -> None:
     fill(store, world, codec)
     decoder = world.decoder
-    with store.acquire([span.key for span in world.request.placed]) as lease:
+    with leased(store, world) as lease:
         layers = store.load(lease)
         ring = Ring(decoder.device, ring_bytes=1)
         source = PipelinedChunks(decoder, world.request.placed, layers, ring)
@@ -136,6 +153,21 @@ def test_landing_memory_is_page_locked(world: World) -> None:
     assert bytes(memory.tensor[:4].cuda().cpu().numpy()) == b"kvw!"
 
 
+def test_locking_that_is_refused_fails_no_kernel_of_this_thread(world: World) -> None:
+    """CUDA remembers a thread's last error, and torch asks for it after its next kernel."""
+    before = new_memory(1 << 20, pinned=True)
+    assert not memory_module._LOCKER.register(before.tensor.data_ptr(), 1 << 20), "locked already"
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+
+
+def test_memory_locked_and_let_go_many_times_is_copied_from_its_own_pages(world: World) -> None:
+    for i in range(50):
+        memory = new_memory((1 + i % 3) << 20, pinned=True)
+        memory.tensor.fill_(i)
+        assert int(memory.tensor.cuda(non_blocking=True).max()) == i
+        del memory
+
+
 @pytest.mark.parametrize(("name", "allowed"), [("reuse", 0), ("fusionrag", 1), ("weave", 1)])
 def test_a_pass_makes_the_host_wait_once_at_most(
     world: World, store: KVStore, name: str, allowed: int
@@ -145,7 +177,7 @@ def test_a_pass_makes_the_host_wait_once_at_most(
     strategy, own_source = world.strategy(name), world.source
     for _ in range(3):  # plans, kernels and recordings are made once
         world.fuse(name, 0.2)
-    with store.acquire([span.key for span in world.request.placed]) as lease:
+    with leased(store, world) as lease:
         layers = store.load(lease)
         layers.wait_layer(world.decoder.spec.num_layers - 1)
         with open_source(world.decoder, world.request.placed, layers, strategy) as source:

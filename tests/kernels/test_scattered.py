@@ -79,3 +79,52 @@ def test_scattered_rows_in_float32_on_a_cpu_take_this_road(monkeypatch: pytest.M
     halves = [x.bfloat16() for x in (q, keys, values)]
     attend(halves[0], positions, [Segment(0, 3, halves[1], halves[2])])
     assert len(asked) == 1
+
+
+def with_logits(logits: Tensor, positions: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows whose logits over the keys are exactly these [N], in every head."""
+    _, at, keys, values = make_world(positions)
+    q = torch.zeros(len(positions), HEADS, DIM)
+    q[..., 0] = 1 / SCALE
+    keys[..., 0] = logits[:, None]
+    return q, at, keys, values
+
+
+HOSTILE = {
+    "large": torch.full((KEYS,), 60.0),
+    "too large": torch.full((KEYS,), 80.0),
+    "overflow": torch.full((KEYS,), 100.0),
+    "small": torch.full((KEYS,), -40.0),
+    "too small": torch.full((KEYS,), -60.0),
+    "denormal": torch.full((KEYS,), -95.0),
+    "all underflow": torch.full((KEYS,), -200.0),
+    "nothing": torch.full((KEYS,), -torch.inf),
+    "one dominates": torch.zeros(KEYS).index_fill_(0, torch.tensor([3]), 65.0),
+    "one dominates from below": torch.full((KEYS,), -120.0).index_fill_(0, torch.tensor([3]), -30),
+    "far apart": torch.linspace(-300, 60, KEYS),
+    "one row is too large": torch.zeros(KEYS).index_fill_(0, torch.tensor([150]), 75.0),
+    "hidden overflow": torch.zeros(KEYS).index_fill_(0, torch.tensor([95]), 300.0),
+    "hidden infinity": torch.zeros(KEYS).index_fill_(0, torch.tensor([95]), torch.inf),
+}
+REFUSED = {"too large", "overflow", "too small", "denormal", "all underflow", "nothing"}
+REFUSED |= {"one row is too large", "hidden overflow", "hidden infinity", "far apart"}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_logits_are_attended_to_exactly_or_refused(name: str) -> None:
+    # of the hidden ones, key 95 stands in the edge of a block of which two rows do not see it
+    positions = [90, 94, 96] if "hidden" in name else [4, 90, 200, 299]
+    world = with_logits(HOSTILE[name], positions)
+    done = attend_scattered(*world, SCALE)
+    assert (done is None) == (name in REFUSED)
+    if done is not None:
+        torch.testing.assert_close(done, by_definition(*world), atol=2e-5, rtol=2e-5)
+
+
+def test_rows_as_many_but_elsewhere_have_blocks_of_their_own() -> None:
+    for positions in ([4, 90, 200], [5, 90, 200], [4, 91, 200], [4, 90, 299]):
+        world = make_world(positions)
+        done = attend_scattered(*world, SCALE)
+        assert done is not None
+        torch.testing.assert_close(done, by_definition(*world), atol=1e-5, rtol=1e-5)
+    assert scattered._blocks.cache_info().maxsize == 4

@@ -1,10 +1,16 @@
 """Host memory: page-aligned, used again, and never lost because it cannot be locked."""
 
+import gc
 import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from kvweave.kv import memory as memory_module
 from kvweave.kv.memory import BufferPool, new_memory
 
 
@@ -14,8 +20,11 @@ class Runtime:
     def __init__(self, failures: int) -> None:
         self.failures = failures
         self.locked: set[int] = set()
+        self.threads: set[str] = set()
+        self.unlocks = True
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.threads.add(threading.current_thread().name)
         if self.failures:
             self.failures -= 1
             return 304
@@ -23,6 +32,9 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.threads.add(threading.current_thread().name)
+        if not self.unlocks:
+            return 900  # as while a graph is recorded
         self.locked.remove(address)
         return 0
 
@@ -30,6 +42,14 @@ class Runtime:
 def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(memory_module, "_unlocked_said", False)
+
+
+def becomes_true(holds: Callable[[], bool]) -> bool:
+    give_up_s = time.monotonic() + 5
+    while not holds() and time.monotonic() < give_up_s:
+        time.sleep(0.001)
+    return holds()
 
 
 def test_memory_is_locked_while_somebody_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +63,7 @@ def test_memory_is_locked_while_somebody_looks_at_it(monkeypatch: pytest.MonkeyP
     assert bytes(part.numpy()) == b"w!"
     assert len(runtime.locked) == 1
     del part
-    assert not runtime.locked
+    assert becomes_true(lambda: not runtime.locked)
 
 
 def test_memory_that_cannot_be_locked_is_used_unlocked_and_named(
@@ -51,9 +71,67 @@ def test_memory_that_cannot_be_locked_is_used_unlocked_and_named(
 ) -> None:
     runtime = Runtime(failures=99)
     use(runtime, monkeypatch)
+    monkeypatch.setattr(memory_module, "_allocated", lambda size: None)
     with caplog.at_level(logging.WARNING):
         memory = BufferPool(0, pinned=True).take(100)
     memory.view[:4] = b"kvw!"
     assert bytes(memory.tensor[:4].numpy()) == b"kvw!"
     assert not runtime.locked
     assert "cannot be page-locked (CUDA error 304)" in caplog.text
+    assert BufferPool(0, pinned=True).take(100).view
+    assert caplog.text.count("page-locked") == 1, "said once, not for every load"
+
+
+def test_memory_that_cannot_be_registered_is_allocated_locked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(Runtime(failures=99), monkeypatch)
+    asked: list[int] = []
+
+    def allocated(size: int) -> torch.Tensor:
+        asked.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(memory_module, "_allocated", allocated)
+    memory = new_memory(5 << 20, pinned=True)
+    memory.view[:4] = b"kvw!"
+    assert bytes(memory.tensor[:4].numpy()) == b"kvw!"
+    assert asked == [5 << 20]
+    assert not caplog.text
+
+
+def test_locking_and_unlocking_leave_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's last CUDA error, and a graph it records, are its own business."""
+    runtime = Runtime(failures=1)
+    use(runtime, monkeypatch)
+    memory = new_memory(5 << 20, pinned=True)
+    del memory
+    assert becomes_true(lambda: not runtime.locked)
+    assert runtime.threads == {"kv-locker"}
+
+
+def test_memory_that_cannot_be_unlocked_is_never_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other memory at that address would be copied to a GPU from the old pages."""
+    runtime = Runtime(failures=0)
+    use(runtime, monkeypatch)
+    runtime.unlocks = False
+    stuck: list[mmap.mmap] = []
+    monkeypatch.setattr(memory_module._LOCKER, "_stuck", stuck)
+    memory = new_memory(5 << 20, pinned=True)
+    memory.view[:4] = b"kvw!"
+    del memory
+    gc.collect()
+    assert becomes_true(lambda: len(stuck) == 1)
+    assert stuck[0][:4] == b"kvw!"
+
+
+def test_a_runtime_that_raises_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(failures=0)
+    use(runtime, monkeypatch)
+    monkeypatch.setattr(memory_module._LOCKER, "_stuck", [])
+    monkeypatch.setattr(memory_module, "_allocated", lambda size: None)
+    memory = new_memory(1 << 20, pinned=True)
+    monkeypatch.setattr(runtime, "cudaHostUnregister", None)  # calling it is a TypeError
+    del memory
+    monkeypatch.setattr(runtime, "cudaHostRegister", None)
+    assert len(new_memory(1 << 20, pinned=True).view) == 1 << 20

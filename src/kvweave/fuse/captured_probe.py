@@ -7,6 +7,7 @@ one is a single order. Rows are filled up to a multiple; rows behind a row never
 Shapes: U question rows, Hq query heads, Hk KV heads, D head dim.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -18,6 +19,8 @@ from torch import Tensor
 from kvweave.fuse.protocol import Captures, Decoder
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import rotate
+
+log = logging.getLogger(__name__)
 
 STEP = 16  # rows
 MOST_ROWS = 512  # beyond, computing takes longer than ordering
@@ -31,6 +34,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[tuple[int, tuple[int, ...]], _Recording | None] = OrderedDict()
+        self._refused = False  # one failed: every question would fail as late
 
     def probe(
         self, decoder: Captures, ids: Sequence[int], first: int, layers: Sequence[int]
@@ -48,9 +52,13 @@ class Recordings:
             return None
         self._graphs.move_to_end(key)
         recording = self._graphs[key]
-        if recording is None:
-            recording = self._graphs[key] = _Recording(decoder, *key)
-        return recording.play(ids, first)
+        if recording is None and not self._refused:
+            try:
+                recording = self._graphs[key] = _Recording(decoder, *key)
+            except RuntimeError as error:  # torch's word for every CUDA error
+                self._refused = True
+                log.warning("the question cannot be recorded (%s): probes take longer", error)
+        return None if recording is None else recording.play(ids, first)
 
 
 class _Recording:
@@ -62,9 +70,13 @@ class _Recording:
         with decoder.capturing():
             _question_alone(decoder, inputs, layers)  # what is made on first use is made here
             torch.cuda.synchronize(decoder.device)
+        # scratch memory anew: taken inside it is the recording's own, and replays write there
+        with (
+            decoder.capturing(),
             # other threads go on locking memory and the like
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._found = _question_alone(decoder, inputs, layers)
+            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+        ):
+            self._found = _question_alone(decoder, inputs, layers)
 
     def play(self, ids: Sequence[int], first: int) -> Found:
         num_rows = self._inputs.shape[1]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
-from kvweave.fuse.protocol import Decoder, KVBuffer
+from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, Span, State
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.host import on_device
+from kvweave.kernels.place import changes
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.shift import shift
 
@@ -63,10 +64,12 @@ class MovedAtOnce(NamedTuple):
 
     def add(self, change_k: Tensor, change_v: Tensor, keys: Tensor, values: Tensor) -> None:
         """Move these rows of keys and values [T, Hk, D] by the mean of their chunk's changes."""
-        by = [
-            (self.mean @ change.float().flatten(1)).view(-1, *change.shape[1:])
-            for change in (change_k, change_v)
-        ]
+        self.add_all(torch.stack([change_k, change_v]).float(), keys, values)
+
+    def add_all(self, change: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `add`, changes of keys and values as one [2, C, Hk, D] float32."""
+        by = torch.bmm(self.mean.expand(2, -1, -1), change.flatten(2))
+        by = by.view(2, -1, *change.shape[2:])
         shift(keys, values, by[0], by[1], self.chunk, self.row, self.angles)
 
 
@@ -88,7 +91,9 @@ class Drift:
             at_once = decoder.device.type == "cuda"
         self._chosen = torch.as_tensor(chosen, dtype=torch.int64)
         self._device = decoder.device
-        self._back = backwards(decoder.angles(on_device(self._chosen, decoder.device)))
+        self._at = on_device(self._chosen, decoder.device)
+        self._turn = decoder.angles(self._at)
+        self._back = backwards(self._turn)
         self._moved: list[_Moved] = []
         spans: list[tuple[Span, int, float]] = []
         for span in request.spans:
@@ -108,9 +113,7 @@ class Drift:
         """Move one layer, before the fresh rows are written over it."""
         if look.layer == 0 or not (self._moved or self._at_once):
             return  # layer 0 depends on the tokens alone: nothing drifts
-        if self._rows is None:  # drift is for rows that run from the start: always the same
-            self._rows = on_device(torch.searchsorted(look.positions, self._chosen), self._device)
-        rows = self._rows
+        rows = self._among(look.positions)
         change_k = rotate(look.turned_k[rows] - look.stored_k[rows], self._back)  # before RoPE
         change_v = look.fresh.v[rows] - look.stored_v[rows]
         keys, values = kv.keys(look.layer), kv.values(look.layer)
@@ -121,6 +124,25 @@ class Drift:
             mean_k = change_k[moved.rows].mean(0, keepdim=True) * moved.weight
             add_rotated(keys[place], mean_k, moved.angles)
             values[place] += change_v[moved.rows].mean(0, keepdim=True) * moved.weight
+
+    @property
+    def at_once(self) -> bool:
+        return self._at_once is not None
+
+    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
+        """As `apply`, in three steps. For `at_once` alone."""
+        if layer == 0 or self._at_once is None:
+            return
+        keys, values = kv.keys(layer), kv.values(layer)
+        rows = self._among(positions)
+        change = changes(fresh.k, fresh.v, rows, self._turn, self._at, keys, values)
+        self._at_once.add_all(change, keys, values)
+
+    def _among(self, positions: Tensor) -> Tensor:
+        """The chosen among the running rows. They run from the start: always the same."""
+        if self._rows is None:
+            self._rows = on_device(torch.searchsorted(positions, self._chosen), self._device)
+        return self._rows
 
 
 def backwards(angles: Angles) -> Angles:

@@ -67,14 +67,16 @@ def fuse(
     passed = fused_pass(
         decoder, request, stitched, rows, kv, in_flight=in_flight, drift=mover, mask=mask
     )
+    recomputed = _hits_among(passed, request, hits)  # while the device is still at it
+    work = _work(decoder, request, passed, selector if 0 < count < len(hits) else None)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # the caller draws from the logits next anyway
     finished_s = time.perf_counter()
     return Fused(
         passed.logits,
-        _hits_among(passed, request, hits),
+        recomputed,
         passed.rows_per_layer,
-        _work(decoder, request, passed, selector if 0 < count < len(hits) else None),
+        work,
         chosen_s - started_s - loaded_s,
         finished_s - chosen_s - (stitched.load_s - loaded_s),
         stitched.load_s,

@@ -23,6 +23,7 @@ from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
+from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 
 # "bottom_right" shows rows the future, as some published baselines do; see ALGORITHMS.md 2.3.
@@ -43,8 +44,17 @@ class LayerLook(NamedTuple):
 class Mover(Protocol):
     """Moves what is not computed, from what is. See drift.py."""
 
+    @property
+    def at_once(self) -> bool:
+        """Whether `move` serves: fewer steps, for a device where each is an order to give."""
+        ...
+
     def apply(self, look: LayerLook, kv: KVBuffer) -> None:
         """Change one layer of `kv` before the fresh rows are written."""
+        ...
+
+    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
+        """The same from what `apply` finds in a look: running rows and their projections."""
         ...
 
 
@@ -94,17 +104,19 @@ def fused_pass(
         stitched.lay(layer)
         counts.append(len(running.positions))
         projected = decoder.qkv(layer, h)
-        q, turned = projected.q, rotate(projected.k, running.angles)
         keys, values = kv.keys(layer), kv.values(layer)
         keep = None
-        if in_flight is not None or drift is not None:
+        if drift is not None and drift.at_once and in_flight is None:
+            drift.move(layer, running.positions, projected, kv)
+        elif in_flight is not None or drift is not None:
+            turned = rotate(projected.k, running.angles)
             stored = keys[running.on_device], values[running.on_device]
             look = LayerLook(layer, running.positions, projected, turned, *stored)
             keep = None if in_flight is None else in_flight.narrow(look)
             if drift is not None:
                 drift.apply(look, kv)
-        keys[running.on_device] = turned
-        values[running.on_device] = projected.v
+        q, k, v = projected.q, projected.k, projected.v
+        q = place(q, k, v, running.angles, running.on_device, keys, values)
         if layer == last:  # behind the last keys only the last row matters
             recomputed = running.positions
             running, q, h = running.last(), q[-1:], h[-1:].clone()
@@ -112,7 +124,7 @@ def fused_pass(
             at = on_device(keep, decoder.device)
             running, q, h = running.only(keep, at), q[at], h[at]
         seen = running.positions if mask == "exact" else _bottom_right(running, len(ids))
-        o = attend(rotate(q, running.angles), seen, [Segment(0, len(seen), keys, values)])
+        o = attend(q, seen, [Segment(0, len(seen), keys, values)])
         h = decoder.finish(layer, h, o)
     return Passed(decoder.logits(h)[0], tuple(recomputed.tolist()), tuple(counts))
 

@@ -51,6 +51,10 @@ def open_source(
         yield source
         if source.pass_began_s is not None:
             ring.started(needs.probe, source.pass_began_s - begun_s)
+    except BaseException:
+        # what the pass was told may still read slots, or anchors in memory that goes with the lease
+        torch.cuda.current_stream(decoder.device).synchronize()
+        raise
     finally:
         ring.finish()  # the lease on the bytes may be released after that
         RINGS.give_back(ring)

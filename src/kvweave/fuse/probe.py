@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.captured_probe import recordings_of
-from kvweave.fuse.protocol import Captures, Decoder
+from kvweave.fuse.protocol import Captures, Decoder, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
-from kvweave.kernels.rope import rotate
+from kvweave.kernels.rope import Angles, rotate
 
 
 class ContextView(Protocol):
@@ -33,12 +33,21 @@ class ContextView(Protocol):
         """Keys (turned) [N, Hk, D], values [N, Hk, D], positions [N] on the host; None: nothing."""
         ...
 
-    def with_question(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of the whole prompt, position by position, with these as the question's.
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> "Whole | None":
+        """The whole prompt, position by position, with these as the question's rows.
 
         None if the view cannot lay them side by side without a copy; `context` is then asked.
         """
         ...
+
+
+class Whole(NamedTuple):
+    """One layer of a whole prompt with its question laid behind the context."""
+
+    q: Tensor  # [U, Hq, D] of the question, turned
+    k: Tensor  # [U, Hk, D] of the question, turned: a part of `keys`
+    keys: Tensor  # [T, Hk, D]
+    values: Tensor  # [T, Hk, D]
 
 
 class Probed(NamedTuple):
@@ -54,7 +63,7 @@ class NoContext:
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
 
-    def with_question(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> None:
         return None
 
 
@@ -89,21 +98,26 @@ def probe(
     deepest = max(layers)
     for layer in range(deepest + 1):
         projected = decoder.qkv(layer, h)
-        q, k = rotate(projected.q, angles), rotate(projected.k, angles)
+        # above the deepest layer nobody attends: what stands there is not asked for
+        whole = view.with_question(layer, projected, angles) if layer < deepest else None
+        if whole is None:
+            q, k = rotate(projected.q, angles), rotate(projected.k, angles)
+        else:
+            q, k = whole.q, whole.k
         if layer in layers:
             found[layer] = Probed(q, k)
         if layer == deepest:
             break
-        segment = _segment(view, layer, k, projected.v, positions)
+        if whole is None:
+            segment = _segment(view, layer, k, projected.v, positions)
+        else:
+            segment = Segment(0, len(k), whole.keys, whole.values)
         h = decoder.finish(layer, h, attend(q, positions, [segment]))
     return found
 
 
 def _segment(view: ContextView, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Segment:
-    """What the question's rows look at in one layer."""
-    whole = view.with_question(layer, k, v)
-    if whole is not None:
-        return Segment(0, len(k), *whole)
+    """What the question's rows look at in one layer, laid behind what the view shows of it."""
     before = view.context(layer)
     if before is None:
         return Segment(0, len(k), k, v, positions)

@@ -10,7 +10,7 @@ On a CPU the same calls copy at once: the order of things is tested there.
 import math
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -54,6 +54,18 @@ class Slot:
     copied: torch.cuda.Event | None = None
     taken: torch.cuda.Event | None = None
     num_bytes: int = 0
+    _parts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def part(self, start: int, size: int) -> Tensor:
+        """Bytes [start, start + size). Kept: every layer of a request asks for the same ones."""
+        found = self._parts.get((start, size))
+        if found is None:
+            found = self._parts[start, size] = self.data[start : start + size]
+        return found
+
+    def forget_parts(self) -> None:
+        """Another request comes."""
+        self._parts.clear()
 
 
 class Ring:
@@ -79,6 +91,8 @@ class Ring:
             if self._stream is not None:
                 data.record_stream(self._stream)
             self._slots.append(Slot(data))
+        for slot in self._slots:
+            slot.forget_parts()
         if self._stream is not None:  # fresh memory may still be read by earlier work
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return self._slots[:count]
@@ -87,18 +101,19 @@ class Ring:
         """Begin to copy pieces (where to in the slot, bytes on the host) once the slot is free."""
         if self._stream is None:
             for start, piece in pieces:
-                slot.data[start : start + len(piece)].copy_(piece)
+                slot.part(start, len(piece)).copy_(piece)
             return
         with torch.cuda.stream(self._stream):
             if slot.taken is not None:
                 self._stream.wait_event(slot.taken)
             slot.began = new_event()
             slot.began.record()
-            slot.num_bytes = 0
+            there, here = [], []
             for start, piece in pieces:
-                size = piece.numel()
-                slot.data[start : start + size].copy_(piece, non_blocking=True)
-                slot.num_bytes += size
+                there.append(slot.part(start, piece.numel()))
+                here.append(piece)
+            slot.num_bytes = sum(map(len, here))
+            torch._foreach_copy_(there, here, non_blocking=True)  # a loop, but not in Python
             slot.copied = new_event()
             slot.copied.record()
         self._timed.append((slot.num_bytes, slot.began, slot.copied))

@@ -204,5 +204,6 @@ class Loads:
             case Miss.ABSENT:
                 self._stock.forget(place, arrival.key, arrival.source)
             case Miss.TIER_FAILED | Miss.TOO_SLOW:
+                log.info("%s did not come: %s", name, detail)
                 self.metrics.count("kv_tier_errors_total", tier=place.name, verb="read")
                 place.reads.failed(detail, at_once=miss is Miss.TOO_SLOW)

@@ -9,15 +9,17 @@ buffers from a pool.
 
 import logging
 import mmap
+import queue
 import threading
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.kv.layout import round_up
+from kvweave.kv.layout import ALIGN, round_up
 
 log = logging.getLogger(__name__)
 
@@ -36,39 +38,155 @@ class Memory:
 
 
 def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
-    """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once."""
+    """Page-aligned memory; page-locked if asked, which needs CUDA and commits it at once.
+
+    Never fails for want of locking: unlocked memory is slower to copy from, and right.
+    """
     if size_bytes == 0:
         return Memory(torch.empty(0, dtype=torch.uint8), memoryview(bytearray()))
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    view = _locked(pages) if pinned else memoryview(pages)
+    if pinned:
+        view = _registered(size_bytes)
+        if view is not None:
+            return Memory(torch.frombuffer(view, dtype=torch.uint8), view)
+        tensor = _allocated(size_bytes)
+        if tensor is not None:
+            return Memory(tensor, tensor.numpy().data)
+        _say_unlocked(size_bytes)
+    view = memoryview(_new_pages(size_bytes))
     return Memory(torch.frombuffer(view, dtype=torch.uint8), view)
 
 
-def _locked(pages: mmap.mmap) -> memoryview:
-    """Page-lock memory for as long as anybody looks at it, or say that it could not be.
+def _new_pages(size_bytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _registered(size_bytes: int) -> memoryview | None:
+    """Fresh pages, locked for as long as anybody looks at them. None: the system refuses.
 
     Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
-    of 64 MiB and a header would take 128. The kernel may have to move pages first and can fail at
-    that; unlocked memory is slower to copy from, and right.
+    of 64 MiB and a header would take 128.
     """
-    holder = np.frombuffer(pages, dtype=np.uint8)  # unlike pages, gone before they are unmapped
-    address = holder.ctypes.data
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.current_stream()  # registering wants a context
-    for _ in range(_LOCK_TRIES):
-        error = int(runtime.cudaHostRegister(address, len(pages), 0))
-        if error == 0:
-            weakref.finalize(holder, runtime.cudaHostUnregister, address).atexit = False
-            return holder.data
-    log.warning(
-        "%d bytes of host memory cannot be page-locked (CUDA error %d): copies from them to the "
-        "GPU will be slower; give the host tier less, or pinned=False",
-        len(pages),
-        error,
-    )
-    return memoryview(pages)
+    pages = _new_pages(size_bytes)
+    holder = np.frombuffer(pages, dtype=np.uint8)
+    if not _LOCKER.register(holder.ctypes.data, size_bytes):
+        return None
+    # the finalizer holds the pages: they are unmapped behind their unlocking, not before
+    weakref.finalize(holder, _LOCKER.bury, holder.ctypes.data, pages).atexit = False
+    return holder.data
+
+
+def _allocated(size_bytes: int) -> Tensor | None:
+    """Locked memory as the driver allocates it. Where pages have to be moved before they can be
+    locked (memory that was plugged in later) registering fails and this does not."""
+    try:
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # torch's word for every CUDA error
+        return None
+    return tensor if tensor.data_ptr() % ALIGN == 0 else None
+
+
+_unlocked_said = False
+
+
+def _say_unlocked(size_bytes: int) -> None:
+    """Once: a store that cannot lock would say it for every load."""
+    global _unlocked_said
+    if not _unlocked_said:
+        _unlocked_said = True
+        log.warning(
+            "%d bytes of host memory cannot be page-locked (CUDA error %d): copies from them to "
+            "the GPU will be slower; give the host tier less, or pinned=False",
+            size_bytes,
+            _LOCKER.last_error,
+        )
+
+
+class _Locker:
+    """One thread that locks and unlocks memory for all others.
+
+    CUDA keeps a thread's last error until somebody asks, and torch asks after its next kernel: a
+    refused lock would fail a pass that has nothing to do with it. A thread that records a graph may
+    not unlock at all, and the garbage collector runs where it likes. Neither happens here.
+    """
+
+    def __init__(self) -> None:
+        self.last_error = 0
+        self._jobs: queue.SimpleQueue[_Lock | tuple[int, mmap.mmap]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stuck: list[mmap.mmap] = []  # could not be unlocked: never unmapped
+
+    def register(self, address: int, size_bytes: int) -> bool:
+        """Lock memory; blocks. False: the system refuses."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kv-locker", daemon=True)
+                self._thread.start()
+        job = _Lock(runtime, address, size_bytes)
+        self._jobs.put(job)
+        job.done.wait()
+        if job.error:
+            self.last_error = job.error
+        return job.error == 0
+
+    def bury(self, address: int, pages: mmap.mmap) -> None:
+        """Unlock memory, then unmap it. Safe inside a garbage collection: takes no lock."""
+        self._jobs.put((address, pages))
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if isinstance(job, _Lock):
+                job.run()
+            else:
+                self._unlock(*job)
+            del job  # pages go now, not when the next job comes
+
+    def _unlock(self, address: int, pages: mmap.mmap) -> None:
+        """Pages that stay locked stay mapped: the next memory at their address would be copied to
+        the GPU from theirs."""
+        self._stuck.append(pages)
+        try:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(runtime.cudaHostUnregister(address))
+        except Exception:  # this thread must go on: others wait for it
+            log.exception("unlocking %d bytes failed in a way nobody foresaw", len(pages))
+            return
+        if error:
+            log.error("%d bytes stay page-locked (CUDA error %d)", len(pages), error)
+        else:
+            self._stuck.pop()
+
+
+class _Lock:
+    """One wish to lock memory."""
+
+    def __init__(self, runtime: Any, address: int, size_bytes: int) -> None:
+        self.done = threading.Event()
+        self.error = 0
+        self._runtime = runtime
+        self._address = address
+        self._size_bytes = size_bytes
+
+    def run(self) -> None:
+        try:
+            torch.cuda.current_stream()  # registering wants a context
+            for _ in range(_LOCK_TRIES):  # the kernel may be moving pages
+                self.error = int(self._runtime.cudaHostRegister(self._address, self._size_bytes, 0))
+                if not self.error:
+                    break
+        except Exception:  # whoever waits must hear of it; memory is used unlocked then
+            self.error = self.error or -1
+            log.exception("locking %d bytes failed in a way nobody foresaw", self._size_bytes)
+        finally:
+            self.done.set()
+
+
+_LOCKER = _Locker()
 
 
 def slice_memory(memory: Memory, start: int, size_bytes: int) -> Memory:

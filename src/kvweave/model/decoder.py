@@ -81,7 +81,10 @@ class Decoder:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Record a pass in here: it gets scratch memory of its own, which the recording keeps."""
+        """Record a pass in here: it takes scratch memory of its own, from the recording's pool.
+
+        One recording each, and no pass before it: what that took is given back at the end.
+        """
         before, self._scratch = self._scratch, self._scratch.new_empty(0)
         try:
             yield

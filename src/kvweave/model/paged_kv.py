@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.kernels.host import on_device
 from kvweave.kernels.paged_attention import PagedSegment
 from kvweave.model.sequence_kv import room_for
 from kvweave.model.spec import ModelSpec
@@ -118,7 +119,7 @@ class PagedPlaces(NamedTuple):
         slots = [slot for kv, positions in batch for slot in kv.slots(positions)]
         if slots[-1] - slots[0] == len(slots) - 1 and len(batch) == 1 and _ascends(slots):
             return cls(pool, slice(slots[0], slots[-1] + 1))
-        return cls(pool, torch.tensor(slots, device=device))
+        return cls(pool, on_device(torch.tensor(slots), device))
 
 
 def _ascends(slots: Sequence[int]) -> bool:

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from kvweave.errors import RequestError
 from kvweave.fuse.anchors import Anchors, extra_name, look_into, unpack_anchors
+from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selectors.base import Scene
 from kvweave.kernels.host import on_device
-from kvweave.kernels.rope import rotate
+from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.keys import ChunkKey
 
 
@@ -43,7 +44,7 @@ class AnchorView:
             )
         scene.stitched.begin()
 
-    def with_question(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> None:
         return None  # anchors are compact
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -97,10 +97,16 @@ def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
 
 
 def of_hits(scene: Scene, placed_scores: Tensor) -> Tensor:
-    """Scores [H] of the hits, from scores [N] of everything placed."""
-    parts, at = [], 0
+    """Scores [..., H] of the hits, from scores [..., N] of everything placed."""
+    runs: list[tuple[int, int]] = []  # neighbours are one run: a slice each is an order each
+    at = 0
     for span in scene.request.placed:
+        end = at + span.num_tokens
         if span.state is State.REUSED:
-            parts.append(placed_scores[at : at + span.num_tokens])
-        at += span.num_tokens
-    return torch.cat(parts)
+            if runs and runs[-1][1] == at:
+                runs[-1] = (runs[-1][0], end)
+            else:
+                runs.append((at, end))
+        at = end
+    parts = [placed_scores[..., start:end] for start, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

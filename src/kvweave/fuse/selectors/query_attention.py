@@ -11,13 +11,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvweave.fuse.probe import ContextView, NoContext, Probed, probe
+from kvweave.fuse.probe import ContextView, NoContext, Probed, Whole, probe
+from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, top_positions
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, column_scores, reduce
 from kvweave.kernels.host import on_device
-from kvweave.kernels.rope import rotate
+from kvweave.kernels.place import place
+from kvweave.kernels.rope import Angles, rotate
 
 View = Literal["question", "anchors", "full"]
 
@@ -70,8 +72,8 @@ class QueryAttention:
             rows=request.asked if at_zero else None,
             first_position=0 if at_zero else None,
         )
-        per_layer = [of_hits(scene, self._columns(scene, layer, probed[layer])) for layer in layers]
-        return torch.stack(per_layer)
+        per_layer = [self._columns(scene, layer, probed[layer]) for layer in layers]
+        return of_hits(scene, torch.stack(per_layer))
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":
@@ -119,6 +121,7 @@ class FullView:
         self._positions = torch.cat([before, scene.stitched.placed])
         self._num_tokens = len(scene.request.prompt_ids)
         self._whole = len(self._positions) == scene.request.question_start
+        self._rows: Tensor | None = None  # of the question, on the device
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         if not len(self._positions):
@@ -130,13 +133,15 @@ class FullView:
         at = on_device(self._positions, keys.device)
         return keys[at], values[at], self._positions
 
-    def with_question(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> Whole | None:
         start, end = len(self._positions), self._num_tokens
-        if not self._whole or len(k) != end - start:
+        if not self._whole or len(fresh.k) != end - start:
             return None
         keys, values = self._stitched.keys(layer), self._stitched.values(layer)
-        keys[start:end], values[start:end] = k, v
-        return keys, values
+        if self._rows is None:
+            self._rows = torch.arange(start, end, device=keys.device)
+        q = place(fresh.q, fresh.k, fresh.v, turn, self._rows, keys, values)
+        return Whole(q, keys[start:end], keys, values)
 
 
 def placed_keys(scene: Scene, layer: int) -> Tensor:

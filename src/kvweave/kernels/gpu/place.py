@@ -1,0 +1,133 @@
+"""The kernels of kernels/place.py. One program: one row, all heads of one kind."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvweave.kernels.rope import Angles
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, out_ptr, x_head, out_head, cos, sin,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    h = tl.arange(0, BLOCK_H)[:, None]
+    j = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (h < HEADS) & (j < HALF)
+    x1 = tl.load(x_ptr + h * x_head + j, inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + h * x_head + j + HALF, inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + h * out_head + j, x1 * cos - x2 * sin, inside)
+    tl.store(out_ptr + h * out_head + j + HALF, x2 * cos + x1 * sin, inside)
+    if D > 2 * HALF:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        rest = (h < HEADS) & (d >= 2 * HALF) & (d < D)
+        tl.store(out_ptr + h * out_head + d, tl.load(x_ptr + h * x_head + d, rest), rest)
+
+
+@triton.jit
+def _place_rows(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows_ptr, out_ptr, keys_ptr, values_ptr,
+    q_row, q_head, k_row, k_head, v_row, v_head, keys_row, keys_head, values_row, values_head,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK_HALF)
+    cos = tl.load(cos_ptr + n * HALF + j, j < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + n * HALF + j, j < HALF, other=0.0).to(tl.float32)[None, :]
+    if tl.program_id(1) == 0:
+        _turn_heads(
+            q_ptr + n * q_row, out_ptr + n * (HQ * D), q_head, D, cos, sin,
+            HQ, D, HALF, BLOCK_HQ, BLOCK_HALF, BLOCK_D,
+        )  # fmt: skip
+    else:
+        row = tl.load(rows_ptr + n).to(tl.int64)
+        _turn_heads(
+            k_ptr + n * k_row, keys_ptr + row * keys_row, k_head, keys_head, cos, sin,
+            HK, D, HALF, BLOCK_HK, BLOCK_HALF, BLOCK_D,
+        )  # fmt: skip
+        h = tl.arange(0, BLOCK_HK)[:, None]
+        d = tl.arange(0, BLOCK_D)[None, :]
+        inside = (h < HK) & (d < D)
+        v = tl.load(v_ptr + n * v_row + h * v_head + d, inside, other=0.0)
+        tl.store(values_ptr + row * values_row + h * values_head + d, v, inside)
+
+
+def place_rows(
+    q: Tensor, k: Tensor, v: Tensor, turn: Angles, rows: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """As kernels/place.place."""
+    num_rows, num_heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not num_rows:
+        return out
+    half, kv_heads = turn.cos.shape[-1], k.shape[1]
+    _place_rows[(num_rows, 2)](
+        q, k, v, turn.cos.contiguous(), turn.sin.contiguous(), rows, out, keys, values,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2],
+        *values.stride()[:2],
+        HQ=num_heads, HK=kv_heads, D=head_dim, HALF=half,
+        BLOCK_HQ=triton.next_power_of_2(num_heads), BLOCK_HK=triton.next_power_of_2(kv_heads),
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _change_rows(
+    k_ptr, v_ptr, rows_ptr, cos_ptr, sin_ptr, at_ptr, keys_ptr, values_ptr, out_k_ptr, out_v_ptr,
+    k_row, k_head, v_row, v_head, keys_row, keys_head, values_row, values_head,
+    HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + n).to(tl.int64)
+    at = tl.load(at_ptr + n).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)[:, None]
+    j = tl.arange(0, BLOCK_HALF)[None, :]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    in_half = (h < HK) & (j < HALF)
+    inside = (h < HK) & (d < D)
+    cos = tl.load(cos_ptr + n * HALF + j, j < HALF, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + n * HALF + j, j < HALF, other=0.0).to(tl.float32)
+    scale = cos * cos + sin * sin
+    k_at = k_ptr + row * k_row + h * k_head
+    stored = keys_ptr + at * keys_row + h * keys_head
+    out = n * (HK * D) + h * D
+    x1 = tl.load(k_at + j, in_half, other=0.0).to(tl.float32)
+    x2 = tl.load(k_at + j + HALF, in_half, other=0.0).to(tl.float32)
+    a1 = x1 * cos - x2 * sin - tl.load(stored + j, in_half, other=0.0).to(tl.float32)
+    a2 = x2 * cos + x1 * sin - tl.load(stored + j + HALF, in_half, other=0.0).to(tl.float32)
+    tl.store(out_k_ptr + out + j, (a1 * cos + a2 * sin) / scale, in_half)
+    tl.store(out_k_ptr + out + j + HALF, (a2 * cos - a1 * sin) / scale, in_half)
+    if D > 2 * HALF:
+        rest = inside & (d >= 2 * HALF)
+        fresh = tl.load(k_at + d, rest, other=0.0).to(tl.float32)
+        old = tl.load(stored + d, rest, other=0.0).to(tl.float32)
+        tl.store(out_k_ptr + out + d, fresh - old, rest)
+    fresh_v = tl.load(v_ptr + row * v_row + h * v_head + d, inside, other=0.0).to(tl.float32)
+    old_v = tl.load(values_ptr + at * values_row + h * values_head + d, inside, other=0.0)
+    tl.store(out_v_ptr + out + d, fresh_v - old_v.to(tl.float32), inside)
+
+
+def change_rows(
+    k: Tensor, v: Tensor, rows: Tensor, turn: Angles, at: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """As kernels/place.changes."""
+    kv_heads, head_dim = keys.shape[1:]
+    num, half = len(rows), turn.cos.shape[-1]
+    out = torch.empty(2, num, kv_heads, head_dim, dtype=torch.float32, device=k.device)
+    if not num:
+        return out
+    _change_rows[(num,)](
+        k, v, rows, turn.cos.contiguous(), turn.sin.contiguous(), at, keys, values,
+        out[0], out[1],
+        *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        HK=kv_heads, D=head_dim, HALF=half, BLOCK_H=triton.next_power_of_2(kv_heads),
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
+    return out

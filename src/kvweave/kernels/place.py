@@ -1,0 +1,50 @@
+"""Fresh rows between projection and attention: turned, and keys and values laid in place.
+
+On a GPU one launch where rotating and writing them one by one takes four; `changes` is what stood
+there before against what comes, for drift.
+
+Shapes: R rows, C of them chosen, T rows of the request's KV, Hq query heads, Hk KV heads, D head
+dim, r rotary dims.
+"""
+
+import torch
+from torch import Tensor
+
+from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.rope import Angles, rotate
+
+
+def place(
+    q: Tensor, k: Tensor, v: Tensor, turn: Angles, rows: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Write k, turned, and v, both [R, Hk, D], to `rows` [R] of keys and values [T, Hk, D].
+
+    Returns the turned queries [R, Hq, D]. `turn` [R, 1, r/2]; no two rows alike.
+    """
+    if has_kernels(q) and all(x.stride(-1) == 1 for x in (q, k, v, keys, values)):
+        from kvweave.kernels.gpu.place import place_rows
+
+        return place_rows(q, k, v, turn, rows, keys, values)
+    keys[rows] = rotate(k, turn)
+    values[rows] = v
+    return rotate(q, turn)
+
+
+def changes(
+    k: Tensor, v: Tensor, rows: Tensor, turn: Angles, at: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """What fresh rows change, [2, C, Hk, D] float32: keys before RoPE, then values.
+
+    Row rows[c] of k, v [R, Hk, D], before RoPE, comes to position at[c] of keys (turned) and values
+    [T, Hk, D]; `turn` [C, 1, r/2] is of that position. Keys are compared where they stand: what the
+    angles are rounded to cancels out.
+    """
+    if has_kernels(k) and all(x.stride(-1) == 1 for x in (k, v, keys, values)):
+        from kvweave.kernels.gpu.place import change_rows
+
+        return change_rows(k, v, rows, turn, at, keys, values)
+    cos, sin = turn.cos.float(), turn.sin.float()
+    apart = rotate(k[rows].float(), Angles(cos, sin)) - keys[at].float()
+    scale = cos.square() + sin.square()  # YaRN's factor, and rounding
+    back = Angles(cos / scale, -sin / scale)
+    return torch.stack([rotate(apart, back), v[rows].float() - values[at].float()])

@@ -1,0 +1,68 @@
+"""Recording the question: its scratch memory is its own, and a failure costs no answer.
+
+What CUDA does is left out: here it is only told when recording begins. See tests/gpu for the rest.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvweave.fuse import captured_probe
+from kvweave.fuse.captured_probe import Recordings
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from tiny_models import make_model_folder
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = make_model_folder(tmp_path_factory.mktemp("models"), "llama")
+    made: Decoder = load_decoder(folder, device="cpu", dtype="float32")
+    return made
+
+
+class Graph:
+    def replay(self) -> None:
+        """Nothing was recorded."""
+
+
+def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that was there before would be somebody else's at the first replay."""
+    before, inside = decoder._scratch, []
+
+    @contextmanager
+    def record(graph: Graph, **_: str) -> Iterator[None]:
+        inside.append(len(decoder._scratch))
+        yield
+        inside.append(len(decoder._scratch))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    recordings = Recordings()
+    with torch.inference_mode():
+        assert recordings.probe(decoder, [5, 6, 7], 0, [1]) is None, "the first one warms up"
+        found = recordings.probe(decoder, [5, 6, 7], 0, [1])
+    assert found is not None
+    assert len(found[1][0]) == 3
+    assert inside[0] == 0
+    assert inside[1] > 0
+    assert decoder._scratch is before
+
+
+def test_a_question_that_cannot_be_recorded_is_named_once_and_probed_all_the_same(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured_probe, "_Recording", fails)
+    recordings = Recordings()
+    with caplog.at_level(logging.WARNING):
+        assert [recordings.probe(decoder, [5, 6, 7], 0, [1]) for _ in range(4)] == [None] * 4
+    assert caplog.text.count("cannot be recorded") == 1

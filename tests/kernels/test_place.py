@@ -1,0 +1,45 @@
+"""Fresh rows turned and laid in one go, and what they change: as step by step."""
+
+import pytest
+import torch
+
+from kvweave.kernels.place import changes, place
+from kvweave.kernels.rope import Angles, make_angles, rotate
+
+ROWS = torch.tensor([2, 3, 7, 11])
+
+
+def fresh(rotary: int, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(0)
+    fused = torch.randn(4, 8, 16, generator=g)  # 4 query heads, 2 for keys, 2 for values
+    angles = make_angles(ROWS, torch.rand(rotary // 2, generator=g), scale, torch.float32)
+    keys, values = torch.randn(2, 13, 2, 16, generator=g)
+    return (*torch.split(fused, [4, 2, 2], dim=1), *angles, keys, values)
+
+
+@pytest.mark.parametrize("rotary", [16, 8])
+def test_placed_rows_are_turned_and_no_other_is_touched(rotary: int) -> None:
+    q, k, v, cos, sin, keys, values = fresh(rotary)
+    turn = Angles(cos, sin)
+    before_k, before_v = keys.clone(), values.clone()
+    torch.testing.assert_close(place(q, k, v, turn, ROWS, keys, values), rotate(q, turn))
+    torch.testing.assert_close(keys[ROWS], rotate(k, turn))
+    torch.testing.assert_close(values[ROWS], v)
+    others = [i for i in range(13) if i not in ROWS.tolist()]
+    assert torch.equal(keys[others], before_k[others])
+    assert torch.equal(values[others], before_v[others])
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3])  # YaRN turns and stretches
+@pytest.mark.parametrize("rotary", [16, 8])
+def test_changes_are_what_was_added_before_rope(rotary: int, scale: float) -> None:
+    _, k, v, cos, sin, keys, values = fresh(rotary, scale)
+    chosen = torch.tensor([0, 2, 3])
+    added_k, added_v = torch.randn(2, 3, 2, 16)
+    at = ROWS[chosen]
+    turn = Angles(cos[chosen], sin[chosen])
+    keys[at] = rotate(k[chosen] - added_k, turn)
+    values[at] = v[chosen] - added_v
+    found = changes(k, v, chosen, turn, at, keys, values)
+    torch.testing.assert_close(found[0], added_k, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[1], added_v, atol=1e-5, rtol=1e-5)
