@@ -7,19 +7,19 @@ threads: one engine computes for all of them.
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
-from kvweave.asking import Asking, Way, exact_request, keep_record, plain_request
+from kvweave.asking import Asking, Choices, Way, exact_request, keep_record, plain_request
 from kvweave.conversations import Conversations, Talk
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.sampling import Choice, Sampling
+from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.profiles import Profile, find_profile
@@ -562,7 +562,7 @@ class Weave:
 
     def _answering(
         self,
-        choices: Generator[Choice, None, None],
+        choices: Choices,
         sampling: Sampling,
         prompt_tokens: int,
         called_s: float,
