@@ -47,11 +47,15 @@ class Placing:
         place = self._admit_run if live.own_step else self._admit_shared
         if place(live):
             return True
-        if self.num_running or live.unshared:
+        if self.num_running:
             return False
         # A leased path keeps a page more than its reader uses; in a pool that the reader fills up
         # that page is the one it lacks.
         live.unshared = True
+        if place(live):
+            return True
+        # What is pinned was pinned since it was checked, or lies in the middle of the run it needs.
+        self.prefixes.unpin()
         return place(live)
 
     def _admit_shared(self, live: Live) -> bool:
