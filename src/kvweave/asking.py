@@ -11,7 +11,6 @@ from kvweave.answering import Answers, Note
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.generate import check_prompt
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import EngineClosed
@@ -68,8 +67,8 @@ class Asking:
             engine.forget(chunk_ids)
 
     def check(self, prompt_ids: Sequence[int]) -> None:
-        """Raise RequestError unless the model can take a prompt."""
-        check_prompt(prompt_ids, self._decoder.spec.vocab_size, self._decoder.spec.max_context)
+        """Raise RequestError unless the model and the engine's pool can take a prompt."""
+        self.engine.check(prompt_ids)
 
     def choices(self, request: EngineRequest | Make, on_first: OnFirst | None = None) -> "Choices":
         """The tokens of an answer. Submitted when the first one is asked for.

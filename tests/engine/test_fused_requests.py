@@ -342,3 +342,14 @@ def test_a_preamble_pinned_in_the_middle_of_the_pool_stops_nobody_for_ever(world
         assert behind.wait(20)
         assert answer(ticket) == world.alone(request)
         at_rest(engine, world)
+
+
+def test_an_answer_may_fill_the_pool_although_a_preamble_is_pinned(world: World) -> None:
+    request = plain(ids(RNG, 30), max_tokens=500)
+    with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 20)) as engine:
+        assert engine.run_alone(lambda: engine.pin_preamble(world.encoder.preamble))
+        ticket = engine.submit(request)
+        assert ticket.wait(30)
+        want = [choice.token_id for choice in alone(world.decoder, request)]
+        assert answer(ticket) == want[:50]
+        at_rest(engine, world)

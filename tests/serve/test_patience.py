@@ -115,3 +115,16 @@ def test_a_client_that_leaves_before_the_first_token_stops_the_work_at_the_next_
         assert seen["finished"] == 0
         first.close()
         decoder.permits.release(1000)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_the_pool_cannot_hold_is_a_400_also_for_a_stream(
+    chat_model_folder: Path, stream: bool
+) -> None:
+    decoder, engine = load_decoder(chat_model_folder, device="cpu"), EngineConfig(pool_tokens=64)
+    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.", engine=engine)
+    with serving(weave) as url:
+        body = {**LONG, "messages": user("a word " * 30), "stream": stream}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+    assert reply.status_code == 400
+    assert "the KV pool holds 64" in reply.json()["error"]["message"]

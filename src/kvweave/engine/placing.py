@@ -23,8 +23,8 @@ class Placing:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that one sequence can have at most, all others gone."""
-        return (self.pool.num_pages - self.prefixes.pinned_pages) * self.pool.page_tokens
+        """Tokens that one sequence can have at most, all others and what is pinned gone."""
+        return self.pool.num_pages * self.pool.page_tokens
 
     def lengths(self, live: Live) -> tuple[int, int]:
         """Tokens of it that are cached, and that must be computed."""

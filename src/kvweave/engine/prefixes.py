@@ -116,7 +116,6 @@ class Prefixes:
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
         self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
-        self.pinned_pages = 0
         self._pins: list[TreeLease] = []  # until a request needs the whole pool
 
     def acquire(
@@ -169,7 +168,6 @@ class Prefixes:
                 lease.release()
                 return False
         self._pins.append(lease)
-        self.pinned_pages += count if path else 0
         return True
 
     def unpin(self) -> None:
@@ -177,7 +175,6 @@ class Prefixes:
         for lease in self._pins:
             lease.release()
         self._pins.clear()
-        self.pinned_pages = 0
 
     def forget(self, chunk_ids: Collection[ChunkId]) -> int:
         """Chunks are no more: out of the tree with them and all that stands behind them."""
