@@ -14,6 +14,7 @@ from openai import OpenAI
 
 from kvweave.libraries import SEARCHERS, Libraries, LibrariesConfig, Place
 from kvweave.serve.limits import Limits
+from kvweave.speculation import SpeculationConfig
 from serving import Shelf, make_libraries, make_weave, serving, user
 from tiny_corpus import WordEmbedder, make_text
 
@@ -183,6 +184,7 @@ def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: Shelf) -> 
 
 
 def test_explain_comes_in_the_last_chunk_of_a_stream(filled: Shelf) -> None:
+    ask(filled.url, kb="cluster", reuse="prefix")  # from here on it is in the knowledge tree
     whole = ask(filled.url, kb="cluster", reuse="prefix")["explain"]
     with OpenAI(base_url=f"{filled.url}/v1", api_key="none") as client:
         chunks = list(
@@ -370,3 +372,14 @@ def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
     with serving(weave, libraries=make_libraries(weave, tmp_path)) as url:
         assert post(url, "big/documents", json=DRAIN).status_code == 200
         assert post(url, "big/search", json={"query": "node"}).json()["data"]
+
+
+def test_explain_says_what_was_guessed_while_searching(
+    filled: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(filled.url, kb="cluster", k=1)["explain"]["speculation"] is None
+    over = filled.libraries.get("", "cluster")
+    monkeypatch.setattr(over._speculation, "_cfg", SpeculationConfig("on"))
+    told = ask(filled.url, kb="cluster", k=1)["explain"]["speculation"]
+    assert told["stages"] >= 1
+    assert told["saved_tokens"] >= 0
