@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvweave.detokenizer import Detokenizer, StopMatcher
 from kvweave.engine.sampling import Choice, Sampling
@@ -97,16 +97,26 @@ class Answers:
             return self._changed.wait_for(lambda: self._num == 0, timeout_s)
 
 
+class Tokens(Protocol):
+    """Where the tokens of an answer come from."""
+
+    def __iter__(self) -> Iterator[Choice]: ...
+
+    def close(self) -> None:
+        """Stop the work. Any thread, also while another waits for a token: that one sees the
+        end."""
+
+
 class Answering:
     """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
 
     Nothing is computed before the first piece is asked for, unless a search speculated on it;
-    `close` stops at the next token.
+    `close` stops the work, and so does `abort`, which any thread may call.
     """
 
     def __init__(
         self,
-        choices: Generator[Choice, None, None],
+        choices: Tokens,
         tokenizer: Tokenizer,
         sampling: Sampling,
         prompt_tokens: int,
@@ -121,6 +131,7 @@ class Answering:
         self._sampling = sampling
         self._made = _Made(called_s)
         self._choices = choices
+        self._aborted = False
         self._pieces = self._make(choices)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -138,7 +149,12 @@ class Answering:
         self._pieces.close()
         self._choices.close()  # if no piece was asked for, nobody else does
 
-    def _make(self, choices: Generator[Choice, None, None]) -> Generator[Piece, None, None]:
+    def abort(self) -> None:
+        """Stop computing, from any thread. Whoever iterates sees the end; `answer` stays None."""
+        self._aborted = True
+        self._choices.close()
+
+    def _make(self, choices: Tokens) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
         made, reason = self._made, "length"
         with closing(choices):
@@ -152,6 +168,8 @@ class Answering:
                 if cut.stopped:
                     self.answer = made.answer("stop", self.prompt_tokens, self._note)
                     return
+        if self._aborted and reason != "stop":
+            return  # not its end: somebody cut it here
         cut = matcher.push(detokenizer.flush())
         rest = cut.text if cut.stopped else cut.text + matcher.flush()
         if rest:

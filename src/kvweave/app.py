@@ -7,19 +7,19 @@ threads: one engine computes for all of them.
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvweave.answering import Answer, Answering, Note, Piece, TokenLogprob
-from kvweave.asking import Asking, Way, exact_request, keep_record, plain_request
+from kvweave.asking import Asking, Choices, Way, exact_request, keep_record, plain_request
 from kvweave.conversations import Conversations, Talk
 from kvweave.detokenizer import Detokenizer
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.sampling import Choice, Sampling
+from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.profiles import Profile, find_profile
@@ -71,11 +71,16 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-LookUp = Callable[[Callable[[], "list[Hit]"]], "list[Hit]"]
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 ALONE_WAIT_S = 30.0  # work beside answers waits so long for a moment without one
 TOP_K = 5  # chunks that are put in front of a question
+
+
+class LookUp(Protocol):
+    """Runs a search, perhaps on another thread, and waits for it."""
+
+    def __call__(self, search: Callable[[], T], /) -> T: ...
 
 
 class Weave:
@@ -281,9 +286,8 @@ class Weave:
 
     def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
         """The chunks of the knowledge base nearest to `question`, best first."""
-        if self._look_up is None:
-            return self.library.kb.search(question, k)
-        return self._look_up(lambda: self.library.kb.search(question, k))
+        look_up = self._look_up or _at_once
+        return look_up(lambda: self.library.kb.search(question, k))
 
     def ask(
         self,
@@ -383,9 +387,12 @@ class Weave:
             return self._way(prompt, drawn, strategy, ratio or 0.0, note)
 
         _refuse_empty(question)
-        if documents is None and self._speculation is not None:
-            way, choices = self._speculation.answer(
-                question, k, lambda hits: way_of([hit.chunk.token_ids for hit in hits])
+        speculation, look_up = self._speculation, self._look_up or _at_once
+        if documents is None and speculation is not None:
+            way, choices = look_up(
+                lambda: speculation.answer(
+                    question, k, lambda hits: way_of([hit.chunk.token_ids for hit in hits])
+                )
             )
         else:
             way = way_of(self._texts(documents or ()))
@@ -562,7 +569,7 @@ class Weave:
 
     def _answering(
         self,
-        choices: Generator[Choice, None, None],
+        choices: Choices,
         sampling: Sampling,
         prompt_tokens: int,
         called_s: float,
@@ -573,6 +580,10 @@ class Weave:
     def _alone(self, job: Callable[[], T]) -> T:
         """Use the decoder between two steps of the engine."""
         return self.engine.run_alone(job)
+
+
+def _at_once(search: Callable[[], T], /) -> T:
+    return search()
 
 
 def _refuse_empty(question: str) -> None:

@@ -4,14 +4,13 @@ Part of the composition root: only `app.py` and its helpers use it. Any thread.
 """
 
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from kvweave.answering import Answers, Note
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.generate import check_prompt
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import EngineClosed
@@ -68,37 +67,74 @@ class Asking:
             engine.forget(chunk_ids)
 
     def check(self, prompt_ids: Sequence[int]) -> None:
-        """Raise RequestError unless the model can take a prompt."""
-        check_prompt(prompt_ids, self._decoder.spec.vocab_size, self._decoder.spec.max_context)
+        """Raise RequestError unless the model and the engine's pool can take a prompt."""
+        self.engine.check(prompt_ids)
 
-    def choices(
-        self, request: EngineRequest | Make, on_first: OnFirst | None = None
-    ) -> Generator[Choice, None, None]:
-        """The tokens of an answer. Submitted when iterated; stopped when closed.
+    def choices(self, request: EngineRequest | Make, on_first: OnFirst | None = None) -> "Choices":
+        """The tokens of an answer. Submitted when the first one is asked for.
 
         `on_first` hears of the ticket when its first token is there.
         """
-        yield from self.under_way(self.engine.submit(request), on_first)
+        return Choices(self.answers, lambda: self.engine.submit(request), on_first)
 
-    def under_way(
-        self, ticket: Ticket, on_first: OnFirst | None = None
-    ) -> Generator[Choice, None, None]:
-        """The tokens of an answer that has begun. Closed or forgotten, even before the first token
-        is asked for, they stop it."""
-        tokens = self._tokens(ticket, on_first)
-        next(tokens)  # a generator that never ran would stop nothing
-        return tokens
+    def under_way(self, ticket: Ticket, on_first: OnFirst | None = None) -> "Choices":
+        """The tokens of an answer that has begun."""
+        choices = Choices(self.answers, lambda: ticket, on_first)
+        choices.begin()
+        return choices
 
-    def _tokens(self, ticket: Ticket, on_first: OnFirst | None) -> Generator[Choice, None, None]:
-        with self.answers.one():
-            try:
-                yield Choice(0, None)  # for `under_way` alone
-                for number, choice in enumerate(ticket):
-                    if number == 0 and on_first is not None:
-                        on_first(ticket)
-                    yield choice
-            finally:
-                ticket.cancel()
+
+class Choices(Iterator[Choice]):
+    """The tokens of an answer. One thread iterates; any may `close`, which ends the work between
+    two steps of the engine, whether its prompt waits, loads or is being computed."""
+
+    def __init__(
+        self, answers: Answers, submit: Callable[[], Ticket], on_first: OnFirst | None
+    ) -> None:
+        self._submit = submit
+        self._on_first = on_first
+        self._counted = answers.one()
+        self._lock = threading.Lock()  # guards the next two
+        self._ticket: Ticket | None = None
+        self._closed = False
+
+    def begin(self) -> Ticket | None:
+        """Submit it, if nobody has. None: it was closed before."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._ticket is None:
+                self._ticket = self._submit()
+                self._counted.__enter__()
+            return self._ticket
+
+    def __next__(self) -> Choice:
+        ticket = self.begin()
+        if ticket is None:
+            raise StopIteration
+        try:
+            choice = next(ticket)
+            if self._on_first is not None:
+                on_first, self._on_first = self._on_first, None
+                on_first(ticket)
+            return choice
+        except BaseException:  # it is over, or whoever heard of it failed
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Nobody wants more of it. Any thread; harmless the second time."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ticket = self._ticket
+        if ticket is not None:
+            ticket.cancel()
+            self._counted.__exit__(None, None, None)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def exact_request(

@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvweave.app import Weave
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
 from kvweave.corpus.embedder import Embedder, Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
-from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.errors import ConfigError, CorpusError, EngineClosed, RequestError
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, TextSource
 from kvweave.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
@@ -29,6 +29,7 @@ from kvweave.metrics import Metrics
 __all__ = [
     "Embedded",
     "FileBytes",
+    "IngestReport",
     "Libraries",
     "LibrariesConfig",
     "NoSuchKnowledgeBase",
@@ -37,6 +38,8 @@ __all__ = [
     "check_name",
     "check_tenant",
 ]
+
+T = TypeVar("T")
 
 SEARCHERS = 4  # threads that look things up: each has a connection to every catalogue it met
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # no dot, no slash: never a path of its own
@@ -86,7 +89,9 @@ class Libraries:
         self._weave = weave
         self._embedders = _Embedders(open_embedder)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
-        self._opening = threading.Lock()  # guards the next two
+        self._opening = threading.Lock()  # guards the rest; never held for long
+        self._closed = False
+        self._doors: dict[Place, threading.Lock] = {}  # one opens it; the others wait
         self._open: dict[Place, Weave] = {}
         self._writing: dict[Place, threading.Lock] = {}  # one writer each; the others wait
 
@@ -103,20 +108,33 @@ class Libraries:
         """A Weave over it. Raises NoSuchKnowledgeBase, or makes it where `create` allows."""
         place = Place(tenant, check_name(name))
         with self._opening:
-            if place not in self._open:
-                folder = self._folder(place)
-                if folder is None or not (create or read_settings(folder)):
-                    known = ", ".join(self.names(tenant)[:8]) or "none yet"
-                    raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
-                self._open[place] = self._weave.over(
-                    folder,
-                    open_embedder=self._embedders.get,
-                    encoding=self.config.encoding,
-                    tenant_salt=tenant,
-                    look_up=lambda search: self._searching.submit(search).result(),
-                )
-                self._writing[place] = threading.Lock()
-            return self._open[place]
+            if place in self._open:
+                return self._open[place]
+        folder = self._folder(place)
+        if folder is None or not (create or read_settings(folder)):
+            known = ", ".join(self.names(tenant)[:8]) or "none yet"
+            raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+        with self._opening:
+            door = self._doors.setdefault(place, threading.Lock())
+        with door:  # opening takes a while: others, and those who count, do not wait for it
+            with self._opening:
+                if place in self._open:
+                    return self._open[place]
+                if self._closed:
+                    raise EngineClosed("the knowledge bases were closed")
+            weave = self._weave.over(
+                folder,
+                open_embedder=self._embedders.get,
+                encoding=self.config.encoding,
+                tenant_salt=tenant,
+                look_up=self._look_up,
+            )
+            with self._opening:
+                if not self._closed:
+                    self._open[place], self._writing[place] = weave, threading.Lock()
+                    return weave
+            weave.close()
+            raise EngineClosed("the knowledge bases were closed")
 
     # ── documents ────────────────────────────────────────────────────────────
 
@@ -174,11 +192,16 @@ class Libraries:
 
     def close(self) -> None:
         with self._opening:
+            self._closed = True
             weaves = list(self._open.values())
             self._open.clear()
         self._searching.shutdown()
         for weave in weaves:
             weave.close()
+
+    def _look_up(self, search: Callable[[], T], /) -> T:
+        """On a few threads, however many ask."""
+        return self._searching.submit(search).result()
 
     @contextmanager
     def _writer(self, place: Place) -> Iterator[None]:

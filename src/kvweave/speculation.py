@@ -8,16 +8,15 @@ Part of the composition root: only `app.py` uses it. Any thread; each request se
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from kvweave.asking import Asking, OnFirst, Way
+from kvweave.asking import Asking, Choices, OnFirst, Way
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
-from kvweave.engine.sampling import Choice
 from kvweave.errors import ConfigError
 from kvweave.plan.retrieval import (
     Retrieved,
@@ -91,9 +90,7 @@ class Speculation:
         self._lock = threading.Lock()
         self._row_s: float | None = None  # what a row of a prefill takes; None: nobody knows
 
-    def answer(
-        self, question: str, k: int, way_of: WayOf
-    ) -> tuple[Way, Generator[Choice, None, None]]:
+    def answer(self, question: str, k: int, way_of: WayOf) -> tuple[Way, Choices]:
         """The way of the `k` nearest chunks, and its tokens. Close them, or read them to the end.
 
         Whatever fails or interrupts the search ends what was guessed.

@@ -300,3 +300,34 @@ def test_a_deleted_chunk_is_no_longer_found(decoder: Decoder) -> None:
             assert ticket.record is not None
             assert ticket.record.counts["exact"] == left
         engine.run_alone(engine.check_integrity)
+
+
+class NumberlessDecoder(Decoder):
+    """Gives logits that are no numbers behind a certain token, as half precision may."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder.spec, decoder.weights)
+
+    def forward(self, batch: Sequence[Rows]) -> Tensor:
+        logits = super().forward(batch)
+        for place, rows in enumerate(rows for rows in batch if rows.wanted):
+            if BreakingDecoder.POISON in rows.token_ids:
+                logits[place] = float("nan")
+        return logits
+
+
+def test_a_token_that_cannot_be_drawn_fails_its_own_request_alone(decoder: Decoder) -> None:
+    well = plain((1, 2, 3), max_tokens=6, temperature=0.9, seed=4)
+    with Engine(NumberlessDecoder(decoder), SMALL) as engine:
+        others = [engine.submit(well) for _ in range(3)]
+        ill = engine.submit(plain((1, BreakingDecoder.POISON), temperature=0.9, seed=1))
+        held = engine.submit(plain((1, BreakingDecoder.POISON), temperature=0.9), held=True)
+        with pytest.raises(RuntimeError):
+            tokens(ill)
+        held.release()
+        with pytest.raises(RuntimeError):
+            tokens(held)
+        for ticket in others:
+            assert tokens(ticket) == [choice.token_id for choice in alone(decoder, well)]
+        engine.run_alone(engine.check_integrity)
+        assert engine.stats()["requests_failed"] == 2

@@ -326,3 +326,30 @@ def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:
         assert ticket.record.counts["exact"] >= len(PREAMBLE)
         assert max(max(chunk) for chunk in CHUNKS) < VOCABULARY
         at_rest(engine, world)
+
+
+def test_a_preamble_pinned_in_the_middle_of_the_pool_stops_nobody_for_ever(world: World) -> None:
+    request = world.request(CHUNKS)  # 13 pages of 4, side by side
+    with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 20)) as engine:
+        pages = engine._placing.pages
+        taken = engine.run_alone(lambda: pages.take(9))  # somebody runs while the preamble comes
+        assert taken is not None
+        assert engine.run_alone(lambda: engine.pin_preamble(world.encoder.preamble))
+        engine.run_alone(lambda: pages.release(taken))
+        assert len(request.prompt_ids) < engine._placing.most_tokens
+        ticket, behind = engine.submit(request), engine.submit(plain(QUESTION, max_tokens=3))
+        assert ticket.wait(20), "no run of pages will ever be long enough"
+        assert behind.wait(20)
+        assert answer(ticket) == world.alone(request)
+        at_rest(engine, world)
+
+
+def test_an_answer_may_fill_the_pool_although_a_preamble_is_pinned(world: World) -> None:
+    request = plain(ids(RNG, 30), max_tokens=500)
+    with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 20)) as engine:
+        assert engine.run_alone(lambda: engine.pin_preamble(world.encoder.preamble))
+        ticket = engine.submit(request)
+        assert ticket.wait(30)
+        want = [choice.token_id for choice in alone(world.decoder, request)]
+        assert answer(ticket) == want[:50]
+        at_rest(engine, world)

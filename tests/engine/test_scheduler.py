@@ -1,5 +1,7 @@
 """Who computes what next, in plain numbers."""
 
+from dataclasses import replace
+
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.scheduler import Scheduler, Seq
 from kvweave.engine.waiting import WINDOW, WaitingQueue
@@ -148,3 +150,29 @@ def test_speculation_overtakes_nobody() -> None:
     queue.push(guess)
     queue.push(real)
     assert queue.best() is real
+
+
+GUESSING = replace(CFG, guess_rows=4)
+
+
+def test_a_speculation_that_leaves_for_somebody_has_no_rows_in_the_step() -> None:
+    desk = Desk(pages=10, cfg=GUESSING)
+    guess = desk.add(36, held=True)
+    assert desk.step() == [(guess, 4)]
+    new = desk.add(20)
+    assert desk.step() == [(new, 12)]
+    assert guess.pages == guess.computed == 0
+    assert desk.scheduler.parked == [guess]
+    assert desk.free == 5
+
+
+def test_when_a_speculation_left_in_vain_the_one_with_its_own_step_goes_on() -> None:
+    desk = Desk(pages=10, cfg=GUESSING)
+    guess = desk.add(12, held=True)
+    assert desk.step() == [(guess, 4)]
+    own = desk.add(20, own=True)
+    assert desk.step() == [(guess, 4)]  # and the other is in
+    desk.scheduler._own_next = False  # the common step's turn
+    desk.add(40)  # does not fit beside it, with or without the guess
+    assert desk.step() == [(own, 0)]
+    assert desk.scheduler.parked == [guess]

@@ -1,7 +1,10 @@
 """Knowledge bases over HTTP: upload, list, search, delete, and answers from stored chunk KV."""
 
 import json
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +12,11 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kvweave.libraries import Place
+from kvweave.libraries import SEARCHERS, Libraries, LibrariesConfig, Place
 from kvweave.serve.limits import Limits
+from kvweave.speculation import SpeculationConfig
 from serving import Shelf, make_libraries, make_weave, serving, user
-from tiny_corpus import make_text
+from tiny_corpus import WordEmbedder, make_text
 
 DRAIN = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}
 QUOTA = {"title": "Quota", "text": "A quota limits the pods and volumes of a namespace."}
@@ -180,6 +184,7 @@ def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: Shelf) -> 
 
 
 def test_explain_comes_in_the_last_chunk_of_a_stream(filled: Shelf) -> None:
+    ask(filled.url, kb="cluster", reuse="prefix")  # from here on it is in the knowledge tree
     whole = ask(filled.url, kb="cluster", reuse="prefix")["explain"]
     with OpenAI(base_url=f"{filled.url}/v1", api_key="none") as client:
         chunks = list(
@@ -301,3 +306,80 @@ def _greedy() -> Any:
 def _nothing_stays_leased(shelf: Shelf) -> Iterator[None]:
     yield
     assert shelf.libraries.num_pinned() == 0
+
+
+def handles_below(folder: Path) -> int:
+    """File handles of this process that are open in a folder."""
+    links = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return sum(link.is_symlink() and str(folder) in os.readlink(link) for link in links)
+
+
+def test_many_who_ask_at_once_do_not_each_open_the_catalogue(filled: Shelf) -> None:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc")
+    with ThreadPoolExecutor(24) as clients:
+        asked = [
+            clients.submit(ask, filled.url, f"Who drains {n}?", kb="cluster") for n in range(48)
+        ]
+        assert all(reply.result() for reply in asked)
+    assert handles_below(filled.root / "cluster") <= 3 * (SEARCHERS + Limits().chores + 1)
+
+
+def test_opening_one_knowledge_base_holds_up_nobody(weave: Any, tmp_path: Path) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+
+    def slow_embedder(name: str) -> WordEmbedder:
+        opening.set()
+        assert go_on.wait(60)
+        return WordEmbedder()
+
+    config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
+    libraries = Libraries(weave, config, open_embedder=slow_embedder)
+    with serving(weave, libraries=libraries) as url, ThreadPoolExecutor(1) as client:
+        upload = client.submit(post, url, "slow/documents", json=DRAIN)
+        try:
+            assert opening.wait(60)
+            assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+            assert httpx.get(f"{url}/metrics", timeout=5).status_code == 200
+        finally:
+            go_on.set()
+        assert upload.result().status_code == 200
+    libraries.close()
+
+
+def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    weave = make_weave(chat_model_folder)
+    begun, stopped = threading.Event(), threading.Event()
+
+    class Waiting(WordEmbedder):
+        def embed_passages(self, texts: Sequence[str]) -> Any:
+            begun.set()
+            stopped.wait(3)  # one batch goes to its end
+            return super().embed_passages(texts)
+
+    config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
+    libraries = Libraries(weave, config, open_embedder=lambda name: Waiting())
+    with ThreadPoolExecutor(1) as client:
+        with serving(weave, libraries=libraries, patience_s=0.2) as url:
+            upload = client.submit(post, url, "big/documents", json=DRAIN)
+            assert begun.wait(60)
+        reply = upload.result()
+    assert reply.status_code == 503, reply.text
+    assert "send it again" in reply.json()["error"]["message"]
+    stopped.set()
+    with serving(weave, libraries=make_libraries(weave, tmp_path)) as url:
+        assert post(url, "big/documents", json=DRAIN).status_code == 200
+        assert post(url, "big/search", json={"query": "node"}).json()["data"]
+
+
+def test_explain_says_what_was_guessed_while_searching(
+    filled: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(filled.url, kb="cluster", k=1)["explain"]["speculation"] is None
+    over = filled.libraries.get("", "cluster")
+    monkeypatch.setattr(over._speculation, "_cfg", SpeculationConfig("on"))
+    told = ask(filled.url, kb="cluster", k=1)["explain"]["speculation"]
+    assert told["stages"] >= 1
+    assert told["saved_tokens"] >= 0

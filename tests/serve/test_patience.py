@@ -9,8 +9,20 @@ from typing import Any
 import httpx
 import pytest
 
+from kvweave.app import Weave
+from kvweave.engine.config import EngineConfig
+from kvweave.model.load import load_decoder
 from kvweave.serve.limits import Limits
-from serving import GatedDecoder, health, make_weave, serving, user, wait_for_health
+from kvweave.tokenizer import Tokenizer
+from serving import (
+    GatedDecoder,
+    health,
+    make_weave,
+    raw_request,
+    serving,
+    user,
+    wait_for_health,
+)
 
 LONG: dict[str, Any] = {"messages": user("hello"), "max_tokens": 400, "temperature": 0}
 
@@ -78,3 +90,41 @@ def test_a_slow_answer_is_not_mistaken_for_a_slow_body(chat_model_folder: Path) 
         time.sleep(0.3)
         decoders[0].permits.release(1000)
         assert "[DONE]" in reply.read().decode()
+
+
+@pytest.mark.parametrize("where", ["waiting for its turn", "in the middle of its prompt"])
+def test_a_client_that_leaves_before_the_first_token_stops_the_work_at_the_next_step(
+    chat_model_folder: Path, where: str
+) -> None:
+    decoder = GatedDecoder(load_decoder(chat_model_folder, device="cpu"))
+    engine = EngineConfig(max_running=1, alone_rows=16, step_rows=16)
+    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.", engine=engine)
+    long = {**LONG, "messages": user("a word and another " * 12)}  # a dozen steps
+    with serving(weave) as url, raw_request(url, long) as first:
+        wait_for_health(url, lambda h: h["running"] == 1)
+        decoder.permits.release(1)
+        if where == "waiting for its turn":
+            with raw_request(url, LONG):
+                wait_for_health(url, lambda h: h["running"] == 2)
+        else:
+            first.close()
+        time.sleep(0.3)  # the server hears of it while the engine is in a step
+        decoder.permits.release(1)
+        seen = wait_for_health(url, lambda h: h["abandoned"] == 1)
+        assert decoder.steps <= 3
+        assert seen["finished"] == 0
+        first.close()
+        decoder.permits.release(1000)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_the_pool_cannot_hold_is_a_400_also_for_a_stream(
+    chat_model_folder: Path, stream: bool
+) -> None:
+    decoder, engine = load_decoder(chat_model_folder, device="cpu"), EngineConfig(pool_tokens=64)
+    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.", engine=engine)
+    with serving(weave) as url:
+        body = {**LONG, "messages": user("a word " * 30), "stream": stream}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+    assert reply.status_code == 400
+    assert "the KV pool holds 64" in reply.json()["error"]["message"]

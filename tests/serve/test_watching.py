@@ -165,6 +165,9 @@ def logged(formatter: logging.Formatter) -> Iterator[list[str]]:
 def test_a_request_is_one_line_of_json_with_its_id(url: str) -> None:
     with logged(JsonLines()) as lines:
         httpx.get(f"{url}/v1/models", headers={"x-request-id": "abc"})
+        deadline = time.monotonic() + 10
+        while not lines and time.monotonic() < deadline:  # written when the reply is out already
+            time.sleep(0.01)
     (line,) = [json.loads(line) for line in lines]
     assert line["request_id"] == "abc"
     assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/models", 200)

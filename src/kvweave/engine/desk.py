@@ -165,8 +165,13 @@ class Desk:
             return
         if not live.answered:
             self.counts.first_token(live)
+        try:
+            choice = live.choose(logits, likeliest)
+        except Exception as error:  # such as logits that are no numbers: this request's
+            self.end(live.ticket, error)
+            return
         self.counts.add("tokens_answered")
-        if live.take(live.choose(logits, likeliest)):
+        if live.take(choice):
             self.end(live.ticket)
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -88,6 +88,10 @@ class Engine:
         ticket = Ticket(make, held, self._notify)
         self._post(ticket)
         return ticket
+
+    def check(self, prompt_ids: Sequence[int]) -> None:
+        """Raise RequestError unless a prompt can be computed here, as `submit` would."""
+        self._desk.check(prompt_ids)
 
     def forget(self, chunk_ids: Collection[ChunkId]) -> int:
         """Chunks were deleted: nobody finds their exact KV from now on. Returns nodes that went."""

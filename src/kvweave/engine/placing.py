@@ -23,8 +23,8 @@ class Placing:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that one sequence can have at most, all others gone."""
-        return (self.pool.num_pages - self.prefixes.pinned_pages) * self.pool.page_tokens
+        """Tokens that one sequence can have at most, all others and what is pinned gone."""
+        return self.pool.num_pages * self.pool.page_tokens
 
     def lengths(self, live: Live) -> tuple[int, int]:
         """Tokens of it that are cached, and that must be computed."""
@@ -47,11 +47,15 @@ class Placing:
         place = self._admit_run if live.own_step else self._admit_shared
         if place(live):
             return True
-        if self.num_running or live.unshared:
+        if self.num_running:
             return False
         # A leased path keeps a page more than its reader uses; in a pool that the reader fills up
         # that page is the one it lacks.
         live.unshared = True
+        if place(live):
+            return True
+        # What is pinned was pinned since it was checked, or lies in the middle of the run it needs.
+        self.prefixes.unpin()
         return place(live)
 
     def _admit_shared(self, live: Live) -> bool:

@@ -116,8 +116,7 @@ class Prefixes:
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
         self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
-        self.pinned_pages = 0
-        self._pins: list[TreeLease] = []  # for as long as the engine lives
+        self._pins: list[TreeLease] = []  # until a request needs the whole pool
 
     def acquire(
         self, path: Sequence[ChunkRef], num_question_tokens: int, *, count: bool
@@ -169,8 +168,13 @@ class Prefixes:
                 lease.release()
                 return False
         self._pins.append(lease)
-        self.pinned_pages += count if path else 0
         return True
+
+    def unpin(self) -> None:
+        """Preambles may go like other leaves. What was pinned is a copy: it is computed again."""
+        for lease in self._pins:
+            lease.release()
+        self._pins.clear()
 
     def forget(self, chunk_ids: Collection[ChunkId]) -> int:
         """Chunks are no more: out of the tree with them and all that stands behind them."""

@@ -114,13 +114,15 @@ class Scheduler(Generic[S]):
             if rows and seq in self.running and self._make_room(seq, seq.computed + rows, works):
                 works[seq] = rows
                 left -= rows
-        while left and (new := self._next_in()) is not None:
+        while left and (new := self._next_in(works)) is not None:
             if new.own_step:  # at once if nobody else runs, else in turn
                 if not works:
                     return self.next_step()
                 break
             works[new] = self._share(new, left)
             left -= works[new]
+        if not works and any(seq.own_step for seq in self.running):
+            return self.next_step()  # all who were to compute together had to leave: its turn
         return [Work(seq, rows) for seq, rows in works.items()]
 
     def _share(self, seq: S, left: int) -> int:
@@ -128,8 +130,8 @@ class Scheduler(Generic[S]):
         most = self._cfg.guess_rows if seq.held else None
         return min(seq.needed, left if most is None else min(left, most))
 
-    def _next_in(self) -> S | None:
-        """Let one more sequence in, if there is room for it."""
+    def _next_in(self, works: dict[S, int]) -> S | None:
+        """Let one more sequence in, if there is room for it; speculations may have to leave."""
         busy = sum(not seq.held for seq in self.running)
         if not self.waiting or busy >= self._cfg.max_running:
             return None
@@ -138,7 +140,7 @@ class Scheduler(Generic[S]):
             idle = [held for held in self.running if held.held and held is not seq]
             if not idle or seq.held:
                 return None
-            self._preempt(max(idle, key=lambda held: held.arrival))
+            self._preempt(max(idle, key=lambda held: held.arrival), works)
         self.waiting.remove(seq)
         self.running.append(seq)
         return seq
@@ -149,13 +151,13 @@ class Scheduler(Generic[S]):
         while missing > 0 and not self._grow(seq, missing):
             # speculation goes first, then who came last; perhaps that is the sequence itself
             victim = max(self.running, key=lambda other: (other.held, other.arrival))
-            self._preempt(victim)
-            works.pop(victim, None)
+            self._preempt(victim, works)
             if victim is seq:
                 return False
         return True
 
-    def _preempt(self, victim: S) -> None:
+    def _preempt(self, victim: S, works: dict[S, int]) -> None:
+        works.pop(victim, None)  # it may have had rows in the step that is being made
         self.running.remove(victim)
         self._retire(victim)
         victim.computed = 0

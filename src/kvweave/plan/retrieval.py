@@ -160,7 +160,7 @@ class SpeculationRecord:
     saved_tokens: int  # computed for the answer before the search was over
     wasted_tokens: int  # computed for wrong guesses and of no use to anybody
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> dict[str, int | float | None]:
         """For JSON."""
         times = {"search_ms": round(self.search_ms, 1), "hidden_ms": round(self.hidden_ms, 1)}
         return {**asdict(self), **times}

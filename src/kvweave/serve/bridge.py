@@ -55,6 +55,7 @@ class Job:
         self._meter = meter
         self._admitted_s = time.perf_counter()
         self._abandoned = threading.Event()
+        self._answering: Answering | None = None  # once it began
         self._future: Future[str] | None = None
 
     def submit(self, workers: ThreadPoolExecutor) -> "Future[str]":
@@ -63,12 +64,14 @@ class Job:
         return self._future
 
     def abandon(self, why: ApiError | None = None) -> None:
-        """Stop at the next token. Does nothing to a job that is done. From any thread.
+        """Stop between two steps of the engine. Nothing to a job that is done. Any thread.
 
         `why`, if there is one, is what a reader of the mailbox is told at once; otherwise it hears
         that the server stopped, once the work has.
         """
         self._abandoned.set()
+        if (answering := self._answering) is not None:  # else the worker sees the flag when it is
+            answering.abort()
         never_began = self._future is not None and self._future.cancel()
         if why is not None or never_began:
             self.mailbox.fail(why or _gone())
@@ -93,7 +96,7 @@ class Job:
         return outcome
 
     def _compute(self) -> Answer | None:
-        answering = self._start()
+        self._answering = answering = self._start()
         try:
             self.mailbox.open()
             pieces, last_s = iter(answering), None
@@ -141,7 +144,7 @@ class Bridge:
             return Counts(running, len(self._jobs) - running, **self._ended)
 
     def abandon_all(self) -> None:
-        """Stop every job at its next token; those who wait for them get a 503."""
+        """Stop every job at the engine's next step; those who wait for them get a 503."""
         with self._lock:
             jobs = list(self._jobs)
         for job in jobs:

@@ -42,6 +42,7 @@ def explain(answer: Answer, queue_s: float) -> Explain:
         ],
         states=[(str(state), start, end) for state, start, end in record.runs()],
         decision=_decision(answer),
+        speculation=None if answer.speculation is None else answer.speculation.document(),
         timeline_ms=_timeline(answer, queue_s),
     )
 

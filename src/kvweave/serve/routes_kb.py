@@ -1,10 +1,12 @@
 """Knowledge bases: upload, list, delete, search."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Path, Request, Response
 
-from kvweave.libraries import Libraries
+from kvweave.libraries import IngestReport, Libraries
 from kvweave.serve.context import Context, tenant_of
 from kvweave.serve.errors import ApiError
 from kvweave.serve.ingesting import ingest_events, report_out
@@ -51,7 +53,15 @@ def kb_routes(context: Context) -> APIRouter:
         if libraries.config.root is None and name not in libraries.names(tenant):
             raise ApiError(404, f"no knowledge base {name!r} here, and none can be made")
         sources = await read_upload(request, context.limits)
-        ingest = partial(libraries.ingest, tenant, name, sources)
+
+        def ingest(progress: Callable[[Any], None] | None = None) -> IngestReport:
+            def told(news: Any) -> None:
+                chores.check()
+                if progress is not None:
+                    progress(news)
+
+            return libraries.ingest(tenant, name, sources, progress=told)
+
         if "text/event-stream" in request.headers.get("accept", ""):
             events = ingest_events(chores, ingest)
             return EventStream(as_events(events), on_close=lambda: None)

@@ -75,13 +75,15 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._context.is_stopping = True
-        giving_up = asyncio.get_running_loop().call_later(
-            self._patience_s, self._context.bridge.abandon_all
-        )
+        giving_up = asyncio.get_running_loop().call_later(self._patience_s, self._give_up)
         try:
             await super().shutdown(sockets)
         finally:
             giving_up.cancel()
+
+    def _give_up(self) -> None:
+        self._context.bridge.abandon_all()
+        self._context.chores.stop()
 
     def _exit(self) -> None:
         self.should_exit = True

@@ -61,6 +61,7 @@ class Explain(Outgoing):
     chunks: list[ChunkOut]
     states: list[tuple[str, int, int]]  # runs of tokens of one state: state, start, end
     decision: DecisionOut | None  # null unless reuse is "auto"
+    speculation: dict[str, int | float | None] | None = None  # what was guessed while searching
     timeline_ms: Timeline
 
 
