@@ -288,8 +288,8 @@ def plan_until(weave: Weave, is_so: Callable[[Plan], bool]) -> None:
 
 
 def load_links(weave: Weave) -> dict[str, Link]:
-    assert weave._planning is not None
-    return weave._planning.machine.links
+    assert weave._replying.ways.planning is not None
+    return weave._replying.ways.planning.machine.links
 
 
 def test_single_chunks_of_a_slow_tier_are_computed_and_not_loaded(

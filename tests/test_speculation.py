@@ -67,7 +67,7 @@ class World:
 
     @property
     def engine(self) -> Engine:
-        return self.weave._asking.engine
+        return self.weave.engine
 
     def ask(self, question: str, reuse: str = "prefix", sampling: Sampling = GREEDY) -> Answer:
         return self.weave.ask(question, k=2, reuse=reuse, sampling=sampling)

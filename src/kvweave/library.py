@@ -32,6 +32,7 @@ from kvweave.ingest.sources import Source
 from kvweave.kv.codec import dtype_name
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -297,9 +298,19 @@ class Library:
         exact = exact_request(prompt, sampling, eos_ids, use_tree=use_tree)
         return replace(exact, fused=part)
 
+    def has_kv(self, chunks: Sequence[tuple[int, ...]]) -> bool:
+        """Whether some tier has KV of one of these chunks."""
+        encoder = self.encoder
+        keys = [key(ids) for ids in chunks for key in (encoder.key, encoder.exact_key)]
+        return any(peek.residency is not Residency.ABSENT for peek in self.store.peek(keys))
+
+    def is_behind(self, prompt: Prompt) -> bool:
+        """Whether a prompt has the preamble that stored chunk KV was computed behind."""
+        return self.encoder.preamble_ids == prompt.preamble
+
     def check_preamble(self, prompt: Prompt) -> None:
         """Refuse a prompt behind another preamble than that of the stored chunk KV."""
-        if self.encoder.preamble_ids != prompt.preamble:
+        if not self.is_behind(prompt):
             raise RequestError(
                 "stored chunk KV belongs to the system prompt it was computed behind; "
                 "ask without another one, or with reuse='full'"
