@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,6 +182,29 @@ def test_reuse_of_nothing_is_said(world: World, reuse: str) -> None:
     assert "prompt + 2 answer tokens" in stats
     assert world.ask("--reuse", reuse, "--no-stats").err == ""
     assert world.ask("--reuse", reuse, "--json").err == said + "\n"
+
+
+def test_left_open_ask_reuses_where_that_is_known_to_be_good_and_says_why_not(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    world.stored("--encoding", "isolated")
+
+    def explained(*options: str) -> dict[str, Any]:
+        ran = world.ask("--json", *options)
+        assert ran.code == 0, ran.err
+        return dict(json.loads(ran.out)["explain"])
+
+    first = explained()
+    assert first["strategy"] == "full"
+    assert "never measured" in first["why"]
+    assert f"by default: {first['why']}" in world.ask("--explain").err
+    assert explained("--ratio", "0.3")["strategy"] == "weave"
+    assert "plan" not in explained()
+    assert "plan" in explained("--reuse", "auto")
+    known = explained()
+    assert "plan" in known, "measured by now"
+    assert known["why"] is None
 
 
 def test_kv_of_another_dtype_is_said_with_the_command_that_stores_it(world: World) -> None:

@@ -72,6 +72,14 @@ def test_the_rows_of_a_guess_follow_the_device() -> None:
         EngineConfig(guess_rows=0)
 
 
+def test_pages_follow_the_device_unless_they_are_given() -> None:
+    sizes = [for_device(EngineConfig(), torch.device(d)).page_tokens for d in ("cpu", "cuda")]
+    assert sizes == [32, 64]
+    assert for_device(CFG, torch.device("cuda")).page_tokens == CFG.page_tokens
+    with pytest.raises(ConfigError, match="at least one page"):
+        EngineConfig(page_tokens=64, pool_tokens=32)
+
+
 def test_prompts_that_wait_are_pending_and_those_that_were_cancelled_are_not(
     decoder: Decoder,
 ) -> None:
