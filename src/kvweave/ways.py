@@ -1,7 +1,7 @@
 """How a prompt becomes a request to the engine: as the caller says, or as the planner does.
 
     reuse given          that strategy; "auto": the planner's choice
-    only a ratio given   weave, the best on held-out data at every ratio
+    only a ratio given   weave, the best at every ratio on held-out data (SmolLM2)
     neither              "auto" where stored chunk KV can be used and prices are known, else "full"
 
 Nobody who did not ask for it waits while the machine is measured: a default never does that, and

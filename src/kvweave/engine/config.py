@@ -44,8 +44,8 @@ class EngineConfig:
 def for_device(cfg: EngineConfig, device: torch.device) -> EngineConfig:
     """What was left open, as the device likes it.
 
-    Pages: 64 tokens are a tile of the GPU kernel, which reads them within 5 % of dense KV; a CPU
-    loses nothing with 32, of which more is shared. Guesses: one that turns out wrong ends between
+    Pages: a GPU reads those of 64 tokens within 5 % of dense KV and those of 32 up to 8 % slower
+    (docs/gpu.md); a CPU has small ones, of which less is copied. Guesses: one that turns out wrong ends between
     two steps, so its steps should be as short as the device computes without waste (128 rows on a
     CPU, where 64 take half as long again).
     """
