@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.encoders import make_encoder, open_store, remove_with_kv
 from kvweave.errors import ConfigError
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.neighbours import NeighbourTable
@@ -26,7 +27,7 @@ from kvweave.kv.keys import parse_key
 from kvweave.kv.layout import parse_header
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
-from kvweave.library import Library, make_encoder, open_store, remove_with_kv
+from kvweave.library import Library
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
 from kvweave.prompt import SYSTEM

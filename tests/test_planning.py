@@ -13,6 +13,7 @@ from kvweave import Weave
 from kvweave.app import Answer, Sampling
 from kvweave.ask import Ask, AskOptions, PlanOptions
 from kvweave.cli import planning as cli_planning
+from kvweave.encoders import make_encoder
 from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND, Cell, Table
@@ -29,7 +30,7 @@ from kvweave.kv.config import (
     TierConfig,
 )
 from kvweave.kv.store import KVStore
-from kvweave.library import Library, make_encoder
+from kvweave.library import Library
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

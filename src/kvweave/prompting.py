@@ -1,6 +1,6 @@
 """From a question to its prompt: which chunks, behind which history, in which words.
 
-Part of the composition root: only `app.py` uses it. Any thread.
+Part of the composition root: only `replying.py` uses it. Any thread.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,8 +5,8 @@
     neither              "auto" where stored chunk KV can be used and prices are known, else "full"
 
 Nobody who did not ask for it waits while the machine is measured: a default never does that, and
-the answer's explain record says that it did not. Part of the composition root: only `app.py` uses
-it. Any thread, unless a method says otherwise.
+the answer's explain record says that it did not. Part of the composition root: only `replying.py`
+uses it. Any thread, unless a method says otherwise.
 """
 
 from functools import cached_property

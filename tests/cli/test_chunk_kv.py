@@ -237,7 +237,7 @@ def test_chunk_kv_that_could_not_be_saved_is_said(
         disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
         return KVStore(StoreConfig(tiers=(HostTierConfig(), disk)))
 
-    monkeypatch.setattr("kvweave.library.open_store", broken_store)
+    monkeypatch.setattr("kvweave.encoders.open_store", broken_store)
     ran = world.stored("--encoding", "isolated", "--json")
     chunk_kv = json.loads(ran.out)["chunk_kv"]
     assert (chunk_kv["saved"], chunk_kv["dropped"]) == (0, 2)
@@ -252,7 +252,7 @@ def test_chunk_kv_in_memory_alone_is_not_saved(
 ) -> None:
     (tmp_path / "file").touch()
     tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
-    monkeypatch.setattr("kvweave.library.open_store", lambda _: KVStore(StoreConfig(tiers=tiers)))
+    monkeypatch.setattr("kvweave.encoders.open_store", lambda _: KVStore(StoreConfig(tiers=tiers)))
     ran = world.stored("--encoding", "isolated")
     assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
 

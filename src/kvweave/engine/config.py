@@ -45,9 +45,9 @@ def for_device(cfg: EngineConfig, device: torch.device) -> EngineConfig:
     """What was left open, as the device likes it.
 
     Pages: a GPU reads those of 64 tokens within 5 % of dense KV and those of 32 up to 8 % slower
-    (docs/gpu.md); a CPU has small ones, of which less is copied. Guesses: one that turns out wrong ends between
-    two steps, so its steps should be as short as the device computes without waste (128 rows on a
-    CPU, where 64 take half as long again).
+    (docs/gpu.md); a CPU has small ones, of which less is copied. Guesses: one that turns out wrong
+    ends between two steps, so its steps should be as short as the device computes without waste
+    (128 rows on a CPU, where 64 take half as long again).
     """
     rows = cfg.guess_rows or GUESS_ROWS.get(device.type, DEVICE_GUESS_ROWS)
     page = cfg.page_tokens or PAGE_TOKENS.get(device.type, DEVICE_PAGE_TOKENS)
