@@ -325,7 +325,7 @@ def test_ratio_one_over_kv_behind_neighbours_is_full_prefill(
 def test_ratio_one_is_full_prefill_to_the_last_bit_that_floats_have(
     opened: Open, docs: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.library.CODEC", "raw")
+    monkeypatch.setattr("kvweave.encoders.CODEC", "raw")
     with opened() as library:
         ingest(library, docs)
         chunks = list(chunks_of(library).values())
