@@ -32,6 +32,7 @@ from common import finish, read_jsonl, result_header
 from kvweave.app import AUTO, Sampling, Weave
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.encoders import KV_FOLDER, make_encoder
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.calibration import BOUND
@@ -41,7 +42,7 @@ from kvweave.fuse.profiles import load_profile
 from kvweave.fuse.strategy import NAMES, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
-from kvweave.library import KV_FOLDER, Library, make_encoder
+from kvweave.library import Library
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.planning_facts import CalibratedGate

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.library import remove_with_kv
+from kvweave.encoders import remove_with_kv
 
 
 def remove(kb_folder: Path, document: str) -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app import Document, Sampling
+from kvweave.encoders import key_context
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed, RequestError
 from kvweave.fuse.profiles import user_path
 from kvweave.ingest import IngestOptions
 from kvweave.ingest.sources import Selection
 from kvweave.kv.keys import make_chunk_key
-from kvweave.library import key_context
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.prompt import build_prompt, chunk_text

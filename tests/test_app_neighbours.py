@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.encoders import make_encoder, open_store, remove_with_kv
 from kvweave.errors import ConfigError
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.neighbours import NeighbourTable
@@ -26,7 +27,7 @@ from kvweave.kv.keys import parse_key
 from kvweave.kv.layout import parse_header
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
-from kvweave.library import Library, make_encoder, open_store, remove_with_kv
+from kvweave.library import Library
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
 from kvweave.prompt import SYSTEM
@@ -324,7 +325,7 @@ def test_ratio_one_over_kv_behind_neighbours_is_full_prefill(
 def test_ratio_one_is_full_prefill_to_the_last_bit_that_floats_have(
     opened: Open, docs: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.library.CODEC", "raw")
+    monkeypatch.setattr("kvweave.encoders.CODEC", "raw")
     with opened() as library:
         ingest(library, docs)
         chunks = list(chunks_of(library).values())

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         "app",
         "libraries",
+        "encoders",
         "library",
         "qa",
         "serve",

@@ -4,14 +4,17 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
 from kvweave import Weave
 from kvweave.app import Answer, Sampling
+from kvweave.ask import Ask, AskOptions, PlanOptions
 from kvweave.cli import planning as cli_planning
+from kvweave.encoders import make_encoder
+from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND, Cell, Table
 from kvweave.fuse.contexts import Variant, digest_ids, filler_ids, variant_name
@@ -27,7 +30,7 @@ from kvweave.kv.config import (
     TierConfig,
 )
 from kvweave.kv.store import KVStore
-from kvweave.library import Library, make_encoder
+from kvweave.library import Library
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -37,6 +40,7 @@ from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
 from kvweave.prompt import SYSTEM, split_template
 from kvweave.tier_probes import STALE_S
 from kvweave.tokenizer import Tokenizer
+from kvweave.ways import NOT_MEASURED, NOTHING_STORED, OTHER_PREAMBLE
 from running import Run, run
 from tiny_corpus import make_text, open_kb
 from tiny_models import make_chat_model_folder
@@ -288,8 +292,8 @@ def plan_until(weave: Weave, is_so: Callable[[Plan], bool]) -> None:
 
 
 def load_links(weave: Weave) -> dict[str, Link]:
-    assert weave._planning is not None
-    return weave._planning.machine.links
+    assert weave._replying.ways.planning is not None
+    return weave._replying.ways.planning.machine.links
 
 
 def test_single_chunks_of_a_slow_tier_are_computed_and_not_loaded(
@@ -364,6 +368,75 @@ def test_a_damaged_machine_profile_is_measured_again_with_one_log_line(
     assert [record.message for record in caplog.records if str(path) in record.message]
     assert len(caplog.records) == 1
     assert load_profile(path).device != "test"
+
+
+def test_left_open_auto_answers_where_kv_is_stored_and_prices_are_known(
+    world: World, weave: Weave
+) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    answer = weave.ask(QUESTION, sampling=GREEDY)
+    assert answer.decision is not None
+    assert answer.decision.plan.chosen.name == "fused epic"
+    assert answer.explain is not None
+    assert answer.explain.why is None
+
+
+def test_left_open_nobody_waits_for_a_measurement_and_explain_says_so(
+    world: World, weave: Weave, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = weave.ask(QUESTION, sampling=GREEDY)
+    assert answer.decision is None
+    assert answer.explain is not None
+    assert (answer.explain.strategy, answer.explain.why) == ("full", NOT_MEASURED)
+    assert not profile_path(world.decoder).exists()
+    assert "measuring" not in capsys.readouterr().err
+    ask(weave)  # who says "auto" has it measured
+    again = weave.ask(QUESTION, sampling=GREEDY)
+    assert again.decision is not None
+    assert again.text == answer.text, "nothing was calibrated: exact"
+
+
+def test_left_open_what_cannot_be_reused_is_computed(world: World) -> None:
+    world.set_machine()
+    with world.open() as weave:
+        weave.ingest(*TEXTS)
+        none = weave.ask(QUESTION, sampling=GREEDY).explain
+        weave.ingest(*TEXTS, chunk_kv=True)
+        other = weave.ask(QUESTION, sampling=GREEDY, system="Be kind.").explain
+        named = weave.ask(QUESTION, sampling=GREEDY, reuse="full").explain
+    assert none is not None
+    assert (none.strategy, none.why) == ("full", NOTHING_STORED)
+    assert other is not None
+    assert (other.strategy, other.why) == ("full", OTHER_PREAMBLE)
+    assert named is not None
+    assert named.why is None, "the caller said so"
+
+
+def test_a_ratio_alone_means_weave(world: World, weave: Weave) -> None:
+    world.set_machine()
+    answer = weave.ask(QUESTION, sampling=GREEDY, ratio=0.2)
+    assert answer.explain is not None
+    assert (answer.explain.strategy, answer.explain.ratio) == ("weave", 0.2)
+    assert answer.text == ask(weave, "weave", ratio=0.2).text
+
+
+def test_the_knowledge_tree_is_priced_by_the_measured_machine(
+    world: World, weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prices: list[Callable[[int, int], float]] = []
+    monkeypatch.setattr(Engine, "price", lambda _, cost_s: prices.append(cost_s))
+    world.set_machine()
+    ask(weave)
+    assert [price(0, 1000) for price in prices] == [pytest.approx(1000 * TOKEN_S, rel=0.5)]
+    ask(weave)
+    assert len(prices) == 1, "once, when the profile is opened; it moves by itself"
+
+
+def test_every_keyword_of_ask_is_a_field_with_a_default() -> None:
+    names = {field.name for field in fields(Ask)} - {"question"}
+    assert names == AskOptions.__optional_keys__
+    assert names - {"sampling", "reuse", "ratio"} == PlanOptions.__optional_keys__
 
 
 def test_a_free_order_is_a_permutation_and_keep_keeps(world: World, weave: Weave) -> None:

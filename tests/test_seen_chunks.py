@@ -34,7 +34,7 @@ def weave(tmp_path: Path, model: tuple[Decoder, Tokenizer]) -> Iterator[Weave]:
 
 def ask(weave: Weave, *texts: str) -> Answer:
     answer = weave.ask("What is it?", documents=texts, reuse="reuse", sampling=GREEDY)
-    assert weave._seen is None or weave._seen.wait(30)
+    assert weave._replying.seen is None or weave._replying.seen.wait(30)
     return answer
 
 
@@ -85,24 +85,24 @@ def test_promotion_zero_keeps_nothing_of_a_request(
 def test_full_prefill_stores_nothing(weave: Weave) -> None:
     for _ in range(3):
         weave.ask("What is it?", documents=TEXTS[:1], reuse="full", sampling=GREEDY)
-    assert weave._seen is not None
-    assert weave._seen.wait(10)
+    assert weave._replying.seen is not None
+    assert weave._replying.seen.wait(10)
     assert num_stored(weave) == 0
 
 
 def test_encoding_waits_while_an_answer_is_in_the_making(weave: Weave) -> None:
-    assert weave._seen is not None
+    assert weave._replying.seen is not None
     ask(weave, TEXTS[0])
     under_way = weave.stream("Is it so?", documents=["x"], sampling=GREEDY)
     pieces = iter(under_way)
     next(pieces)
     asked = weave.ask("Why?", documents=TEXTS[:1], reuse="reuse", sampling=GREEDY)
     assert asked.text is not None
-    assert not weave._seen.wait(0.3), "somebody is being answered"
+    assert not weave._replying.seen.wait(0.3), "somebody is being answered"
     assert num_stored(weave) == 0
     for _ in pieces:
         pass
-    assert weave._seen.wait(30)
+    assert weave._replying.seen.wait(30)
     assert num_stored(weave) > 0
 
 

@@ -13,6 +13,7 @@ import pytest
 from kvweave import Weave
 from kvweave.answering import Answer
 from kvweave.asking import plain_request
+from kvweave.encoders import make_encoder
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
@@ -22,7 +23,7 @@ from kvweave.fuse.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import Node
-from kvweave.library import Library, make_encoder
+from kvweave.library import Library
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -68,7 +69,7 @@ class World:
 
     @property
     def engine(self) -> Engine:
-        return self.weave._asking.engine
+        return self.weave.engine
 
     def ask(self, question: str, reuse: str = "prefix", sampling: Sampling = GREEDY) -> Answer:
         return self.weave.ask(question, k=2, reuse=reuse, sampling=sampling)

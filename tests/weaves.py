@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from kvweave import Weave
+from kvweave.encoders import make_encoder
 from kvweave.fuse.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
-from kvweave.library import Library, make_encoder
+from kvweave.library import Library
 from kvweave.model.decoder import Decoder
 from kvweave.prompt import SYSTEM
 from kvweave.tokenizer import Tokenizer

@@ -62,11 +62,12 @@ class Note:
         self.decision: Decision | None = None
         self.speculation: SpeculationRecord | None = None
         self.retrieve_ms = retrieve_ms
+        self.why: str | None = None  # nothing is reused, where nobody said how
 
     def keep(self, record: FuseRecord) -> None:
         """Heard once, before the first token."""
         stages = replace(record.stages, retrieve=self.retrieve_ms)
-        self.record = replace(record, stages=stages)
+        self.record = replace(record, stages=stages, why=self.why)
 
     def laid(self, prompt: Prompt) -> None:
         """The prompt is prefilled, its chunks in this order."""

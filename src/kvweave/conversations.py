@@ -6,7 +6,7 @@ had, and leaves out of the new turn what the history holds. A message that the c
 chunks with it: they are sent again when they are wanted again. So every chunk that was retrieved is
 in the prompt.
 
-Part of the composition root: only `app.py` uses it.
+Part of the composition root: only `prompting.py` uses it.
 """
 
 import hashlib

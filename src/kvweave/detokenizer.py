@@ -99,3 +99,10 @@ class StopMatcher:
         """Length of the longest end of the held text that begins `stop`."""
         longest = min(len(stop) - 1, len(self._held))
         return next((n for n in range(longest, 0, -1) if stop.startswith(self._held[-n:])), 0)
+
+
+def texts_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds; a character of several tokens comes with its last one."""
+    detokenizer = Detokenizer(tokenizer)
+    texts = [detokenizer.push(token_id) for token_id in token_ids]
+    return [*texts[:-1], texts[-1] + detokenizer.flush()] if texts else []

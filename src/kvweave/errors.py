@@ -14,7 +14,8 @@
         └── TierForeign        it holds what another version wrote and this one cannot read
 
 Each message is one line that names the thing and the way out. The command line prints it and exits
-with 2; the server answers 400 for those that are the caller's fault.
+with 2; the server answers 400 for those that are the caller's fault, 503 where the engine is
+closed.
 """
 
 

@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeVar
 
 from kvweave.app import Weave
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
-from kvweave.corpus.embedder import Embedder, Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
+from kvweave.embedders import Embedded, Embedders
 from kvweave.errors import ConfigError, CorpusError, EngineClosed, RequestError
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, TextSource
@@ -67,11 +67,6 @@ class LibrariesConfig:
     encoding: str | None = None  # encoding context of chunk KV; None: what it has, or the usual
 
 
-class Embedded(NamedTuple):
-    vectors: Vectors  # [N, D]
-    num_tokens: int  # read, over all texts
-
-
 class Libraries:
     """See the module. `close` it before the Weave it was made with."""
 
@@ -87,7 +82,7 @@ class Libraries:
             check_name(place.name)
             check_tenant(place.tenant)
         self._weave = weave
-        self._embedders = _Embedders(open_embedder)
+        self._embedders = Embedders(open_embedder)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
         self._opening = threading.Lock()  # guards the rest; never held for long
         self._closed = False
@@ -219,63 +214,6 @@ class Libraries:
     def _root_of(self, tenant: str) -> Path | None:
         root = self.config.root
         return root / f"@{tenant}" if root is not None and tenant else root
-
-
-class SharedEmbedder:
-    """An embedder that many threads use, one call at a time."""
-
-    def __init__(self, embedder: Embedder) -> None:
-        self._embedder = embedder
-        self._turn = threading.Lock()
-        self.name = embedder.name
-
-    @property
-    def identity(self) -> str:
-        with self._turn:
-            return self._embedder.identity
-
-    @property
-    def dim(self) -> int:
-        with self._turn:
-            return self._embedder.dim
-
-    def embed_passages(self, texts: Sequence[str]) -> Vectors:
-        with self._turn:
-            return self._embedder.embed_passages(texts)
-
-    def embed_query(self, text: str) -> Vectors:
-        with self._turn:
-            return self._embedder.embed_query(text)
-
-    def embed(self, texts: Sequence[str], *, as_query: bool) -> Embedded:
-        import numpy as np
-
-        if not as_query:
-            vectors = self.embed_passages(texts)
-        else:
-            vectors = np.stack([self.embed_query(text) for text in texts])
-        count: Callable[[str], int] = getattr(self._embedder, "num_tokens", _num_words)
-        with self._turn:
-            return Embedded(vectors, sum(count(text) for text in texts))
-
-
-def _num_words(text: str) -> int:
-    return len(text.split())
-
-
-class _Embedders:
-    """One embedder per name, made on first use."""
-
-    def __init__(self, open_embedder: OpenEmbedder) -> None:
-        self._open_embedder = open_embedder
-        self._lock = threading.Lock()
-        self._made: dict[str, SharedEmbedder] = {}
-
-    def get(self, name: str) -> SharedEmbedder:
-        with self._lock:
-            if name not in self._made:
-                self._made[name] = SharedEmbedder(self._open_embedder(name))
-            return self._made[name]
 
 
 def check_name(name: str) -> str:

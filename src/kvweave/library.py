@@ -3,48 +3,39 @@
     <folder>/            the knowledge base, see corpus/knowledge_base.py
     <folder>/kv/         chunk KV and who its neighbours were; may be deleted at any time
 
-Part of the composition root: only `app.py` uses it.
+Part of the composition root: `app.py`, `ways.py`, `planning.py` and `libraries.py` use it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from kvweave.asking import exact_request
-from kvweave.corpus.catalogue import Written
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
+from kvweave.encoders import make_encoder, open_store
 from kvweave.engine.request import EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.fuse.neighbours import NeighbourTable
 from kvweave.fuse.prefill import PromptChunk
-from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
+from kvweave.fuse.preparation import choose_preparation, write_preparation
 from kvweave.fuse.room import check_room
 from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
-from kvweave.kv.codec import dtype_name
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.keys import KeyContext
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
-from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.plan.plan import Reason
-from kvweave.prompt import SYSTEM, Prompt, split_template
+from kvweave.prompt import SYSTEM, Prompt
 from kvweave.tokenizer import Tokenizer
-from kvweave.types import DocumentId
-from kvweave.upkeep import KV_FOLDER as KV_FOLDER
-from kvweave.upkeep import Forgotten, Upkeep, neighbours_of, open_table, remove_documents
+from kvweave.upkeep import KV_FOLDER, Forgotten, Upkeep, open_table, remove_documents
 
-# 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
-CODEC = "int8"
 DEFAULT_EMBEDDER = "minilm"
 
 OpenEmbedder = Callable[[str], Embedder]
@@ -52,107 +43,6 @@ OpenEmbedder = Callable[[str], Embedder]
 
 def open_sentence_embedder(name: str) -> Embedder:
     return SentenceEmbedder(locate(name), name=name)
-
-
-def open_store(folder: Path) -> KVStore:
-    """The chunk KV of the knowledge base in `folder`: host memory over its disk."""
-    return KVStore(StoreConfig(tiers=(HostTierConfig(), DiskTierConfig(folder / KV_FOLDER))))
-
-
-def key_context(
-    decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM, tenant_salt: str = ""
-) -> KeyContext:
-    """What this model's chunk KV depends on, besides the chunk."""
-    preamble_ids, _ = split_template(tokenizer, system)
-    return KeyContext(
-        model=decoder.revision,
-        dtype=dtype_name(decoder.dtype),
-        codec=CODEC,
-        tokenizer=tokenizer.fingerprint,
-        preamble_ids=tuple(preamble_ids),
-        rope=repr(decoder.spec.rope),
-        tenant_salt=tenant_salt,
-    )
-
-
-def make_encoder(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    store: KVStore,
-    preparation: Preparation,
-    system: str,
-    kb: KnowledgeBase,
-    table: NeighbourTable | None,
-    tenant_salt: str = "",
-) -> ChunkEncoder:
-    """An encoder for the chunks of `kb` behind `system`. `table` as `open_table` gives it."""
-    _, closing = split_template(tokenizer, system)
-    return ChunkEncoder(
-        decoder,
-        store,
-        key_context(decoder, tokenizer, system, tenant_salt),
-        preparation,
-        Texts.of(tokenizer, preparation, closing),
-        neighbours_of=(
-            None if table is None else neighbours_of(kb, table, preparation.variant.size)
-        ),
-    )
-
-
-class Encoding(NamedTuple):
-    """What ingest needs to make chunk KV and to keep it in step with the documents."""
-
-    encoder: ChunkEncoder
-    upkeep: Upkeep
-
-
-@contextmanager
-def chunk_encoder(
-    kb: KnowledgeBase,
-    model: str,
-    encoding: str | None = None,
-    extras: Sequence[str] | None = None,
-    *,
-    refresh: bool = False,
-    device: str = "auto",
-    dtype: str = "auto",
-    quant: str = "none",
-) -> Iterator[Encoding]:
-    """An encoder for ingest without a Weave: loads the model, closes the store behind it.
-
-    `encoding` and `extras` None are what the knowledge base has.
-    """
-    preparation = choose_preparation(kb.folder / KV_FOLDER, encoding, extras)
-    model_folder = locate(model)
-    decoder = load_decoder(model_folder, device=device, dtype=dtype, quant=quant)
-    with ExitStack() as stack:
-        store = stack.enter_context(open_store(kb.folder))
-        table = open_table(kb.folder, preparation)
-        if table is not None:
-            stack.callback(table.close)
-        tokenizer = Tokenizer(model_folder)
-        encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
-        check_room(encoder, decoder.spec.max_context, kb.settings.chunk_tokens)
-        upkeep = Upkeep(kb, table, store, encoder, encodes=True, refresh=refresh)
-        write_preparation(kb.folder / KV_FOLDER, preparation)
-        yield Encoding(encoder, upkeep)
-
-
-@contextmanager
-def upkeep_without_model(kb: KnowledgeBase) -> Iterator[tuple[None, Upkeep]]:
-    """Keeps the chunk KV that is there in step with the documents; computes none."""
-    table = open_table(kb.folder)
-    try:
-        yield None, Upkeep(kb, table)
-    finally:
-        if table is not None:
-            table.close()
-
-
-def remove_with_kv(kb: KnowledgeBase, ids: Sequence[DocumentId]) -> Written:
-    """Remove documents and their chunk KV where no store is open."""
-    with upkeep_without_model(kb) as (_, upkeep):
-        return remove_documents(kb, ids, upkeep)
 
 
 class Library:
@@ -297,9 +187,19 @@ class Library:
         exact = exact_request(prompt, sampling, eos_ids, use_tree=use_tree)
         return replace(exact, fused=part)
 
+    def has_kv(self, chunks: Sequence[tuple[int, ...]]) -> bool:
+        """Whether some tier has KV of one of these chunks."""
+        encoder = self.encoder
+        keys = [key(ids) for ids in chunks for key in (encoder.key, encoder.exact_key)]
+        return any(peek.residency is not Residency.ABSENT for peek in self.store.peek(keys))
+
+    def is_behind(self, prompt: Prompt) -> bool:
+        """Whether a prompt has the preamble that stored chunk KV was computed behind."""
+        return self.encoder.preamble_ids == prompt.preamble
+
     def check_preamble(self, prompt: Prompt) -> None:
         """Refuse a prompt behind another preamble than that of the stored chunk KV."""
-        if self.encoder.preamble_ids != prompt.preamble:
+        if not self.is_behind(prompt):
             raise RequestError(
                 "stored chunk KV belongs to the system prompt it was computed behind; "
                 "ask without another one, or with reuse='full'"

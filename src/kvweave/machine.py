@@ -3,7 +3,7 @@
     <home>/profiles/machine-<decoder>-<device>.json
 
 Measured the first time somebody asks for `reuse="auto"`, in seconds; every answer moves it. Part of
-the composition root: only `planning.py` uses it.
+the composition root: only `planning.py` and `ways.py` use it.
 """
 
 import logging
@@ -61,21 +61,31 @@ def device_words(decoder: Decoder) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
+def find_machine(decoder: Decoder) -> MachineProfile | None:
+    """The saved profile of this decoder on this machine; None: there is none that can be used."""
+    path = profile_path(decoder)
+    if not path.is_file():
+        return None
+    try:
+        found = load_profile(path)
+    except ConfigError as error:
+        log.warning("%s", error)
+        return None
+    if found.version != VERSION:
+        log.info("%s is of an earlier version", path)
+        return None
+    if (found.model, found.num_layers) != (decoder.revision, decoder.spec.num_layers):
+        log.warning("%s is of another model", path)
+        return None
+    return found
+
+
 def open_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> MachineProfile:
     """The saved profile, or a new one. Runs the decoder: call it on the thread that owns it."""
+    found = find_machine(decoder)
+    if found is not None:
+        return found
     path = profile_path(decoder)
-    if path.is_file():
-        try:
-            found = load_profile(path)
-        except ConfigError as error:
-            log.warning("%s", error)
-        else:
-            if found.version != VERSION:
-                log.info("%s is of an earlier version; measured anew", path)
-            elif (found.model, found.num_layers) == (decoder.revision, decoder.spec.num_layers):
-                return found
-            else:
-                log.warning("%s is of another model; measured anew", path)
     say("measuring this machine for reuse 'auto', once …")
     started_s = time.perf_counter()
     profile = measure(decoder, codec)

@@ -3,7 +3,7 @@
     look  →  plan  →  carry out  →  observe
 
 Plans are made on the engine's thread, from its knowledge tree as it is when a request begins. Part
-of the composition root: only `app.py` uses it.
+of the composition root: only `ways.py` uses it.
 """
 
 import threading
@@ -93,6 +93,7 @@ class Planning:
         self._facts = facts
         self._path = profile_path(decoder)
         self.machine = open_machine(decoder, encoder.context.codec, say)
+        engine.price(self.machine.prefill.at)
         self._peek = StoredChunkPeek(encoder, library.store)
         table = None
         if profile is not None:

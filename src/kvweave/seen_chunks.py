@@ -4,7 +4,7 @@ A document handed over with a question was never ingested. The second time it is
 is computed once more, by itself, and stored under its content: from then on it is found in any
 order and company. One copy per unique chunk, whoever brought it first; the store is the book.
 
-Part of the composition root: only `app.py` and `planning.py` use it.
+Part of the composition root: only `replying.py`, `ways.py` and `planning.py` use it.
 """
 
 import logging
@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
+from kvweave.answering import Answers
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.plan.ordering import PROMOTION, AccessTable
@@ -20,6 +21,7 @@ from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
 
+ALONE_WAIT_S = 30.0  # encoding waits so long for a moment without an answer
 CLOSE_WAIT_S = 10.0  # more than a chunk takes
 MAX_WAITING = 64  # chunks to be encoded; more are left for the next time they are seen
 RunAlone = Callable[[Callable[[], None]], None]  # runs it when no answer needs the decoder
@@ -117,3 +119,16 @@ class SeenChunks:
                 with self._idle:
                     self._waiting.discard(chunk.id)
                     self._idle.notify_all()
+
+
+def watch(
+    encoder: ChunkEncoder, max_context: int, answers: Answers, promotion: int
+) -> SeenChunks | None:
+    """Encodes when no answer needs the decoder, or has needed it for long. None: `promotion` is 0,
+    and nothing of a request is to be kept."""
+
+    def when_quiet(work: Callable[[], None]) -> None:
+        answers.wait_for_none(ALONE_WAIT_S)
+        work()
+
+    return SeenChunks(encoder, max_context, when_quiet, promotion) if promotion else None

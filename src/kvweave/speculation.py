@@ -3,7 +3,8 @@
     embed ─► search, stage by stage ─► way of the last list ─► tokens
                   └► plan/retrieval.py guesses on the way, the engine computes and holds back
 
-Part of the composition root: only `app.py` uses it. Any thread; each request searches on its own.
+Part of the composition root: only `replying.py` uses it. Any thread; each request searches on its
+own.
 """
 
 import threading

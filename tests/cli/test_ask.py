@@ -133,6 +133,11 @@ def test_a_folder_is_not_a_file(run: Run, tmp_path: Path) -> None:
         (["q", "--model", "org/no-such"], "the model hub cannot be reached"),
         (["q", "--model", "no/such/folder"], "no model 'no/such/folder'"),
         (["q", "--model", "missing.gguf"], "missing.gguf does not exist"),
+        (
+            ["q", "--ratio", "0.2"],
+            "--ratio takes the stored chunk KV of a knowledge base; add --kb",
+        ),
+        (["q", "--reuse", "weave"], "--reuse takes the stored chunk KV of a knowledge base"),
         (["q", "--no-such-option"], "--no-such-option"),
         ([], "Missing argument 'QUESTION'. Try: kvweave ask --help"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,6 +184,29 @@ def test_reuse_of_nothing_is_said(world: World, reuse: str) -> None:
     assert world.ask("--reuse", reuse, "--json").err == said + "\n"
 
 
+def test_left_open_ask_reuses_where_that_is_known_to_be_good_and_says_why_not(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    world.stored("--encoding", "isolated")
+
+    def explained(*options: str) -> dict[str, Any]:
+        ran = world.ask("--json", *options)
+        assert ran.code == 0, ran.err
+        return dict(json.loads(ran.out)["explain"])
+
+    first = explained()
+    assert first["strategy"] == "full"
+    assert "never measured" in first["why"]
+    assert f"by default: {first['why']}" in world.ask("--explain").err
+    assert explained("--ratio", "0.3")["strategy"] == "weave"
+    assert "plan" not in explained()
+    assert "plan" in explained("--reuse", "auto")
+    known = explained()
+    assert "plan" in known, "measured by now"
+    assert known["why"] is None
+
+
 def test_kv_of_another_dtype_is_said_with_the_command_that_stores_it(world: World) -> None:
     world.stored("--encoding", "isolated")
     ran = world.ask("--reuse", "reuse", "--dtype", "bfloat16")
@@ -213,7 +237,7 @@ def test_chunk_kv_that_could_not_be_saved_is_said(
         disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
         return KVStore(StoreConfig(tiers=(HostTierConfig(), disk)))
 
-    monkeypatch.setattr("kvweave.library.open_store", broken_store)
+    monkeypatch.setattr("kvweave.encoders.open_store", broken_store)
     ran = world.stored("--encoding", "isolated", "--json")
     chunk_kv = json.loads(ran.out)["chunk_kv"]
     assert (chunk_kv["saved"], chunk_kv["dropped"]) == (0, 2)
@@ -228,7 +252,7 @@ def test_chunk_kv_in_memory_alone_is_not_saved(
 ) -> None:
     (tmp_path / "file").touch()
     tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
-    monkeypatch.setattr("kvweave.library.open_store", lambda _: KVStore(StoreConfig(tiers=tiers)))
+    monkeypatch.setattr("kvweave.encoders.open_store", lambda _: KVStore(StoreConfig(tiers=tiers)))
     ran = world.stored("--encoding", "isolated")
     assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
 

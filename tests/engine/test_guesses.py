@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engineworld import SMALL, alone, ids, plain, tokens, with_chunks
-from kvweave.engine.config import EngineConfig, with_guess_rows
+from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
 from kvweave.engine.scheduler import Scheduler, Seq
 from kvweave.errors import ConfigError
@@ -62,14 +62,22 @@ def test_a_guess_comes_behind_who_arrived_later() -> None:
 
 
 def test_the_rows_of_a_guess_follow_the_device() -> None:
-    cpu = with_guess_rows(EngineConfig(), torch.device("cpu")).guess_rows
-    cuda = with_guess_rows(EngineConfig(), torch.device("cuda")).guess_rows
+    cpu = for_device(EngineConfig(), torch.device("cpu")).guess_rows
+    cuda = for_device(EngineConfig(), torch.device("cuda")).guess_rows
     assert cpu is not None
     assert cuda is not None
     assert cpu < cuda
-    assert with_guess_rows(CFG, torch.device("cuda")).guess_rows == CFG.guess_rows
+    assert for_device(CFG, torch.device("cuda")).guess_rows == CFG.guess_rows
     with pytest.raises(ConfigError, match="guess_rows must be at least 1"):
         EngineConfig(guess_rows=0)
+
+
+def test_pages_follow_the_device_unless_they_are_given() -> None:
+    sizes = [for_device(EngineConfig(), torch.device(d)).page_tokens for d in ("cpu", "cuda")]
+    assert sizes == [32, 64]
+    assert for_device(CFG, torch.device("cuda")).page_tokens == CFG.page_tokens
+    with pytest.raises(ConfigError, match="at least one page"):
+        EngineConfig(page_tokens=64, pool_tokens=32)
 
 
 def test_prompts_that_wait_are_pending_and_those_that_were_cancelled_are_not(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.encoders import key_context
 from kvweave.errors import ConfigError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.contexts import filler_ids
@@ -12,7 +13,6 @@ from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.room import check_room
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
-from kvweave.library import key_context
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.tokenizer import Tokenizer

@@ -46,6 +46,24 @@ def test_of_two_nodes_equal_but_for_cost_the_cheaper_leaves() -> None:
     assert set(world.where()) == {("a",), ("c",)}
 
 
+def test_of_two_nodes_the_one_that_is_cheaper_by_the_new_price_leaves() -> None:
+    world = make_pair()
+    world.tree.price(lambda cached, new: new * new)  # now a long prefill is dearer per token
+    world.ask("a", question=1)
+    world.ask("b", question=500)
+    world.ask("c")
+    assert set(world.where()) == {("b",), ("c",)}
+
+
+def test_a_new_price_counts_in_the_units_of_before() -> None:
+    world = make_pair()
+    world.ask("a", question=1)
+    world.tree.price(lambda cached, new: 1e6 * cost_s(cached, new))
+    world.ask("b", question=500)
+    world.ask("c")
+    assert set(world.where()) == {("a",), ("c",)}, "as if nothing had changed"
+
+
 def test_lru_on_the_same_tree_forgets_the_oldest() -> None:
     world = make_pair("lru")
     for name in "aabc":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -82,6 +83,41 @@ def test_a_tenant_sees_its_own_knowledge_bases_alone(guarded: str) -> None:
     assert httpx.post(chat, json=body, headers=bearer("sk-acme-2")).status_code == 200
     assert httpx.post(chat, json=body, headers=bearer("sk-other")).status_code == 404
     assert httpx.get(f"{url}/notes/documents", headers=bearer("sk-nobody")).status_code == 404
+
+
+def test_the_same_text_under_two_tenants_is_computed_for_each(guarded: str) -> None:
+    """One engine computes for both; neither its knowledge tree nor a store tells them apart less
+    than two servers would."""
+    note = {"title": "Secret", "text": "The merger with Umbra closes on the ninth of May."}
+    for key in ("sk-acme-1", "sk-other"):
+        url = f"{guarded}/v1/kb/same/documents"
+        assert httpx.post(url, json=note, headers=bearer(key), timeout=60).status_code == 200
+    other = {"title": "Else", "text": "Whales sing."}
+    url = f"{guarded}/v1/kb/else/documents"
+    assert httpx.post(url, json=other, headers=bearer("sk-other"), timeout=60).status_code == 200
+
+    def explained(key: str, kb: str, reuse: str, documents: object = None) -> dict[str, Any]:
+        body = {"messages": user("merger?"), "max_tokens": 2, "kb": kb, "reuse": reuse}
+        body |= {"explain": True, "documents": documents}
+        url = f"{guarded}/v1/chat/completions"
+        reply = httpx.post(url, json=body, headers=bearer(key), timeout=60)
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json()["explain"])
+
+    def exact(key: str) -> int:
+        return int(explained(key, "same", "prefix")["tokens"]["exact"])
+
+    assert exact("sk-acme-1") == 0
+    mine = exact("sk-acme-2")
+    assert mine > len(note["text"].split()), "the tree has the tenant's own chunk"
+    assert exact("sk-other") == 0, "not even the preamble"
+    assert exact("sk-other") == mine
+
+    def whys(key: str, kb: str) -> list[str | None]:
+        return [chunk["why"] for chunk in explained(key, kb, "reuse", [note])["chunks"]]
+
+    assert whys("sk-acme-1", "same") == whys("sk-other", "same") == [None]
+    assert whys("sk-other", "else") == ["absent"], "stored by others, and elsewhere"
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path) -> None:

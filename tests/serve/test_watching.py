@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from kvweave.serve.limits import Limits
 from kvweave.serve.logs import HumanLines, JsonLines
 from kvweave.serve.scraping import engine_metrics
 from kvweave.serve.server import Server
-from serving import GatedDecoder, Shelf, make_weave, raw_request, user, wait_for_health
+from serving import GatedDecoder, Shelf, make_weave, raw_request, serving, user, wait_for_health
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}
 
@@ -65,6 +66,48 @@ def test_an_answer_shows_in_the_metrics(shelf: Shelf) -> None:
     assert after["kvweave_kv_saves_total{kb=watched,tenant=,tier=disk}"] == 1
     assert after["kvweave_running"] == after["kvweave_waiting"] == 0
     assert after["kvweave_kv_pinned"] == 0
+
+
+def test_the_engine_shows_in_the_metrics_what_it_did_for_every_knowledge_base(shelf: Shelf) -> None:
+    httpx.post(f"{shelf.url}/v1/kb/engined/documents", json=NOTE, timeout=60)
+    over = shelf.libraries.get("", "engined")
+    assert over.engine is shelf.weave.engine
+    before = scrape(shelf.url)
+    told: Counter[str] = Counter()
+    made = 0
+    for reuse in ("reuse", "prefix", "prefix"):
+        body = {"messages": user("drain?"), "max_tokens": 3, "kb": "engined", "explain": True}
+        body["reuse"] = reuse
+        reply = httpx.post(f"{shelf.url}/v1/chat/completions", json=body, timeout=60).json()
+        told.update(reply["explain"]["tokens"])
+        made += reply["usage"]["completion_tokens"]
+    after = scrape(shelf.url)
+
+    def grew(name: str) -> float:
+        return after[f"kvweave_engine_{name}"] - before[f"kvweave_engine_{name}"]
+
+    assert {source: grew(f"tokens_{source}") for source in told} == told
+    assert told["exact"] > 0
+    assert grew("tokens_answered") == made
+    assert grew("requests_finished") == 3
+    assert after["kvweave_engine_pages_used"] > 0, "the knowledge tree keeps what was exact"
+    assert after["kvweave_engine_pages_free"] > 0
+    for name in ("waiting", "running", "parked"):
+        assert after[f"kvweave_engine_{name}"] == 0
+    for name in ("preemptions", "speculation_saved_tokens", "speculation_wasted_tokens"):
+        assert f"kvweave_engine_{name}" in after, "there before it happens"
+
+
+def test_a_closed_engine_is_a_503_and_no_fault_of_the_request(chat_model_folder: Path) -> None:
+    weave = make_weave(chat_model_folder)
+    with serving(weave) as url:
+        weave.close()
+        body = {"messages": user("hello"), "max_tokens": 3}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert reply.status_code == 503
+        assert reply.headers["Retry-After"]
+        assert "was closed" in reply.json()["error"]["message"]
+        assert httpx.get(f"{url}/metrics").status_code == 200
 
 
 def test_a_chunk_without_stored_kv_is_a_degradation_with_its_reason(shelf: Shelf) -> None:

@@ -40,11 +40,10 @@ LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it
 @click.option("--chunks", "k", type=click.IntRange(1, 100), default=5, help="How many to take (5).")
 @click.option(
     "--reuse",
-    default="full",
     metavar="STRATEGY",
-    help="full, auto, prefix, reuse, weave, qcfuse, … (full). All but full want ingest --kv.",
+    help="full, auto, prefix, reuse, weave, qcfuse, … (auto where KV is stored, else full).",
 )
-@click.option("--ratio", type=float, help="Share of reused tokens to recompute (the strategy's).")
+@click.option("--ratio", type=float, help="Share of reused tokens to recompute; implies weave.")
 @planning_options
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
@@ -63,7 +62,7 @@ def command(
     files: tuple[str, ...],
     kb_folder: Path | None,
     k: int,
-    reuse: str,
+    reuse: str | None,
     ratio: float | None,
     bound: float,
     order: str,
@@ -82,16 +81,7 @@ def command(
         raise RequestError("the question is empty; ask something")
     if files and kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
-    if reuse != "full" and kb_folder is None:
-        raise RequestError("--reuse takes the stored chunk KV of a knowledge base; add --kb DIR")
-    from kvweave.app import REUSES
-
-    if reuse not in REUSES:
-        raise RequestError(f"--reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
-    if reuse == "auto" and ratio is not None:
-        raise RequestError("--reuse auto chooses the ratio itself; leave --ratio out")
-    if ratio is not None and not 0.0 <= ratio <= 1.0:
-        raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
+    _check_reuse(reuse, ratio, kb_folder)
     if kb_folder is not None:
         check_knowledge_base(kb_folder)
     documents = [read_document(name) for name in files]
@@ -136,6 +126,20 @@ def command(
         click.echo(missing, err=True)
     if stats:
         click.echo(click.style(_stats(answer), dim=True), err=True)
+
+
+def _check_reuse(reuse: str | None, ratio: float | None, kb_folder: Path | None) -> None:
+    from kvweave.app import REUSES
+
+    if kb_folder is None and (ratio is not None or reuse not in (None, "full")):
+        name = "--ratio" if reuse in (None, "full") else "--reuse"
+        raise RequestError(f"{name} takes the stored chunk KV of a knowledge base; add --kb DIR")
+    if reuse is not None and reuse not in REUSES:
+        raise RequestError(f"--reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
+    if reuse == "auto" and ratio is not None:
+        raise RequestError("--reuse auto chooses the ratio itself; leave --ratio out")
+    if ratio is not None and not 0.0 <= ratio <= 1.0:
+        raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
 
 
 def read_document(name: str) -> "Document":

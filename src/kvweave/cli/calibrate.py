@@ -267,8 +267,8 @@ def _settings(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -
 
 def _encoding_of(kb_folder: Path | None) -> str:
     """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
+    from kvweave.encoders import KV_FOLDER
     from kvweave.fuse.preparation import DEFAULT_ENCODING, read_preparation
-    from kvweave.library import KV_FOLDER
 
     found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)
     if found is None:

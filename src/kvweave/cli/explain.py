@@ -18,7 +18,8 @@ def show(record: "FuseRecord", pieces: Sequence[str], *, colour: bool) -> str:
 
     `pieces` is the text of each token.
     """
-    lines = [_legend(record, colour), ""]
+    why = [] if record.why is None else [f"nothing is reused by default: {record.why}"]
+    lines = [_legend(record, colour), *why, ""]
     text = []
     for state, start, end in record.runs():
         part = "".join(pieces[start:end])
@@ -37,6 +38,7 @@ def as_document(record: "FuseRecord") -> dict[str, Any]:
     return {
         "strategy": record.strategy,
         "ratio": record.ratio,
+        "why": record.why,
         "encoding": record.encoding,
         "tokens": record.counts,
         "work": round(record.work, 4),

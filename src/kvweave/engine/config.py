@@ -7,9 +7,12 @@ import torch
 
 from kvweave.errors import ConfigError
 from kvweave.model.decoder import Decoder
+from kvweave.model.paged_kv import KVPool
 
+PAGE_TOKENS = {"cpu": 32}
+DEVICE_PAGE_TOKENS = 64  # of everything that is no CPU
 GUESS_ROWS = {"cpu": 128}
-DEVICE_GUESS_ROWS = 512  # of everything that is no CPU
+DEVICE_GUESS_ROWS = 512
 MEMORY_SHARE = 0.25  # of the memory that is there, for the pool
 MOST_POOL_TOKENS = 1 << 17  # more than this helps nobody on one device of today's size
 
@@ -18,7 +21,7 @@ MOST_POOL_TOKENS = 1 << 17  # more than this helps nobody on one device of today
 class EngineConfig:
     """How much the engine takes on at once."""
 
-    page_tokens: int = 32  # of one page; a tile of the GPU kernel, and fine-grained enough to share
+    page_tokens: int | None = None  # of one page; None: what the device likes
     pool_tokens: int | None = None  # room for KV of all sequences; None: a quarter of the memory
     max_running: int = 32  # sequences that are computed at once
     step_rows: int = 256  # rows of one step while somebody decodes: bounds the gap between tokens
@@ -35,26 +38,43 @@ class EngineConfig:
                 raise ConfigError(f"EngineConfig.{name} must be at least 1")
         if not 0.0 <= self.tree_share <= 1.0:
             raise ConfigError("EngineConfig.tree_share must lie in [0, 1]")
-        if self.pool_tokens is not None and self.pool_tokens < self.page_tokens:
-            raise ConfigError("EngineConfig.pool_tokens must hold at least one page")
+        _check_room(self.pool_tokens, self.page_tokens or 1)
 
 
-def with_guess_rows(cfg: EngineConfig, device: torch.device) -> EngineConfig:
-    """A guess that turns out wrong ends between two steps, so its steps should be short: as short
-    as the device computes without waste (128 rows on a CPU, where 64 take half as long again)."""
-    if cfg.guess_rows is not None:
-        return cfg
-    return replace(cfg, guess_rows=GUESS_ROWS.get(device.type, DEVICE_GUESS_ROWS))
+def for_device(cfg: EngineConfig, device: torch.device) -> EngineConfig:
+    """What was left open, as the device likes it.
+
+    Pages: a GPU reads those of 64 tokens within 5 % of dense KV and those of 32 up to 8 % slower
+    (docs/gpu.md); a CPU has small ones, of which less is copied. Guesses: one that turns out wrong
+    ends between two steps, so its steps should be as short as the device computes without waste
+    (128 rows on a CPU, where 64 take half as long again).
+    """
+    rows = cfg.guess_rows or GUESS_ROWS.get(device.type, DEVICE_GUESS_ROWS)
+    page = cfg.page_tokens or PAGE_TOKENS.get(device.type, DEVICE_PAGE_TOKENS)
+    return replace(cfg, guess_rows=rows, page_tokens=page)
 
 
-def num_pages(cfg: EngineConfig, decoder: Decoder) -> int:
-    """Pages of the pool: as configured, or what memory allows."""
+def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
+    """Room for KV: as configured, or what memory allows. `cfg` as `for_device` gives it."""
+    page_tokens = cfg.page_tokens
+    assert page_tokens is not None, "a config for a device says how large pages are"
+    pages = _num_pages(cfg, page_tokens, decoder)
+    return KVPool(decoder.spec, pages, page_tokens, decoder.dtype, decoder.device)
+
+
+def _num_pages(cfg: EngineConfig, page_tokens: int, decoder: Decoder) -> int:
     if cfg.pool_tokens is not None:
-        return cfg.pool_tokens // cfg.page_tokens
+        _check_room(cfg.pool_tokens, page_tokens)
+        return cfg.pool_tokens // page_tokens
     spec = decoder.spec
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * decoder.dtype.itemsize
     tokens = int(_memory_bytes(decoder.device) * MEMORY_SHARE) // token_bytes
-    return max(1, min(tokens, MOST_POOL_TOKENS) // cfg.page_tokens)
+    return max(1, min(tokens, MOST_POOL_TOKENS) // page_tokens)
+
+
+def _check_room(pool_tokens: int | None, page_tokens: int) -> None:
+    if pool_tokens is not None and pool_tokens < page_tokens:
+        raise ConfigError("EngineConfig.pool_tokens must hold at least one page")
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -10,6 +10,16 @@ from kvweave.fuse.request import State
 
 NOT_IN_TREE = "not in the knowledge tree"
 NOT_ASKED_FOR = "not asked for"
+# All that is counted, so that what has not happened yet reads 0 and is not missing.
+NAMES = (
+    *(f"tokens_{state}" for state in State),
+    "tokens_answered",
+    *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
+    "speculation_right",
+    "speculation_wrong",
+    "speculation_saved_tokens",
+    "speculation_wasted_tokens",
+)
 
 
 def exact_record(live: Live) -> FuseRecord:
@@ -41,7 +51,7 @@ class Counts:
     """Running numbers. Written on the engine thread, read on any."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
 
     def add(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount

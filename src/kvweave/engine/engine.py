@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from kvweave.engine.config import EngineConfig, num_pages, with_guess_rows
+from kvweave.engine.config import EngineConfig, for_device, make_pool
 from kvweave.engine.desk import Desk
 from kvweave.engine.live import Live
 from kvweave.engine.loading import Loading
@@ -30,7 +30,6 @@ from kvweave.errors import EngineClosed
 from kvweave.fuse.encode import Prefix
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool
 from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
@@ -51,12 +50,11 @@ class Engine:
         *,
         cost_s: Cost = guessed_cost_s,
     ) -> None:
-        """`cost_s` is the measured time of a prefill: it prices what the knowledge tree keeps."""
-        self.cfg = with_guess_rows(cfg or EngineConfig(), decoder.device)
+        """`cost_s` is the time of a prefill, by which the knowledge tree prices what it keeps:
+        `price` brings a measured one."""
+        self.cfg = for_device(cfg or EngineConfig(), decoder.device)
         self._decoder = decoder
-        pages = num_pages(self.cfg, decoder)
-        pool = KVPool(decoder.spec, pages, self.cfg.page_tokens, decoder.dtype, decoder.device)
-        self._placing = Placing(self.cfg, pool, cost_s)
+        self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s)
         self._scheduler: Scheduler[Live] = Scheduler(
             self.cfg,
             self._placing.lengths,
@@ -100,6 +98,10 @@ class Engine:
     def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
         """Keep a preamble's exact KV in the tree for good. On the engine thread. False: no room."""
         return self._placing.prefixes.pin(namespace, preamble)
+
+    def price(self, cost_s: Cost) -> None:
+        """From now on the tree prices what it keeps by `cost_s`. On the engine thread."""
+        self.tree.price(cost_s)
 
     def run_alone(self, job: Callable[[], T]) -> T:
         """Run a job on the engine thread, between two steps; wait for it and give its result."""

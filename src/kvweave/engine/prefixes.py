@@ -106,13 +106,13 @@ class Prefixes:
     ) -> None:
         self._pool = pool
         self._pages = pages
-        self._page_tokens = cfg.page_tokens
+        self._page_tokens = pool.page_tokens
         device_bytes = int(cfg.tree_share * pool.num_pages) * pool.page_bytes
         host_tokens = cfg.host_tokens
         if host_tokens is None:
             on_cpu = pool.keys.device.type == "cpu"
-            host_tokens = 0 if on_cpu else HOST_SHARE * pool.num_pages * cfg.page_tokens
-        host_bytes = host_tokens * pool.page_bytes // cfg.page_tokens
+            host_tokens = 0 if on_cpu else HOST_SHARE * pool.num_pages * pool.page_tokens
+        host_bytes = host_tokens * pool.page_bytes // pool.page_tokens
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
         self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)

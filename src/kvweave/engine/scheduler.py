@@ -64,7 +64,9 @@ class Scheduler(Generic[S]):
         grow: Callable[[S, int], bool],
         retire: Callable[[S], None],
     ) -> None:
+        assert cfg.page_tokens is not None, "a config for a device says how large pages are"
         self._cfg = cfg
+        self._page_tokens = cfg.page_tokens
         self._admit = admit
         self._grow = grow
         self._retire = retire
@@ -147,7 +149,7 @@ class Scheduler(Generic[S]):
 
     def _make_room(self, seq: S, num_tokens: int, works: dict[S, int]) -> bool:
         """Pages for so many tokens of a running sequence; others may have to leave for it."""
-        missing = -(-num_tokens // self._cfg.page_tokens) - seq.pages
+        missing = -(-num_tokens // self._page_tokens) - seq.pages
         while missing > 0 and not self._grow(seq, missing):
             # speculation goes first, then who came last; perhaps that is the sequence itself
             victim = max(self.running, key=lambda other: (other.held, other.arrival))

@@ -47,6 +47,7 @@ class FuseRecord:
     loaded_bytes: dict[str, int]  # by tier
     stages: Stages
     arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
+    why: str | None = None  # why nothing was reused, where the caller left that open
 
     @property
     def counts(self) -> dict[str, int]:

@@ -70,7 +70,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, NoSuchKnowledgeBase):
         return ApiError(404, str(error), code="not_found")
-    if isinstance(error, EngineClosed):
+    if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may
         return ApiError(503, str(error), headers={"Retry-After": "5"})
     log.error("a request failed", exc_info=error)
     if isinstance(error, KVWeaveError):

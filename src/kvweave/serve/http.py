@@ -50,7 +50,7 @@ def build_http(
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
     bridge, chores = Bridge(limits, metrics), Chores(limits)
     context = Context(weave, libraries, limits, bridge, chores, metrics)
-    metrics.watch(Live(bridge.counts, libraries, getattr(weave, "engine", None)))
+    metrics.watch(Live(bridge.counts, libraries, weave.engine))
 
     @asynccontextmanager
     async def lifespan(http: FastAPI) -> AsyncIterator[None]:

@@ -2,7 +2,7 @@
 
 answers      time to the first token, between tokens, in the queue; outcomes; tokens by source
 stores       bytes, hits, misses, evictions of every tier of every open knowledge base
-the engine   whatever `engine.stats()` says, where the Weave has an engine
+the engine   whatever `engine.stats()` says
 """
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest

@@ -2,7 +2,7 @@
 
 the bridge   answers running and waiting
 stores       bytes, loads, misses, evictions of every tier of every open knowledge base
-the engine   whatever `engine.stats()` says, where the Weave has an engine
+the engine   whatever `engine.stats()` says; knowledge bases by name share it
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ class Live(Collector):
     """See the module."""
 
     def __init__(
-        self, counts: Callable[[], CountsLike], libraries: Libraries, engine: Engine | None
+        self, counts: Callable[[], CountsLike], libraries: Libraries, engine: Engine
     ) -> None:
         self._counts = counts
         self._libraries = libraries
@@ -46,8 +46,7 @@ class Live(Collector):
         pinned = self._libraries.num_pinned()
         yield GaugeMetricFamily("kvweave_kv_pinned", "Chunk KV that a lease holds", pinned)
         yield from self._stores()
-        if self._engine is not None:
-            yield from engine_metrics(self._engine.stats())
+        yield from engine_metrics(self._engine.stats())
 
     def _stores(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}

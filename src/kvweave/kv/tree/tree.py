@@ -96,6 +96,16 @@ class KnowledgeTree:
         usage = memory.take(key, preamble.num_tokens)
         self.root = Node(preamble.id, preamble.num_tokens, preamble.num_tokens, 0, key, None, usage)
 
+    def price(self, cost_s: Callable[[int, int], float]) -> None:
+        """Price by another `cost_s` from now on. Its 1,024 tokens from nothing count as those did
+        before: what matters is what a prefill costs beside others, and old ranks stay comparable.
+        """
+        measured_s = cost_s(0, 1024)
+        if measured_s <= 0:
+            return
+        scale = self._token_s * 1024 / measured_s
+        self._cost_s = lambda cached, new: scale * cost_s(cached, new)
+
     def match(self, chunk_ids: Sequence[ChunkId]) -> Match:
         """The longest stored prefix. O(depth); changes nothing, counts nothing."""
         node = self.root

@@ -1,0 +1,82 @@
+"""What a caller asks for: a question with everything that goes with it, judged once.
+
+Part of the composition root: `app.py` makes it of keyword arguments, its helpers read it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from kvweave.engine.sampling import Sampling
+from kvweave.errors import RequestError
+from kvweave.fuse.calibration import BOUND as BOUND
+from kvweave.fuse.strategy import NAMES
+from kvweave.plan.ordering import OrderPermission
+from kvweave.prompt import Document
+
+TOP_K = 5  # chunks that are put in front of a question
+AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
+REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+
+
+class PlanOptions(TypedDict, total=False):
+    """Keyword arguments of `Weave.plan`; `Ask` says what each means."""
+
+    documents: Sequence[Document | str] | None
+    system: str | None
+    k: int
+    bound: float
+    order: str
+    conversation_id: str | None
+    history: Sequence[Mapping[str, Any]]
+    tenant: str
+
+
+class AskOptions(PlanOptions, total=False):
+    """Keyword arguments of `Weave.ask` and `Weave.stream`; `Ask` says what each means."""
+
+    sampling: Sampling | None
+    reuse: str | None
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One question. Raises RequestError if it cannot be meant."""
+
+    question: str
+    documents: Sequence[Document | str] | None = None  # None: the nearest chunks there are
+    sampling: Sampling | None = None  # None: the likeliest token each time
+    system: str | None = None  # in place of the Weave's own system prompt
+    k: int = TOP_K  # chunks to take from the knowledge base
+    reuse: str | None = None  # a strategy, or "auto"; None: see `ways.py`
+    ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
+    bound: float = BOUND  # "auto": nats per token that reuse may cost
+    order: str = "keep"  # "auto": "free" lets it move chunks
+    conversation_id: str | None = None  # which conversation the history is of
+    history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
+    tenant: str = ""  # whose conversation it is; "": the Weave's own
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.bound < math.inf:
+            raise RequestError(
+                f"bound {self.bound:g} is no number of nats from 0 on; give one such as 0.02"
+            )
+        if self.order not in list(OrderPermission):
+            known = ", ".join(OrderPermission)
+            raise RequestError(f"order {self.order!r} is unknown; known: {known}")
+        if self.reuse is not None and self.reuse not in REUSES:
+            raise RequestError(f"reuse {self.reuse!r} is unknown; known: {', '.join(REUSES)}")
+        if self.reuse == AUTO and self.ratio is not None:
+            raise RequestError("reuse 'auto' chooses the ratio itself; leave it out")
+        refuse_empty(self.question)
+
+    @property
+    def drawn(self) -> Sampling:
+        return self.sampling or Sampling()
+
+
+def refuse_empty(question: str) -> None:
+    if not question.strip():
+        raise RequestError("the question is empty; ask something")

@@ -1,0 +1,133 @@
+"""What makes chunk KV for a knowledge base: its store, the names of the bytes, the encoder.
+
+Also for ingest without a Weave, which computes chunk KV or keeps what is there in step. Part of the
+composition root: `library.py` and the command line use it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from kvweave.corpus.catalogue import Written
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.neighbours import NeighbourTable
+from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
+from kvweave.fuse.room import check_room
+from kvweave.kv.codec import dtype_name
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.model.locate import locate
+from kvweave.prompt import SYSTEM, split_template
+from kvweave.tokenizer import Tokenizer
+from kvweave.types import DocumentId
+from kvweave.upkeep import KV_FOLDER as KV_FOLDER
+from kvweave.upkeep import Upkeep, neighbours_of, open_table, remove_documents
+
+# 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
+CODEC = "int8"
+
+
+def open_store(folder: Path) -> KVStore:
+    """The chunk KV of the knowledge base in `folder`: host memory over its disk."""
+    return KVStore(StoreConfig(tiers=(HostTierConfig(), DiskTierConfig(folder / KV_FOLDER))))
+
+
+def key_context(
+    decoder: Decoder, tokenizer: Tokenizer, system: str = SYSTEM, tenant_salt: str = ""
+) -> KeyContext:
+    """What this model's chunk KV depends on, besides the chunk."""
+    preamble_ids, _ = split_template(tokenizer, system)
+    return KeyContext(
+        model=decoder.revision,
+        dtype=dtype_name(decoder.dtype),
+        codec=CODEC,
+        tokenizer=tokenizer.fingerprint,
+        preamble_ids=tuple(preamble_ids),
+        rope=repr(decoder.spec.rope),
+        tenant_salt=tenant_salt,
+    )
+
+
+def make_encoder(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    store: KVStore,
+    preparation: Preparation,
+    system: str,
+    kb: KnowledgeBase,
+    table: NeighbourTable | None,
+    tenant_salt: str = "",
+) -> ChunkEncoder:
+    """An encoder for the chunks of `kb` behind `system`. `table` as `open_table` gives it."""
+    _, closing = split_template(tokenizer, system)
+    return ChunkEncoder(
+        decoder,
+        store,
+        key_context(decoder, tokenizer, system, tenant_salt),
+        preparation,
+        Texts.of(tokenizer, preparation, closing),
+        neighbours_of=(
+            None if table is None else neighbours_of(kb, table, preparation.variant.size)
+        ),
+    )
+
+
+class Encoding(NamedTuple):
+    """What ingest needs to make chunk KV and to keep it in step with the documents."""
+
+    encoder: ChunkEncoder
+    upkeep: Upkeep
+
+
+@contextmanager
+def chunk_encoder(
+    kb: KnowledgeBase,
+    model: str,
+    encoding: str | None = None,
+    extras: Sequence[str] | None = None,
+    *,
+    refresh: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    quant: str = "none",
+) -> Iterator[Encoding]:
+    """An encoder for ingest without a Weave: loads the model, closes the store behind it.
+
+    `encoding` and `extras` None are what the knowledge base has.
+    """
+    preparation = choose_preparation(kb.folder / KV_FOLDER, encoding, extras)
+    model_folder = locate(model)
+    decoder = load_decoder(model_folder, device=device, dtype=dtype, quant=quant)
+    with ExitStack() as stack:
+        store = stack.enter_context(open_store(kb.folder))
+        table = open_table(kb.folder, preparation)
+        if table is not None:
+            stack.callback(table.close)
+        tokenizer = Tokenizer(model_folder)
+        encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
+        check_room(encoder, decoder.spec.max_context, kb.settings.chunk_tokens)
+        upkeep = Upkeep(kb, table, store, encoder, encodes=True, refresh=refresh)
+        write_preparation(kb.folder / KV_FOLDER, preparation)
+        yield Encoding(encoder, upkeep)
+
+
+@contextmanager
+def upkeep_without_model(kb: KnowledgeBase) -> Iterator[tuple[None, Upkeep]]:
+    """Keeps the chunk KV that is there in step with the documents; computes none."""
+    table = open_table(kb.folder)
+    try:
+        yield None, Upkeep(kb, table)
+    finally:
+        if table is not None:
+            table.close()
+
+
+def remove_with_kv(kb: KnowledgeBase, ids: Sequence[DocumentId]) -> Written:
+    """Remove documents and their chunk KV where no store is open."""
+    with upkeep_without_model(kb) as (_, upkeep):
+        return remove_documents(kb, ids, upkeep)

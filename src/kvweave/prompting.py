@@ -1,0 +1,72 @@
+"""From a question to its prompt: which chunks, behind which history, in which words.
+
+Part of the composition root: only `replying.py` uses it. Any thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvweave.ask import Ask, refuse_empty
+from kvweave.conversations import Conversations, Talk
+from kvweave.prompt import Document, Prompt, build_prompt, chunk_text, lay_out, past_messages
+from kvweave.tokenizer import Tokenizer
+from kvweave.types import Hit
+
+Find = Callable[[str, int], list[Hit]]  # the chunks nearest to a question, and how many
+
+
+class Prompting:
+    """Lays prompts out for one model and, where one is open, its knowledge base."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, system: str, tenant: str = "", find: Find | None = None
+    ) -> None:
+        """`find` searches the knowledge base; None: there is none."""
+        self._tokenizer = tokenizer
+        self._system = system
+        self._tenant = tenant
+        self._find = find
+        self._conversations = Conversations()
+
+    def talk(self, ask: Ask) -> Talk:
+        """What was said before, with the chunks that stood there."""
+        past = past_messages(ask.history)
+        return self._conversations.talk(self._tenant_of(ask), ask.conversation_id, past)
+
+    def prompt(self, ask: Ask) -> Prompt:
+        """The prompt of a question over its documents, or over what a search finds."""
+        if ask.documents is None and self._find is not None:
+            chunks = [hit.chunk.token_ids for hit in self._find(ask.question, ask.k)]
+        else:
+            chunks = self.given(ask)
+        return self.over(chunks, ask, self.talk(ask))
+
+    def given(self, ask: Ask) -> list[tuple[int, ...]]:
+        """The documents of a request as chunks."""
+        texts = _documents(ask.documents or ())
+        return [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+
+    def over(self, chunks: Sequence[tuple[int, ...]], ask: Ask, talk: Talk) -> Prompt:
+        """The question behind its history and the chunks that the history does not hold."""
+        held = talk.held(chunks)
+        new = [ids for ids in chunks if ids not in held]
+        system = self._words(ask.system)
+        prompt = lay_out(self._tokenizer, ask.question, new, system, talk.messages)
+        return replace(prompt, left_out=tuple(held), tenant=self._tenant_of(ask))
+
+    def build(
+        self, question: str, documents: Sequence[Document | str], system: str | None
+    ) -> Prompt:
+        """The prompt of a question over documents, without a history."""
+        refuse_empty(question)
+        return build_prompt(self._tokenizer, question, _documents(documents), self._words(system))
+
+    def _words(self, system: str | None) -> str:
+        return self._system if system is None else system
+
+    def _tenant_of(self, ask: Ask) -> str:
+        return ask.tenant or self._tenant
+
+
+def _documents(documents: Sequence[Document | str]) -> list[Document]:
+    return [Document(d) if isinstance(d, str) else d for d in documents]

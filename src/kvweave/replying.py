@@ -1,0 +1,123 @@
+"""From a question to the answer in the making: everything in between, wired for one Weave.
+
+    ask ─► prompting ─► ways ─► asking ─► engine
+              └── speculation, where a search and a prefill go side by side
+
+Part of the composition root: only `app.py` uses it. Any thread.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from kvweave.answering import Answering, Note
+from kvweave.ask import Ask
+from kvweave.asking import Asking, Way, plain_request
+from kvweave.engine.sampling import Sampling
+from kvweave.model.decoder import Decoder
+from kvweave.plan.ordering import PROMOTION
+from kvweave.prompting import Find, Prompting
+from kvweave.tokenizer import Tokenizer
+from kvweave.ways import Ways
+
+if TYPE_CHECKING:
+    from kvweave.library import Library
+    from kvweave.plan.plan import Plan
+    from kvweave.seen_chunks import SeenChunks
+    from kvweave.speculation import Speculation, SpeculationConfig
+
+T = TypeVar("T")
+
+
+class LookUp(Protocol):
+    """Runs a search, perhaps on another thread, and waits for it."""
+
+    def __call__(self, search: Callable[[], T], /) -> T: ...
+
+
+def at_once(search: Callable[[], T], /) -> T:
+    """On the thread that asks."""
+    return search()
+
+
+class Replying:
+    """Answers with one model and, where one is open, its knowledge base."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        asking: Asking,
+        system: str,
+        library: "Library | None" = None,
+        find: Find | None = None,
+        *,
+        speculation: "SpeculationConfig | None" = None,
+        promotion: int = PROMOTION,
+        tenant: str = "",
+        look_up: LookUp = at_once,
+    ) -> None:
+        """`find` searches the library; both or neither are given. `look_up` runs what searches and
+        submits by itself."""
+        self._look_up = look_up
+        self._tokenizer = tokenizer
+        self.asking = asking
+        self.seen: SeenChunks | None = None
+        self._speculation: Speculation | None = None
+        if library is not None:
+            from kvweave import speculation as speculating
+            from kvweave.seen_chunks import watch
+
+            library.encoder.alone = lambda job: asking.engine.run_alone(job)
+            library.forgotten = asking.forget
+            self._speculation = speculating.Speculation(
+                library.kb, asking, decoder.device, speculation
+            )
+            max_context = decoder.spec.max_context
+            self.seen = watch(library.encoder, max_context, asking.answers, promotion)
+        self.ways = Ways(decoder, tokenizer, asking, library, self.seen, tenant)
+        self.prompting = Prompting(tokenizer, system, tenant, find)
+
+    def close(self, *, with_engine: bool) -> None:
+        """Finish storing chunks, keep what was learnt of the machine."""
+        if self.seen is not None:
+            self.seen.close()
+        if with_engine:
+            self.asking.close()
+        self.ways.close()
+
+    def answer(self, ask: Ask, called_s: float) -> Answering:
+        """The answer to a question. Nothing is computed yet, unless a search guessed."""
+        stated, talk = self.ways.stated(ask), self.prompting.talk(ask)
+
+        def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
+            note = Note(on_laid=lambda laid: talk.sent(ask.question, laid.chunks))
+            return self.ways.way(self.prompting.over(chunks, ask, talk), ask, stated, note)
+
+        speculation = self._speculation
+        if ask.documents is None and speculation is not None:
+            way, choices = self._look_up(
+                lambda: speculation.answer(
+                    ask.question, ask.k, lambda hits: way_of([hit.chunk.token_ids for hit in hits])
+                )
+            )
+        else:
+            way = way_of(self.prompting.given(ask))
+            choices = self.asking.choices(way.request, way.on_first)
+        way.note.retrieve_ms = (time.perf_counter() - called_s) * 1e3
+        tokens, note = way.prompt_tokens, way.note
+        return Answering(choices, self._tokenizer, ask.drawn, tokens, called_s, note)
+
+    def plan(self, ask: Ask) -> "Plan":
+        """What "auto" would do for a question."""
+        return self.ways.plan(self.prompting.prompt(ask), ask)
+
+    def plain(
+        self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
+    ) -> Answering:
+        """The answer to a prompt without parts."""
+        sampling = sampling or Sampling()
+        self.asking.check(prompt_ids)
+        request = plain_request(prompt_ids, sampling, self._tokenizer.eos_ids)
+        choices = self.asking.choices(request)
+        return Answering(choices, self._tokenizer, sampling, len(prompt_ids), called_s)
