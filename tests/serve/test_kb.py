@@ -379,7 +379,7 @@ def test_explain_says_what_was_guessed_while_searching(
 ) -> None:
     assert ask(filled.url, kb="cluster", k=1)["explain"]["speculation"] is None
     over = filled.libraries.get("", "cluster")
-    monkeypatch.setattr(over._speculation, "_cfg", SpeculationConfig("on"))
+    monkeypatch.setattr(over._replying._speculation, "_cfg", SpeculationConfig("on"))
     told = ask(filled.url, kb="cluster", k=1)["explain"]["speculation"]
     assert told["stages"] >= 1
     assert told["saved_tokens"] >= 0
