@@ -255,7 +255,7 @@ class World:
             measured["rest"] = answer.ttft_ms - sum(measured[s] for s in STAGES[:-1])
             found = [c.tier for c in answer.explain.chunks if c.tier]
             wanted = "host" if tier == "host" else "disk"
-            if way.strategy not in ("prefix", AUTO) and turn >= 0:
+            if way.strategy not in ("full", "prefix", AUTO) and turn >= 0:
                 assert found == [wanted] * self._chunks, f"chunk KV came from {found}"
         return measured, answer.prompt_tokens
 
