@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
 from kvweave.kernels.attention import Segment
 from kvweave.kernels.column_scores import causal_column_mass, column_scores

@@ -7,7 +7,7 @@ Triton's interpreter: `TRITON_INTERPRET=1 pytest -m gpu` on this file.
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
 from kvweave.kernels.gpu.place import change_rows, place_rows
 from kvweave.kernels.place import changes, place

@@ -7,7 +7,7 @@ slowly, in Triton's interpreter: `TRITON_INTERPRET=1 pytest -m gpu` on this file
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
 from kvweave.fuse.placement import packing_of
 from kvweave.kernels.gpu.shift import shift_rows

@@ -1,12 +1,15 @@
 """Requests that wait for their turn: what the cache serves best goes first (RAGCache).
 
-Bounded, so that nobody starves: at most `window` requests overtake any other. Speculation never
-overtakes anybody. Plain bookkeeping.
+Running a request whose prefix is cached now costs little and keeps that prefix in use; put off, it
+may find it evicted. Matters only when requests really queue. Bounded, so that nobody starves: at
+most `window` requests overtake any other. Speculation never overtakes anybody. Plain bookkeeping.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from kvweave.errors import ConfigError
 
 WINDOW = 32
 
@@ -35,6 +38,8 @@ class WaitingQueue(Generic[T]):
     """
 
     def __init__(self, lengths: Callable[[T], tuple[int, int]], window: int = WINDOW) -> None:
+        if window < 1:
+            raise ConfigError(f"WaitingQueue.window must be at least 1, got {window}")
         self._lengths = lengths
         self._window = window
         self._queue: list[_Waiting[T]] = []
@@ -71,5 +76,9 @@ class WaitingQueue(Generic[T]):
         del self._queue[place]
 
     def _rank(self, request: T) -> tuple[bool, float]:
-        cached, compute = self._lengths(request)
-        return not request.held, cached / max(1, compute)
+        return not request.held, order_priority(*self._lengths(request))
+
+
+def order_priority(cached_tokens: int, compute_tokens: int) -> float:
+    """Cached ÷ to compute; larger first."""
+    return cached_tokens / max(1, compute_tokens)

@@ -1,58 +1,70 @@
 """What the cache serves best goes first, and nobody starves."""
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvweave.engine.waiting import WINDOW, WaitingQueue, order_priority
 from kvweave.errors import ConfigError
-from kvweave.plan.queue_order import WINDOW, RequestQueue, order_priority
-
-Lengths = tuple[int, int]
 
 
-def make_queue(
-    *requests: tuple[str, int, int], window: int = WINDOW
-) -> RequestQueue[tuple[str, int, int]]:
-    queue: RequestQueue[tuple[str, int, int]] = RequestQueue(lambda r: (r[1], r[2]), window)
+class Asked(NamedTuple):
+    name: str
+    cached: int = 0
+    compute: int = 1
+    held: bool = False
+
+
+def make_queue(*requests: tuple[str, int, int], window: int = WINDOW) -> WaitingQueue[Asked]:
+    queue: WaitingQueue[Asked] = WaitingQueue(lambda r: (r.cached, r.compute), window)
     for request in requests:
-        queue.push(request)
+        queue.push(Asked(*request))
     return queue
 
 
+def pop(queue: WaitingQueue[Asked]) -> str:
+    """Let the next one run."""
+    request = queue.best()
+    queue.remove(request)
+    return request.name
+
+
 def test_more_cached_goes_first_and_less_to_compute_goes_first() -> None:
-    assert make_queue(("a", 1, 2), ("b", 2, 2)).pop()[0] == "b"
-    assert make_queue(("a", 2, 2), ("b", 2, 1)).pop()[0] == "b"
+    assert pop(make_queue(("a", 1, 2), ("b", 2, 2))) == "b"
+    assert pop(make_queue(("a", 2, 2), ("b", 2, 1))) == "b"
 
 
 def test_equals_leave_in_order_of_arrival() -> None:
     queue = make_queue(("a", 1, 1), ("b", 1, 1))
-    assert [queue.pop()[0], queue.pop()[0]] == ["a", "b"]
+    assert [pop(queue), pop(queue)] == ["a", "b"]
     with pytest.raises(IndexError):
-        queue.pop()
+        queue.best()
 
 
 def test_priorities_are_read_again_at_every_pop() -> None:
     cached = {"a": 0, "b": 5, "c": 1}
-    queue: RequestQueue[str] = RequestQueue(lambda name: (cached[name], 10))
+    queue: WaitingQueue[Asked] = WaitingQueue(lambda r: (cached[r.name], 10))
     for name in "abc":
-        queue.push(name)
-    assert queue.pop() == "b"
+        queue.push(Asked(name))
+    assert pop(queue) == "b"
     cached["a"] = 9
-    assert queue.pop() == "a"
+    assert pop(queue) == "a"
 
 
 def test_a_request_behind_the_window_is_not_looked_at() -> None:
     queue = make_queue(*[("cold", 0, 1)] * 4, ("hot", 9, 1), window=4)
-    assert queue.pop()[0] == "cold"
-    assert queue.pop()[0] == "hot"
+    assert pop(queue) == "cold"
+    assert pop(queue) == "hot"
 
 
 def test_nobody_is_overtaken_more_often_than_the_window_says() -> None:
     """The worst case: better requests keep arriving."""
     queue = make_queue(("patient", 0, 100))
     for turn in range(WINDOW + 1):
-        queue.push((f"pushy{turn}", 100 + turn, 1))
-        if queue.pop()[0] == "patient":
+        queue.push(Asked(f"pushy{turn}", 100 + turn, 1))
+        if pop(queue) == "patient":
             assert turn == WINDOW
             return
     raise AssertionError("starved")
@@ -61,14 +73,14 @@ def test_nobody_is_overtaken_more_often_than_the_window_says() -> None:
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.booleans()), max_size=80))
 def test_the_bound_holds_for_everyone(arrivals: list[tuple[int, int, bool]]) -> None:
-    queue: RequestQueue[tuple[int, int, int]] = RequestQueue(lambda r: (r[1], r[2]), window=3)
+    queue = make_queue(window=3)
     left: list[int] = []
-    for number, (cached, compute, pop) in enumerate(arrivals):
-        queue.push((number, cached, compute))
-        if pop:
-            left.append(queue.pop()[0])
+    for number, (cached, compute, runs) in enumerate(arrivals):
+        queue.push(Asked(str(number), cached, compute))
+        if runs:
+            left.append(int(pop(queue)))
     while len(queue):
-        left.append(queue.pop()[0])
+        left.append(int(pop(queue)))
     assert sorted(left) == list(range(len(arrivals)))
     for place, number in enumerate(left):
         assert sum(1 for earlier in left[:place] if earlier > number) <= 3
@@ -77,7 +89,7 @@ def test_the_bound_holds_for_everyone(arrivals: list[tuple[int, int, bool]]) -> 
 def test_nothing_to_compute_is_no_division_by_zero() -> None:
     assert order_priority(10, 0) == 10.0
     with pytest.raises(ConfigError, match="window"):
-        RequestQueue(lambda r: (0, 0), window=0)
+        make_queue(window=0)
 
 
 def test_grouping_requests_raises_hits_of_a_cache_of_one() -> None:
@@ -85,12 +97,12 @@ def test_grouping_requests_raises_hits_of_a_cache_of_one() -> None:
 
     def hits(window: int) -> int:
         cached = ""
-        queue: RequestQueue[str] = RequestQueue(lambda d: (int(d == cached), 1), window)
+        queue: WaitingQueue[Asked] = WaitingQueue(lambda r: (int(r.name == cached), 1), window)
         for i in range(30):
-            queue.push("D1" if i % 2 else "D2")
+            queue.push(Asked("D1" if i % 2 else "D2"))
         found = 0
         while len(queue):
-            document = queue.pop()
+            document = pop(queue)
             found += document == cached
             cached = document
         return found
