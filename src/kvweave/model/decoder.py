@@ -208,7 +208,7 @@ class _DenseAccess:
 
     def __init__(self, batch: Sequence[Rows]) -> None:
         self._batch = batch
-        self._kvs = [rows.kv for rows in batch if isinstance(rows.kv, SequenceKV)]
+        self._kvs = [rows.kv for rows in batch if not isinstance(rows.kv, PagedKV)]
         assert len(self._kvs) == len(batch), "a batch has KV of one kind"
         self._scattered: dict[int, Tensor] = {}  # places of rows that are no run, for every layer
 
