@@ -154,6 +154,8 @@ def run_all(args: argparse.Namespace, questions: list[Question]) -> Iterator[dic
             yield got
     for worker in workers:
         worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit("a worker died (see above); --values has what was asked until then")
 
 
 def work(number: int, args: argparse.Namespace, questions: list[Question], queue: Any) -> None:

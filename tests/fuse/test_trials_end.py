@@ -11,7 +11,7 @@ from kvweave.fuse.fuse import fuse
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trials import Trials
-from kvweave.model.decoder import Decoder
+from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
 
 ROOM = 6
@@ -33,6 +33,15 @@ def prefilled(decoder: Decoder) -> tuple[Trials, torch.Tensor]:
         stitched = Stitched(decoder, request, preamble, ComputedChunks([]), kv)
         logits.append(fuse(decoder, request, stitched, kv).logits)
     return trials, torch.stack(logits)
+
+
+def test_a_trial_can_be_prefilled_by_a_plain_forward_pass(decoder: Decoder) -> None:
+    ids = (1, 2, 5, 6, 7, 8, 13, 14, 15)
+    whole = [len(ids) - 1]
+    trial, own = Trials(decoder, 1, len(ids), ROOM).kv(0), decoder.new_kv(len(ids))
+    got = decoder.forward([Rows(ids, range(len(ids)), trial, whole)])
+    assert torch.equal(got, decoder.forward([Rows(ids, range(len(ids)), own, whole)]))
+    assert torch.equal(trial.keys(1), own.keys(1))
 
 
 def test_without_end_tokens_every_answer_has_full_length(

@@ -31,7 +31,7 @@ from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.experts import routed_mlp
 from kvweave.model.paged_kv import PagedKV, PagedPlaces
 from kvweave.model.rope import frequencies
-from kvweave.model.sequence_kv import SequenceKV
+from kvweave.model.sequence_kv import DenseKV, SequenceKV
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import Weights
 
@@ -50,7 +50,7 @@ class Rows:
 
     token_ids: Sequence[int]
     positions: Sequence[int]  # ascending; as many as token_ids
-    kv: SequenceKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
+    kv: DenseKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
     wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
 
 

@@ -6,6 +6,7 @@ length costs one copy per doubling. Owned by whoever runs the sequence; not for 
 
 import math
 import mmap
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from torch import Tensor
 from kvweave.model.spec import ModelSpec
 
 HUGE_BYTES = 8 << 20  # from here on
+
+
+class DenseKV(Protocol):
+    """Keys and values that lie side by side, position p at index p: what rows can be run over."""
+
+    def reserve(self, num_tokens: int) -> None: ...
+    def keys(self, layer: int) -> Tensor: ...
+    def values(self, layer: int) -> Tensor: ...
 
 
 class SequenceKV:
