@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.calibrating import Subject, load_subject, progress_bar
+from kvweave.cli.calibration_choices import (
+    encoding_of,
+    read_asked,
+    settings_for,
+    shares_of,
+    split_list,
+    strategy_names,
+)
 from kvweave.cli.calibration_view import show_layers, show_tables
 from kvweave.cli.loading import model_options
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
     from kvweave.fuse.case import Case
-    from kvweave.fuse.measure import Setting
     from kvweave.qa import Record
 
 STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave"
@@ -101,13 +108,13 @@ def _calibrate(
         raise RequestError("give --qa FILE, or --questions FILE with --kb DIR")
     if (questions_file is None) != (kb_folder is None):
         raise RequestError("--questions are asked of a knowledge base; give --kb DIR with them")
-    shares = _ratios(ratios)
-    names = _names(strategies)
-    variants = [parse_variant(n) for n in _split(encodings or _encoding_of(kb_folder))]
+    shares = shares_of(ratios)
+    names = strategy_names(strategies)
+    variants = [parse_variant(n) for n in split_list(encodings or encoding_of(kb_folder))]
     bound = BOUND if bound is None else bound
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
-    records = _read(qa_file, questions_file)
+    records = read_asked(qa_file, questions_file)
     subject = load_subject(profile_file, **model)
     if qa_file is not None:
         if context_tokens is not None:
@@ -117,7 +124,7 @@ def _calibrate(
         if not records:
             raise CorpusError(f"{qa_file.name} has one passage per question; add --context-tokens")
     records = records[:limit]
-    settings = _settings(subject, names, shares)
+    settings = settings_for(subject, names, shares)
     contexts = [subject.encoding(variant) for variant in variants]
     if kb_folder is not None:
         cases = subject.fitting(_retrieved(subject, kb_folder, records, k))
@@ -217,17 +224,6 @@ def layers_command(
     click.secho(f"written to {path}", dim=True, err=True)
 
 
-def _read(qa_file: Path | None, questions_file: Path | None) -> "list[Record]":
-    from kvweave.qa import read_questions, read_records
-
-    path = qa_file or questions_file
-    assert path is not None, "one of them was given"
-    found = list(read_records(path) if qa_file else read_questions(path))
-    if not found:
-        raise CorpusError(f"{path.name} holds no question")
-    return found
-
-
 def _retrieved(
     subject: Subject, kb_folder: Path, records: "Sequence[Record]", k: int
 ) -> "Iterator[Case]":
@@ -242,69 +238,3 @@ def _retrieved(
             chunks = [hit.chunk.token_ids for hit in kb.search(record.question, k)]
             if len(chunks) > 1:
                 yield case_of_chunks(subject.tokenizer, record, chunks)
-
-
-def _settings(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -> "list[Setting]":
-    """Every strategy at every ratio; plain reuse once, as it recomputes nothing."""
-    from kvweave.fuse.encodings import KVZIP
-    from kvweave.fuse.measure import Setting
-    from kvweave.fuse.strategy import open_strategy
-
-    num_layers = subject.decoder.spec.num_layers
-    facts = subject.profile.facts(num_layers)
-    settings = []
-    for strategy in [open_strategy(name, facts) for name in names]:
-        beyond = set(strategy.needs(num_layers).extras) - {KVZIP}
-        if beyond:
-            raise RequestError(
-                f"calibrate cannot measure {strategy.name!r}: it needs {sorted(beyond)[0]!r} "
-                "beside stored chunk KV; leave it out"
-            )
-        each = [0.0] if strategy.selector is None else ratios
-        settings += [Setting(strategy, ratio) for ratio in each]
-    return settings
-
-
-def _encoding_of(kb_folder: Path | None) -> str:
-    """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
-    from kvweave.encoders import KV_FOLDER
-    from kvweave.fuse.preparation import DEFAULT_ENCODING, read_preparation
-
-    found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)
-    if found is None:
-        return DEFAULT_ENCODING
-    if found.variant.kind == "neighbours":
-        raise ConfigError(
-            f"{kb_folder} is prepared with {found.variant}, which calibrate cannot measure; it "
-            "can say what isolated or filler would cost: give --encodings"
-        )
-    return str(found.variant)
-
-
-def _names(text: str) -> list[str]:
-    from kvweave.fuse.strategy import NAMES
-
-    names = _split(text)
-    for name in names:
-        if name not in NAMES:
-            raise RequestError(f"strategy {name!r} is unknown; known: {', '.join(NAMES)}")
-        if name in ("full", "prefix"):
-            raise RequestError(f"strategy {name!r} is exact; there is nothing to measure")
-    return names
-
-
-def _ratios(text: str) -> list[float]:
-    try:
-        ratios = [float(part) for part in _split(text)]
-    except ValueError:
-        ratios = [-1.0]
-    if not all(0.0 < ratio < 1.0 for ratio in ratios):
-        raise RequestError(f"--ratios {text!r}: give shares between 0 and 1, such as 0.05,0.15")
-    return ratios
-
-
-def _split(text: str) -> list[str]:
-    parts = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not parts:
-        raise RequestError("a list is empty; give names or numbers with commas between them")
-    return parts
