@@ -38,7 +38,7 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
-from ttft_cuda import Size, World, wait
+from ttft_world import Size, World, wait
 
 SPEEDS = (1, 2, 3, 5, 8, 12, 20, 35, 50)  # GB/s
 FAST = 8  # GB/s

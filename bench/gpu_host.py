@@ -25,7 +25,8 @@ from kvweave.fuse.strategy import open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from shapes import SHAPES
-from ttft_cuda import WAYS, Size, World, versions
+from ttft_cuda import WAYS
+from ttft_world import Size, World, versions
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 SHOWN = 12  # functions

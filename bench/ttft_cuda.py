@@ -15,36 +15,27 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from common import finish, result_header
-from kvweave.fuse.anchors import choose_anchors, extra_name, pack_anchors
-from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
 from kvweave.fuse.fuse import fuse
-from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.strategy import open_strategy
 from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.keys import KeyContext, make_chunk_key
-from kvweave.kv.objects import PackedChunk, pack_chunk
+from kvweave.kv.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Rows
-from shapes import SHAPES, eager_seconds, random_decoder
+from shapes import SHAPES, eager_seconds
 from ttft_plan import choices
+from ttft_world import Size, World, versions, wait
 
-CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64
 WAYS = (("reuse", 0.0), ("epic", 0.15), ("fusionrag", 0.15), ("qcfuse", 0.15), ("weave", 0.15))
-
-
-class Size(NamedTuple):
-    name: str
-    chunks: int
 
 
 def main() -> None:
@@ -71,84 +62,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no cell after this long")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("torch", "triton", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-class World:
-    """A model, a long prompt, and its chunk KV."""
-
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self.args, self.device = args, device
-        self.spec = SHAPES[args.shape]
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.decoder = random_decoder(self.spec, device, dtype)
-        self.sizes = [Size(n, int(c)) for n, c in (s.split("=") for s in args.sizes.split(","))]
-        most = max(size.chunks for size in self.sizes)
-        g = torch.Generator().manual_seed(1)
-
-        def ids(count: int) -> tuple[int, ...]:
-            drawn = torch.randint(10, self.spec.vocab_size, (count,), generator=g)
-            return tuple(drawn.tolist())
-
-        self.preamble = encode_prefix(self.decoder, ids(PREAMBLE))
-        self.question = ids(QUESTION)
-        self.chunk_ids = [ids(CHUNK_TOKENS) for _ in range(most)]
-        self.made = []
-        for part in passes([CHUNK_TOKENS] * most, 8192):
-            some = [self.chunk_ids[i] for i in part]
-            self.made += encode_chunks(self.decoder, self.preamble, some)
-        layers = self.spec.num_layers
-        self.critical = (layers * 2 // 5, layers * 2 // 5 + 1, layers // 2)
-        self.facts = ModelFacts(layers, self.critical)
-
-    def config(self) -> dict[str, Any]:
-        token_bytes = 4 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim
-        return {
-            "shape": self.args.shape, "weights": "random, bf16", "chunk_tokens": CHUNK_TOKENS,
-            "preamble": PREAMBLE, "question": QUESTION, "critical_layers": self.critical,
-            "kv_bytes_per_token": token_bytes, "repeats": self.args.repeats,
-            "prompt_tokens": {s.name: self.prompt_tokens(s) for s in self.sizes},
-            "cold": "files synced and dropped from the page cache before each run",
-            "warm": "files in the page cache",
-        }  # fmt: skip
-
-    def prompt_tokens(self, size: Size) -> int:
-        return PREAMBLE + size.chunks * CHUNK_TOKENS + QUESTION
-
-    def prompt(self, size: Size) -> list[int]:
-        chunks = [i for ids in self.chunk_ids[: size.chunks] for i in ids]
-        return [*self.preamble.token_ids, *chunks, *self.question]
-
-    def prompt_chunks(self, size: Size, codec: str) -> list[PromptChunk]:
-        keys = [self.key(codec, ids) for ids in self.chunk_ids[: size.chunks]]
-        return [PromptChunk(i, k, k) for i, k in zip(self.chunk_ids, keys, strict=False)]
-
-    def key(self, codec: str, ids: tuple[int, ...]) -> Any:
-        return make_chunk_key(KeyContext("bench", "bfloat16", codec, "any", (), "any"), ids)
-
-    def packed(self, codec: str) -> list[PackedChunk]:
-        """All chunks, encoded on the device, sealed by several threads. With anchors."""
-        anchors = extra_name("kvzip")
-
-        def pack(i: int) -> PackedChunk:
-            layers = self.made[i]
-            scores = torch.rand(len(layers), CHUNK_TOKENS)
-            extras = {anchors: pack_anchors(choose_anchors(layers, scores))}
-            return pack_chunk(self.key(codec, self.chunk_ids[i]), layers, codec, extras)
-
-        with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(pack, range(len(self.made))))
 
 
 class Runs:
@@ -363,11 +276,6 @@ class Runs:
 
 def stages(load_s: float, select_s: float, compute_s: float) -> dict[str, float]:
     return {"load": load_s * 1e3, "select": select_s * 1e3, "compute": compute_s * 1e3}
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def files(folder: Path) -> Iterator[Path]:
