@@ -167,16 +167,18 @@ class _Recording:
         """Everything that differs from step to step, in one copy."""
         numbers = np.zeros((COLUMNS, self._tables.num_sequences), dtype=np.int32)
         numbers[2] = self._pool.scratch_page * self._pool.page_tokens
-        num_keys, pages = [], []
-        for i, rows in enumerate(batch):
-            kv, position = rows.kv, rows.positions[0]
+        positions = [rows.positions[0] for rows in batch]
+        slots, pages = [], []
+        for rows, position in zip(batch, positions, strict=True):
+            kv = rows.kv
             assert isinstance(kv, PagedKV), "recorded rows live in pages"
             assert kv.pool is self._pool, "recorded rows live in the pool they were recorded over"
             kv.reserve(position + 1)
-            numbers[:, i] = rows.token_ids[0], position, kv.slots([position])[0]
-            num_keys.append(position + 1)
+            slots += kv.slots([position])
             pages.append(self._page_arrays.of(kv))
-        self._tables.update(num_keys, pages, numbers)
+        ids = [rows.token_ids[0] for rows in batch]
+        numbers[:, : len(batch)] = ids, positions, slots
+        self._tables.update([position + 1 for position in positions], pages, numbers)
 
     def _compute(self) -> Played:
         """`Decoder.forward` for one row of every sequence, by the tables on the device."""

@@ -10,6 +10,7 @@ Everything in front of the pages has its fixed place. The pages lie behind each 
 and a piece of work says where those of its sequence begin, so short sequences send little.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -54,13 +55,13 @@ class DecodeTables:
             (pieces, 8),
             (num_sequences, 4),
         )
-        sizes = [-(-int(np.prod(shape)) // ALIGNED) * ALIGNED for shape in self._shapes]
+        sizes = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in self._shapes]
         self._starts = list(accumulate(sizes, initial=0))
         self._room = num_sequences * max_pages  # for pages, of all sequences together
         size = self._starts[-1] + self._room
         self._all = torch.zeros(size, dtype=torch.int32, device=device)
         self.rows, self.limits, self.items, self.merges = (
-            self._all[start : start + int(np.prod(shape))].view(shape)
+            self._all[start : start + math.prod(shape)].view(shape)
             for start, shape in zip(self._starts, self._shapes, strict=False)
         )
         self.pages = self._all[self._starts[-1] :]
@@ -99,7 +100,7 @@ class DecodeTables:
 
 
 def _put(flat: NDArray[np.int32], start: int, shape: tuple[int, ...], part: ArrayLike) -> None:
-    flat[start : start + int(np.prod(shape))].reshape(shape)[:] = part
+    flat[start : start + math.prod(shape)].reshape(shape)[:] = part
 
 
 def attend_decode(
