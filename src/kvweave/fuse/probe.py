@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.captured_probe import recordings_of
+from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Captures, Decoder, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
@@ -93,11 +94,11 @@ def probe(
     positions = torch.arange(start, start + len(rows))  # on the host
     angles = decoder.angles(on_device(positions, decoder.device))
     ids = torch.tensor(request.prompt_ids[rows.start : rows.stop])
-    h = decoder.embed(on_device(ids, decoder.device))
+    steps = steps_of(decoder, decoder.embed(on_device(ids, decoder.device)))
+    projected = steps.first()
     found: dict[int, Probed] = {}
     deepest = max(layers)
     for layer in range(deepest + 1):
-        projected = decoder.qkv(layer, h)
         # above the deepest layer nobody attends: what stands there is not asked for
         whole = view.with_question(layer, projected, angles) if layer < deepest else None
         if whole is None:
@@ -112,7 +113,7 @@ def probe(
             segment = _segment(view, layer, k, projected.v, positions)
         else:
             segment = Segment(0, len(k), whole.keys, whole.values)
-        h = decoder.finish(layer, h, attend(q, positions, [segment]))
+        projected = steps.next(layer, attend(q, positions, [segment], out=steps.room))
     return found
 
 
