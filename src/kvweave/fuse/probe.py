@@ -35,7 +35,7 @@ class ContextView(Protocol):
         ...
 
     def with_question(self, layer: int, fresh: Projected, turn: Angles) -> "Whole | None":
-        """The whole prompt, position by position, with these as the question's rows.
+        """The whole context with these as the question's rows, right behind it.
 
         None if the view cannot lay them side by side without a copy; `context` is then asked.
         """
@@ -43,12 +43,13 @@ class ContextView(Protocol):
 
 
 class Whole(NamedTuple):
-    """One layer of a whole prompt with its question laid behind the context."""
+    """One layer of a whole context with its question laid behind it."""
 
     q: Tensor  # [U, Hq, D] of the question, turned
     k: Tensor  # [U, Hk, D] of the question, turned: a part of `keys`
-    keys: Tensor  # [T, Hk, D]
-    values: Tensor  # [T, Hk, D]
+    keys: Tensor  # [N + U, Hk, D]
+    values: Tensor  # [N + U, Hk, D]
+    at: Tensor  # [U] on the host: where the question's rows stand in them
 
 
 class Probed(NamedTuple):
@@ -110,10 +111,10 @@ def probe(
         if layer == deepest:
             break
         if whole is None:
-            segment = _segment(view, layer, k, projected.v, positions)
+            segment, at = _segment(view, layer, k, projected.v, positions), positions
         else:
-            segment = Segment(0, len(k), whole.keys, whole.values)
-        projected = steps.next(layer, attend(q, positions, [segment], out=steps.room))
+            segment, at = Segment(0, len(k), whole.keys, whole.values), whole.at
+        projected = steps.next(layer, attend(q, at, [segment], out=steps.room))
     return found
 
 
