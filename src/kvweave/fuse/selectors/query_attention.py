@@ -23,8 +23,8 @@ from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 
 View = Literal["question", "anchors", "full"]
-# Scored together, fewer for long questions: where a chunk is missing the keys of all are copied, and
-# what the question sees of itself is held for all.
+# Scored together, fewer for long questions: where a chunk is missing the keys of all are copied,
+# and what the question sees of itself is held for all.
 LAYERS_AT_ONCE, FEW_ROWS = 12, 128
 
 
