@@ -71,7 +71,8 @@ class ShapeWorld:
         pool_tokens = args.pool_tokens or 32 * longest
         self._cfg = EngineConfig(pool_tokens=pool_tokens, tree_share=args.tree_share)
         if device.type == "cuda":  # a slice of 256 rows leaves most of a GPU idle
-            self._cfg = replace(self._cfg, step_rows=2048, alone_rows=8192)
+            # and four pools of host memory, the engine's own choice, are more than a small box has
+            self._cfg = replace(self._cfg, step_rows=2048, alone_rows=8192, host_tokens=pool_tokens)
 
     @property
     def engine(self) -> Engine:

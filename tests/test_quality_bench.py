@@ -75,3 +75,26 @@ def test_what_cannot_run_is_named_and_a_run_without_its_zero_is_refused(
     assert quality.leave_out(Namespace(**{**vars(args), "layers": "1"})) == []
     with pytest.raises(SystemExit, match="add it to --encodings"):
         quality.leave_out(Namespace(**{**vars(args), "encodings": "filler:4"}))
+
+
+def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes_the_gap(
+    quality: ModuleType, chat_model_folder: Path
+) -> None:
+    from quality_data import Question
+    from quality_lab import Lab
+
+    from kvweave.prompt import Document, build_prompt
+
+    args = Namespace(
+        model=str(chat_model_folder), device="cpu", layers="0,1", ratios="0.15",
+        strategies=",".join(quality.STRATEGIES), encodings="isolated,filler:1", neighbours=None,
+    )  # fmt: skip
+    lab = Lab(args)
+    passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
+    prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
+    found = lab.ask(Question("2wiki", 3, prompt, ("the sea",), passages), check=True)
+    cells = {key: value for key, value in found.items() if isinstance(key, tuple)}
+    assert len(cells) == 1 + (1 + len(quality.STRATEGIES)) * 2 + 1  # full, two encodings, all rows
+    assert (found["set"], found["number"]) == ("2wiki", 3)
+    assert cells["isolated", "reuse", 0.0]["kl"] > 10 * abs(cells["isolated", "any", 1.0]["kl"])
+    assert {"kl", "flips", "top1", "nll", "f1", "em", "work"} <= cells["-", "full", 0.0].keys()
