@@ -80,10 +80,9 @@ def test_what_cannot_run_is_named_and_a_run_without_its_zero_is_refused(
 def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes_the_gap(
     quality: ModuleType, chat_model_folder: Path
 ) -> None:
+    from kvweave.prompt import Document, build_prompt
     from quality_data import Question
     from quality_lab import Lab
-
-    from kvweave.prompt import Document, build_prompt
 
     args = Namespace(
         model=str(chat_model_folder), device="cpu", layers="0,1", ratios="0.15",
