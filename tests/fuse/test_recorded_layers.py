@@ -119,6 +119,21 @@ def test_rows_that_fill_up_change_nothing_even_if_they_are_no_numbers(
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
+@torch.inference_mode()
+def test_rows_that_fill_up_do_not_grow_from_pass_to_pass(
+    decoder: Decoder, recorder: type[Again]
+) -> None:
+    recordings, largest = Recordings(recorder), []
+    for _ in range(6):
+        h, attended = rows(decoder, 3, 0)
+        steps = recordings.begin(decoder, h)
+        assert steps is not None
+        climb(steps, decoder.spec.num_layers, attended)
+        assert recordings._room is not None
+        largest.append(float(recordings._room.hidden[3:16].abs().max()))
+    assert largest[-1] == largest[2]
+
+
 def test_rows_are_filled_up_to_a_multiple_of_16_or_64() -> None:
     assert [padded_rows(n) for n in (1, 16, 17, 128, 129, 1290)] == [16, 16, 32, 128, 192, 1344]
     assert padded_rows(MOST_ROWS) == MOST_ROWS

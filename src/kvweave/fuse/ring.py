@@ -108,11 +108,12 @@ class Ring:
                 self._stream.wait_event(slot.taken)
             slot.began = new_event()
             slot.began.record()
-            there, here = [], []
+            there, here, slot.num_bytes = [], [], 0
             for start, piece in pieces:
-                there.append(slot.part(start, piece.numel()))
+                size = piece.numel()  # `len` goes through Python
+                there.append(slot.part(start, size))
                 here.append(piece)
-            slot.num_bytes = sum(map(len, here))
+                slot.num_bytes += size
             torch._foreach_copy_(there, here, non_blocking=True)  # a loop, but not in Python
             slot.copied = new_event()
             slot.copied.record()
