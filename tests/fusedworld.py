@@ -7,8 +7,9 @@ from pathlib import Path
 from engineworld import ids, with_chunks
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, FusedPart, Ticket
-from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext
@@ -25,19 +26,23 @@ QUESTION = ids(RNG, 5)
 class World:
     """A decoder, a store with the chunks' KV, and requests over both."""
 
-    def __init__(self, decoder: Decoder, folder: Path) -> None:
+    def __init__(self, decoder: Decoder, folder: Path, encoding: Decoder | None = None) -> None:
+        """`encoding` computes the chunks' KV if `decoder` is of a precision that is not stored."""
         self.decoder = decoder
         tiers = (HostTierConfig(1 << 20), DiskTierConfig(folder))
         self.store = KVStore(StoreConfig(tiers=tiers))
         context = KeyContext("m", "float32", "raw", "t", PREAMBLE, "r")
-        self.encoder = ChunkEncoder(decoder, self.store, context)
+        extras = Preparation.parse("isolated", ("anchors:kvzip",))
+        self.encoder = ChunkEncoder(
+            encoding or decoder, self.store, context, extras, Texts(repeat=(1, 2, 3))
+        )
         self.encoder.encode([Chunk(ChunkId(repr(c)), "", "", tuple(c)) for c in CHUNKS])
         assert self.store.flush()
 
     def part(self, chunks: list[tuple[int, ...]], strategy: str, ratio: float) -> FusedPart:
         encoder = self.encoder
         named = tuple(PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in chunks)
-        facts = ModelFacts(self.decoder.spec.num_layers)
+        facts = ModelFacts(self.decoder.spec.num_layers, (1, 2))
         preamble = encoder.preamble
         way = open_strategy(strategy, facts)
         return FusedPart(self.store, lambda: preamble, named, way, ratio)

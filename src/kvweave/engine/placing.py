@@ -152,7 +152,7 @@ class Placing:
         self._let_go(live)
         live.kv = PagedKV(self.pool)
         live.pages = 0
-        live.logits = live.sparse = live.prepared = None
+        live.logits = live.prepared = None
         live.own_step = live.request.fused is not None
         live.ticket.timeline.preempted = live.preempted
 

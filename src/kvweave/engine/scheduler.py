@@ -185,7 +185,7 @@ class Scheduler(Generic[S]):
         works.pop(victim, None)  # it may have had rows in the step that is being made
         self.running.remove(victim)
         self._retire(victim)
-        victim.computed = 0
+        victim.computed, victim.sparse = 0, None
         victim.preempted += 1
         self.preemptions += 1
         if victim.held:
