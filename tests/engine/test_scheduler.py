@@ -219,9 +219,16 @@ def test_only_one_bond_makes_a_step_longer() -> None:
     desk = Desk()
     decoding = desk.add(4)
     desk.step()
-    one, two = prepared(desk, 12, [(0, 12)]), prepared(desk, 12, [(0, 12)])
+    one = prepared(desk, 12, [(0, 12)])
+    full = desk.add(30)
+    desk.scheduler.waiting.remove(full)
+    desk.scheduler.running.append(full)
+    two = prepared(desk, 12, [(0, 12)])
     assert desk.step() == [(decoding, 1), (one, 12)]
-    assert desk.step() == [(decoding, 1), (one, 1), (two, 12)]
+    assert desk.step() == [(decoding, 1), (one, 1), (full, 6)]
+    for seq in (one, full):
+        desk.scheduler.remove(seq)
+    assert desk.step() == [(decoding, 1), (two, 12)]
 
 
 def test_a_prepared_prompt_that_loses_its_pages_begins_again() -> None:
