@@ -4,75 +4,24 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from engineworld import SMALL, VOCABULARY, alone, ids, plain, with_chunks
+from fusedworld import CHUNKS, PREAMBLE, QUESTION, RNG, World, answer, at_rest, shuffled
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import waits_outside
-from kvweave.engine.request import EngineRequest, FusedPart, LoadCost, Ticket
-from kvweave.fuse.chunk_encoder import ChunkEncoder
-from kvweave.fuse.prefill import PromptChunk, StoredPrompt, prefill_from_store
+from kvweave.engine.loading import Way, waits_outside, way_of
+from kvweave.engine.request import EngineRequest, LoadCost
+from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.keys import KeyContext
 from kvweave.kv.residency import Miss
-from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.types import Chunk, ChunkId
 from tiny_models import make_model_folder
-
-RNG = random.Random(0)
-PREAMBLE = ids(RNG, 6)
-CHUNKS = [ids(RNG, n) for n in (11, 1, 19, 7)]
-QUESTION = ids(RNG, 5)
-
-
-class World:
-    """A decoder, a store with the chunks' KV, and requests over both."""
-
-    def __init__(self, decoder: Decoder, folder: Path) -> None:
-        self.decoder = decoder
-        tiers = (HostTierConfig(1 << 20), DiskTierConfig(folder))
-        self.store = KVStore(StoreConfig(tiers=tiers))
-        context = KeyContext("m", "float32", "raw", "t", PREAMBLE, "r")
-        self.encoder = ChunkEncoder(decoder, self.store, context)
-        self.encoder.encode([Chunk(ChunkId(repr(c)), "", "", tuple(c)) for c in CHUNKS])
-        assert self.store.flush()
-
-    def part(self, chunks: list[tuple[int, ...]], strategy: str, ratio: float) -> FusedPart:
-        encoder = self.encoder
-        named = tuple(PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in chunks)
-        facts = ModelFacts(self.decoder.spec.num_layers)
-        preamble = encoder.preamble
-        way = open_strategy(strategy, facts)
-        return FusedPart(self.store, lambda: preamble, named, way, ratio)
-
-    def request(
-        self, chunks: list[tuple[int, ...]], strategy: str = "weave", ratio: float = 0.3
-    ) -> EngineRequest:
-        exact = with_chunks(PREAMBLE, chunks, QUESTION, use_tree=False, max_tokens=6)
-        return replace(exact, fused=self.part(chunks, strategy, ratio))
-
-    def alone(self, request: EngineRequest) -> list[int]:
-        """Woven into a buffer of its own, then decoded one by one."""
-        decoder, part = Decoder(self.decoder.spec, self.decoder.weights), request.fused
-        assert part is not None
-        kv = decoder.new_kv(1)
-        logits = prefill_from_store(
-            decoder, part.preamble(), part.chunks, request.question, self.store, kv,
-            part.strategy, part.ratio,
-        ).logits  # fmt: skip
-        tokens, at = [int(logits.argmax())], len(request.prompt_ids)
-        while len(tokens) < request.sampling.max_tokens:
-            logits = decoder.forward([Rows([tokens[-1]], [at], kv, [0])])[0]
-            tokens.append(int(logits.argmax()))
-            at += 1
-        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +37,6 @@ def world(float_decoder: Decoder, tmp_path: Path) -> Iterator[World]:
     world = World(float_decoder, tmp_path)
     yield world
     world.store.close()
-
-
-def answer(ticket: Ticket) -> list[int]:
-    return [choice.token_id for choice in ticket]
-
-
-def shuffled(rng: random.Random) -> list[tuple[int, ...]]:
-    return rng.sample(CHUNKS, rng.randint(1, len(CHUNKS)))
-
-
-def at_rest(engine: Engine, world: World) -> None:
-    engine.run_alone(engine.check_integrity)
-    assert world.store.num_pinned() == 0
-    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
 
 
 def shared_rows(engine: Engine) -> dict[bytes, torch.Tensor]:
@@ -274,16 +209,19 @@ def test_chunks_that_are_lost_on_the_way_are_computed(world: World) -> None:
         at_rest(engine, world)
 
 
-def test_a_weave_that_fails_fails_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("part", "strategy"), [("prepare", "weave"), ("fuse", "cacheblend")])
+def test_a_weave_that_fails_fails_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, part: str, strategy: str
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no weaving today")
 
-    monkeypatch.setattr("kvweave.fuse.prefill.fuse", broken)
+    monkeypatch.setattr(f"kvweave.fuse.prefill.{part}", broken)
     with Engine(world.decoder, SMALL) as engine:
         good = plain([1, 2, 3], max_tokens=20)
         beside = engine.submit(good)
         with pytest.raises(RuntimeError, match="no weaving today"):
-            list(engine.submit(world.request(CHUNKS)))
+            list(engine.submit(world.request(CHUNKS, strategy)))
         assert list(beside) == alone(world.decoder, good)
         at_rest(engine, world)
 
@@ -303,12 +241,31 @@ def test_a_held_fused_request_is_woven_and_waits(world: World) -> None:
         at_rest(engine, world)
 
 
-def test_the_rule_between_the_two_ways_to_overlap() -> None:
-    slow, quick = LoadCost(4.0, 1.0), LoadCost(0.5, 1.0)
-    assert not waits_outside(slow, others_ready=False)
-    assert waits_outside(slow, others_ready=True)
-    assert not waits_outside(quick, others_ready=True)
-    assert waits_outside(None, others_ready=True)
+def test_who_waits_for_bytes_while_others_are_computed() -> None:
+    facts = ModelFacts(3)
+    sliced, in_flight = open_strategy("weave", facts), open_strategy("cacheblend", facts)
+    slow, quick, there = LoadCost(4.0, 1.0), LoadCost(0.5, 1.0), LoadCost(0.001, 1.0)
+    for strategy in (sliced, in_flight):
+        assert not waits_outside(strategy, slow, others_ready=False)
+        assert waits_outside(strategy, slow, others_ready=True)
+        assert waits_outside(strategy, None, others_ready=True)
+        assert not waits_outside(strategy, there, others_ready=True)
+    assert waits_outside(sliced, quick, others_ready=True), "they would wait for its bytes"
+    assert not waits_outside(in_flight, quick, others_ready=True), "its pass overlaps them"
+
+
+def test_how_a_fused_prompt_is_computed() -> None:
+    facts = ModelFacts(3)
+    sliced, in_flight = open_strategy("weave", facts), open_strategy("cacheblend", facts)
+    for lonely, arrived, copies in product((True, False), repeat=3):
+        way = way_of(in_flight, alone=lonely, arrived=arrived, copies=copies)
+        assert way is Way.WHOLE
+        way = way_of(sliced, alone=lonely, arrived=arrived, copies=copies)
+        streams = lonely and (copies or not arrived)
+        assert way is (Way.STREAMED if streams else Way.JOINED)
+    assert way_of(
+        replace(sliced, mask="bottom_right"), alone=False, arrived=True, copies=False
+    ) is (Way.WHOLE)
 
 
 def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:

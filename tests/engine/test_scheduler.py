@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.scheduler import Scheduler, Seq
+from kvweave.engine.sparse_rows import SparseRows
 from kvweave.engine.waiting import WINDOW, WaitingQueue
 
 CFG = EngineConfig(page_tokens=4, max_running=3, step_rows=8, alone_rows=16)
@@ -51,7 +52,7 @@ class Desk:
         for seq, rows in works:
             if seq.own_step:
                 seq.computed, seq.own_step = seq.known, False
-            seq.computed += rows
+            seq.advance(rows)
             if not seq.needed and not seq.held:
                 seq.known += 1
         return [(work.seq, work.num_rows) for work in works]
@@ -176,3 +177,82 @@ def test_when_a_speculation_left_in_vain_the_one_with_its_own_step_goes_on() -> 
     desk.add(40)  # does not fit beside it, with or without the guess
     assert desk.step() == [(own, 0)]
     assert desk.scheduler.parked == [guess]
+
+
+def prepared(desk: Desk, num_rows: int, bonds: list[tuple[int, int]]) -> Seq:
+    """A fused prompt of which every third token is computed, as its preparation leaves it."""
+    seq = desk.add(3 * num_rows)
+    assert desk.admit(seq)
+    desk.scheduler.waiting.remove(seq)
+    desk.scheduler.running.append(seq)
+    seq.sparse = SparseRows(range(2, 3 * num_rows, 3), bonds)
+    seq.computed = seq.sparse.reached
+    return seq
+
+
+def test_the_rows_of_a_prepared_prompt_are_slices_like_any_other() -> None:
+    desk = Desk()
+    first = desk.add(4)
+    desk.step()
+    fused, full = prepared(desk, 10, []), desk.add(20)
+    assert (fused.needed, fused.computed) == (10, 2)
+    assert desk.step() == [(first, 1), (fused, 7)]
+    assert (fused.needed, fused.computed) == (3, 2 + 3 * 7)
+    assert desk.step() == [(first, 1), (fused, 3), (full, 4)]
+    assert (fused.sparse, fused.needed) == (None, 1), "through, and one token further"
+    assert desk.step() == [(first, 1), (fused, 1), (full, 6)]
+
+
+def test_a_slice_ends_before_a_bond_that_does_not_fit_and_never_stops_for_it() -> None:
+    rows = SparseRows(range(30), [(4, 9), (9, 12), (20, 30)])
+    shares = []
+    while rows.left:
+        shares.append(rows.share(6))
+        rows.done += shares[-1]
+    assert shares == [4, 5, 6, 5, 10]
+    assert SparseRows(range(30), [(4, 9), (9, 12)]).share(12) == 12
+    assert SparseRows(range(30), [(4, 9)]).share(0) == 0
+    assert SparseRows(range(30), [(4, 9)]).share(99) == 30
+
+
+def test_only_one_bond_makes_a_step_longer() -> None:
+    desk = Desk()
+    decoding = desk.add(4)
+    desk.step()
+    one = prepared(desk, 12, [(0, 12)])
+    full = desk.add(30)
+    desk.scheduler.waiting.remove(full)
+    desk.scheduler.running.append(full)
+    two = prepared(desk, 12, [(0, 12)])
+    assert desk.step() == [(decoding, 1), (one, 12)]
+    assert desk.step() == [(decoding, 1), (one, 1), (full, 6)]
+    for seq in (one, full):
+        desk.scheduler.remove(seq)
+    assert desk.step() == [(decoding, 1), (two, 12)]
+
+
+def test_a_prepared_prompt_that_loses_its_pages_begins_again() -> None:
+    desk = Desk(pages=48)
+    first = desk.add(8)
+    desk.step()
+    fused = prepared(desk, 60, [])
+    for _ in range(4):
+        desk.step()
+    assert fused.sparse is not None
+    assert fused.sparse.done == 4 * 7
+    assert desk.step() == [(first, 1)]  # its thirteenth token needs a fourth page
+    assert (fused.preempted, fused.pages, fused.computed, fused.sparse) == (1, 0, 0, None)
+    assert fused.needed == fused.known == 180
+
+
+def test_who_is_alone() -> None:
+    desk = Desk()
+    seq, guess = desk.add(4, own=True), desk.add(3, held=True)
+    assert not desk.scheduler.is_alone(seq)
+    while guess.needed:
+        desk.step()
+    desk.scheduler.remove(seq)
+    new = desk.add(4, own=True)
+    assert not desk.scheduler.is_alone(guess)
+    desk.scheduler.next_step()
+    assert desk.scheduler.is_alone(new), "what a guess had to compute is computed"

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import replace
 
 from kvweave.engine.live import Live
-from kvweave.fuse.prefill import TREE
-from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
+from kvweave.engine.loading import Way
+from kvweave.fuse.record import TREE, ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 
 NOT_IN_TREE = "not in the knowledge tree"
@@ -15,6 +15,7 @@ NAMES = (
     *(f"tokens_{state}" for state in State),
     "tokens_answered",
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
+    *(f"fused_{way}" for way in Way),
     "speculation_right",
     "speculation_wrong",
     "speculation_saved_tokens",
@@ -45,6 +46,13 @@ def exact_record(live: Live) -> FuseRecord:
         loaded_bytes={},
         stages=Stages(compute=live.ticket.timeline.computing_s * 1e3),
     )
+
+
+def joined_record(live: Live) -> FuseRecord:
+    """How a fused prompt that joined the common steps was prefilled."""
+    assert live.woven is not None, "it was prepared"
+    compute_s = live.ticket.timeline.computing_s - live.apart_s
+    return replace(live.woven, stages=replace(live.woven.stages, compute=compute_s * 1e3))
 
 
 class Counts:

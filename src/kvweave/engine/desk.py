@@ -3,22 +3,23 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from kvweave.engine.counting import Counts, exact_record
+from kvweave.engine.counting import Counts, exact_record, joined_record
 from kvweave.engine.generate import check_prompt
 from kvweave.engine.live import Live
-from kvweave.engine.loading import Loaded, Loading, waits_outside
+from kvweave.engine.loading import Loaded, Loading, Way, waits_outside, way_of
 from kvweave.engine.placing import Placing
 from kvweave.engine.prefixes import path_of
-from kvweave.engine.request import Ticket
+from kvweave.engine.request import FusedPart, Ticket
 from kvweave.engine.runner import Ran
 from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Scheduler
-from kvweave.engine.weaving import weave
+from kvweave.engine.weaving import prepare, weave
 from kvweave.errors import RequestError
-from kvweave.fuse.prefill import StoredPrompt
+from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import PagedKV
 
@@ -78,9 +79,10 @@ class Desk:
         )
         self.lives[ticket] = live
         others = bool(self._scheduler.running or self._scheduler.waiting)
-        if request.fused is not None and waits_outside(request.fused.expected, others):
+        part = request.fused
+        if part is not None and waits_outside(part.strategy, part.expected, others):
             started_s = time.perf_counter()
-            self._loading.start(request.fused, lambda got: self._loaded(live, got, started_s))
+            self._loading.start(part, lambda got: self._loaded(live, got, started_s))
         else:
             self._scheduler.add(live)
 
@@ -124,38 +126,64 @@ class Desk:
         if ran.error is not None:
             self.end(live.ticket, ran.error)
             return
-        live.computed += ran.work.num_rows
+        live.advance(ran.work.num_rows)
         self._placing.offer(live)
         live.ticket.timeline.stepped(seconds, shared)
         if ran.logits is None:
             return
         if live.ticket.record is None:
-            live.ticket.record = exact_record(live)
+            is_fused = live.request.fused is not None
+            live.ticket.record = joined_record(live) if is_fused else exact_record(live)
         self._answer(live, ran.logits, ran.likeliest)
 
     def weave(self, live: Live) -> None:
-        """The own step of a fused request."""
+        """The own step of a fused request: its whole prefill, or what must be done at once."""
         started_s = time.perf_counter()
+        prefilled: Prefilled | None = None
         try:
             stored = live.stored or self._open(live)
             try:
-                prefilled = weave(self._decoder, live, stored, self._placing)
+                way = self._way(live, stored)
+                if way is Way.JOINED:
+                    prepared, record = prepare(self._decoder, live, stored, self._placing)
+                else:
+                    prefilled = weave(self._decoder, live, stored, self._placing)
+                    record = prefilled.record
             finally:
                 stored.close()
                 live.stored = None
         except Exception as error:  # this request's, and no other's
             self.end(live.ticket, error)
             return
+        seconds = time.perf_counter() - started_s
+        live.ticket.timeline.stepped(seconds, False)
+        live.woven = replace(record, way=str(way))
+        if prefilled is None:
+            live.apart_s += seconds
+            self._placing.prepared(live, prepared)
+            return
         self._placing.woven(live)
-        live.ticket.timeline.stepped(time.perf_counter() - started_s, False)
         if live.ticket.record is None:
-            live.ticket.record = prefilled.record
+            live.ticket.record = live.woven
         if live.known == live.prompt_len:  # else it was preempted while it answered
             self._answer(live, prefilled.logits)
 
+    def _way(self, live: Live, stored: StoredPrompt) -> Way:
+        way = way_of(
+            self._part(live).strategy,
+            alone=self._scheduler.is_alone(live),
+            arrived=stored.has_arrived,
+            copies=self._decoder.device.type == "cuda",
+        )
+        self.counts.add(f"fused_{way}")
+        return way
+
     def _open(self, live: Live) -> StoredPrompt:
+        return self._loading.open(self._part(live))
+
+    def _part(self, live: Live) -> FusedPart:
         assert live.request.fused is not None, "a fused request says how"
-        return self._loading.open(live.request.fused)
+        return live.request.fused
 
     def _answer(self, live: Live, logits: Tensor, likeliest: int | None = None) -> None:
         """Draw a token and hand it out; a held request keeps the logits instead."""

@@ -8,7 +8,10 @@ from torch import Tensor
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampler
 from kvweave.engine.scheduler import Seq
+from kvweave.engine.sparse_rows import SparseRows
 from kvweave.fuse.prefill import StoredPrompt
+from kvweave.fuse.prepared import Prepared
+from kvweave.fuse.record import FuseRecord
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Rows
 from kvweave.model.paged_kv import PagedKV
@@ -32,14 +35,27 @@ class Live(Seq):
     counted: bool = False  # the tree counted its access
     unshared: bool = False  # it needs the whole pool: no lease
     stored: StoredPrompt | None = None  # a fused request's leased bytes, if they came ahead
+    prepared: Prepared | None = None  # a fused prompt whose rows are being computed (`sparse`)
+    woven: FuseRecord | None = None  # how it was prepared
+    apart_s: float = 0.0  # its steps that were no common ones
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
     answered: int = field(default=0)  # tokens given out
 
     def rows(self, num_rows: int) -> Rows:
         """Its next rows; the last one gives logits if nothing known is left behind it."""
+        if self.sparse is not None:
+            return self._sparse_rows(self.sparse, num_rows)
         end = self.computed + num_rows
         wanted = [num_rows - 1] if end == self.known else []
         return Rows(self.ids[self.computed : end], range(self.computed, end), self.kv, wanted)
+
+    def _sparse_rows(self, sparse: SparseRows, num_rows: int) -> Rows:
+        """The same of a prepared prompt; tokens that it answered with before come behind it."""
+        assert self.prepared is not None, "what is sparse was prepared"
+        positions, end = sparse.next(num_rows), sparse.done + num_rows
+        wanted = [num_rows - 1] if num_rows == sparse.left and self.known == self.prompt_len else []
+        mover = self.prepared.mover(sparse.done, end)
+        return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, mover)
 
     def choose(self, logits: Tensor, likeliest: int | None = None) -> Choice:
         """Draw the next token; `likeliest` is the answer of a plain greedy request."""

@@ -1,34 +1,62 @@
-"""Requests whose chunk KV is on its way: they wait here while others are computed.
+"""Requests whose chunk KV is on its way, and how a fused prompt is computed when it is there.
 
 Two ways to overlap loading with computing (FusionRAG, 7.3 of the algorithms reference):
 
-    request by request   all bytes first, while other requests run; then the pass
+    request by request   all bytes first, while other requests run; then it is computed
     layer by layer       the pass starts at once and waits for each layer as it gets there
 
-The first leaves the device to those who can use it; the second is faster for a request that is
-alone. `waits_outside` is the rule between them.
+The first leaves the device to those who can use it, and its rows can run beside theirs; the second
+is faster for a request that is alone. `way_of` and `waits_outside` are the rules between them.
 """
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 
 from kvweave.engine.request import FusedPart, LoadCost
 from kvweave.errors import EngineClosed
 from kvweave.fuse.prefill import StoredPrompt
+from kvweave.fuse.strategy import Strategy
 
 THREADS = 8  # they only wait: the store's own pools read
 SLOW_LOAD = 4.0  # a layer's bytes take so many times its computing: the pass would stand still
+SHORT_LOAD_S = 0.005  # nobody notices a gap between two tokens that is this much longer
 
 
-def waits_outside(cost: LoadCost | None, others_ready: bool) -> bool:
+class Way(StrEnum):
+    """How a fused prompt is computed. In its record, and counted."""
+
+    JOINED = "joined"  # stitched first; then its rows run in the common steps, in slices
+    STREAMED = "streamed"  # one step of its own: layers are laid as the pass gets there
+    WHOLE = "whole"  # so too, because it cannot be cut: the pass itself chooses its rows
+
+
+def way_of(strategy: Strategy, *, alone: bool, arrived: bool, copies: bool) -> Way:
+    """The way of a request that is about to take its first step.
+
+    `alone`: nobody else has anything to compute. `arrived`: its bytes are in host memory. `copies`:
+    they still have to travel to a device, which a pass overlaps.
+    """
+    if not strategy.can_be_sliced:
+        return Way.WHOLE
+    if alone and (copies or not arrived):
+        return Way.STREAMED
+    return Way.JOINED
+
+
+def waits_outside(strategy: Strategy, cost: LoadCost | None, others_ready: bool) -> bool:
     """Whether a request should get all its bytes before it takes a step.
 
-    Alone it never should. With others to compute, a pass that waits for most of its layers holds
-    them up; one whose bytes come faster than it computes does not.
+    Alone it never should. With others to compute, one that joins them is stitched at once, and
+    they would wait for its bytes. A pass of its own overlaps them: it holds others up if it waits
+    for most of its layers, not if bytes come faster than it computes.
     """
     if not others_ready:
         return False
-    return cost is None or cost.load_s >= SLOW_LOAD * cost.compute_s
+    if cost is None:
+        return True
+    longest_s = SHORT_LOAD_S if strategy.can_be_sliced else SLOW_LOAD * cost.compute_s
+    return cost.load_s >= longest_s
 
 
 Loaded = StoredPrompt | BaseException

@@ -8,6 +8,8 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.live import Live
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Cost, Prefixes, guessed_cost_s
+from kvweave.engine.sparse_rows import SparseRows
+from kvweave.fuse.prepared import Prepared
 from kvweave.kv.tree import TreeLease
 from kvweave.model.paged_kv import KVPool, PagedKV
 
@@ -105,6 +107,14 @@ class Placing:
             live.ticket.timeline.admitted_s = time.perf_counter()
         self.num_running += 1
 
+    def prepared(self, live: Live, prepared: Prepared) -> None:
+        """A fused request is stitched into its pages; the rows that are left join the others."""
+        live.sparse = SparseRows(prepared.rows, prepared.bonds)
+        live.prepared = prepared
+        live.computed = live.sparse.reached
+        live.own_step = False
+        self._let_go(live)
+
     def woven(self, live: Live) -> None:
         """The prompt of a fused request is in its pages."""
         live.computed = live.prompt_len
@@ -142,7 +152,7 @@ class Placing:
         self._let_go(live)
         live.kv = PagedKV(self.pool)
         live.pages = 0
-        live.logits = None
+        live.logits = live.prepared = None
         live.own_step = live.request.fused is not None
         live.ticket.timeline.preempted = live.preempted
 

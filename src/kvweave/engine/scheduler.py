@@ -1,11 +1,13 @@
 """Who computes how many rows in the next step. Plain ints and lists, no tensors.
 
 A sequence has tokens that are known and tokens that are computed; the difference is what it still
-needs. Prefill, a slice of it, decode and recomputing after a preemption are the same bookkeeping.
+needs; of a fused prompt that is prepared it is the rows that are not reused (`sparse_rows.py`).
+Prefill, a slice of it, decode and recomputing after a preemption are the same bookkeeping.
 
     1  who is one row short (decodes) comes first, so that answers flow
     2  then those under way, oldest first, as many rows as the step has left; speculations behind
-       all others and a few rows at a time, because a wrong one can only end between two steps
+       all others and a few rows at a time, because a wrong one can only end between two steps.
+       A slice may be longer than what is left by rows that cannot be cut, once per step
     3  then who waits, while there is room for its whole prompt
 
 When pages run out, the sequence that came last gives its pages back and is computed again later:
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from kvweave.engine.config import EngineConfig
+from kvweave.engine.sparse_rows import SparseRows
 from kvweave.engine.waiting import WaitingQueue
 
 
@@ -29,20 +32,35 @@ class Seq:
     held: bool = False  # speculation: computed, not answered
     computed: int = 0  # of the known ones, those whose KV is there
     pages: int = 0  # that it has
-    own_step: bool = False  # its prefill is a step of its own
+    own_step: bool = False  # its next step is its own: a fused prefill, or what prepares one
+    sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
     preempted: int = field(default=0)
 
     @property
     def needed(self) -> int:
         """Rows that it still has to compute."""
-        return self.known - self.computed
+        return self.known - self.computed if self.sparse is None else self.sparse.left
+
+    def share(self, most: int) -> int:
+        """Rows of it in a step that has room for `most`."""
+        return min(self.needed, most) if self.sparse is None else self.sparse.share(most)
+
+    def advance(self, num_rows: int) -> None:
+        """So many of its rows were computed."""
+        if self.sparse is None:
+            self.computed += num_rows
+            return
+        self.sparse.done += num_rows
+        self.computed = self.sparse.reached
+        if not self.sparse.left:
+            self.sparse = None
 
 
 S = TypeVar("S", bound=Seq)
 
 
 class Work(NamedTuple, Generic[S]):
-    """Rows [computed, computed + num_rows) of one sequence in one step."""
+    """The next `num_rows` rows of one sequence in one step."""
 
     seq: S
     num_rows: int
@@ -95,6 +113,11 @@ class Scheduler(Generic[S]):
         elif seq in self.waiting:
             self.waiting.remove(seq, counts=False)
 
+    def is_alone(self, seq: S) -> bool:
+        """Whether nobody else has anything to compute now."""
+        others = (other for other in self.running if other is not seq)
+        return not self.waiting and not any(other.needed for other in others)
+
     def next_step(self) -> list[Work[S]]:
         """The rows of the next step; empty when there is nothing to compute.
 
@@ -115,7 +138,7 @@ class Scheduler(Generic[S]):
             rows = self._share(seq, left)
             if rows and seq in self.running and self._make_room(seq, seq.computed + rows, works):
                 works[seq] = rows
-                left -= rows
+                left = max(0, left - rows)
         while left and (new := self._next_in(works)) is not None:
             if new.own_step:  # at once if nobody else runs, else in turn
                 if not works:
@@ -130,7 +153,7 @@ class Scheduler(Generic[S]):
     def _share(self, seq: S, left: int) -> int:
         """Rows of it in a step that has `left` of them."""
         most = self._cfg.guess_rows if seq.held else None
-        return min(seq.needed, left if most is None else min(left, most))
+        return seq.share(left if most is None else min(left, most))
 
     def _next_in(self, works: dict[S, int]) -> S | None:
         """Let one more sequence in, if there is room for it; speculations may have to leave."""
@@ -162,7 +185,7 @@ class Scheduler(Generic[S]):
         works.pop(victim, None)  # it may have had rows in the step that is being made
         self.running.remove(victim)
         self._retire(victim)
-        victim.computed = 0
+        victim.computed, victim.sparse = 0, None
         victim.preempted += 1
         self.preemptions += 1
         if victim.held:

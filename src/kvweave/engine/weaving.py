@@ -1,4 +1,9 @@
-"""A fused prefill: a step of its own, into pages that belong to the request alone."""
+"""The own step of a fused request: into pages that belong to it alone.
+
+Streamed, its whole prefill; joined, stitching and choosing rows, which are then computed in the
+common steps. `loading.py` has the rule. Approximate rows come to lie in pages that only this
+request reads: nothing of it is ever offered to the tree.
+"""
 
 import torch
 
@@ -6,32 +11,38 @@ from kvweave.engine.live import Live
 from kvweave.engine.placing import Placing
 from kvweave.engine.request import FusedPart
 from kvweave.fuse.encode import Prefix
-from kvweave.fuse.prefill import Prefilled, StoredPrompt
+from kvweave.fuse.prefill import Around, Prefilled, StoredPrompt
+from kvweave.fuse.prepared import Prepared
+from kvweave.fuse.record import FuseRecord
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.tree import TreeLease
 from kvweave.model.decoder import Decoder
 
 
 def weave(decoder: Decoder, live: Live, stored: StoredPrompt, placing: Placing) -> Prefilled:
-    """Fill the request's pages with its prompt. What the tree has of it is copied in front.
+    """Fill the request's pages with its prompt. What the tree has of it is copied in front."""
+    part = _part(live)
+    return stored.prefill(decoder, _around(live, part, placing), live.kv, part.ratio)
 
-    Approximate rows come to lie in pages that only this request reads: nothing of it is ever
-    offered to the tree.
-    """
-    part, request = live.request.fused, live.request
+
+def prepare(
+    decoder: Decoder, live: Live, stored: StoredPrompt, placing: Placing
+) -> tuple[Prepared, FuseRecord]:
+    """As `weave`, up to the rows that are to be computed. The record has no compute time yet."""
+    part = _part(live)
+    return stored.prepare(decoder, _around(live, part, placing), live.kv, part.ratio)
+
+
+def _part(live: Live) -> FusedPart:
+    part = live.request.fused
     assert part is not None, "a fused request says how"
+    return part
+
+
+def _around(live: Live, part: FusedPart, placing: Placing) -> Around:
     exact, num_exact = _exact(live, part, placing)
     live.kv.reserve(live.prompt_len)
-    return stored.prefill(
-        decoder,
-        exact,
-        request.question,
-        live.kv,
-        part.ratio,
-        num_exact=num_exact,
-        asked=part.asked,
-        encoding=part.encoding,
-    )
+    return Around(exact, live.request.question, num_exact, part.asked, part.encoding)
 
 
 def _exact(live: Live, part: FusedPart, placing: Placing) -> tuple[Prefix, int]:

@@ -6,6 +6,7 @@ The one place where selectors, before or in flight, meet the pass.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,24 +52,25 @@ def fuse(
     `drift` moves the rest of each chunk by that part of the mean change (see drift.py); it wants a
     selector that chooses before the pass. Raises ChunkLost as the pass does.
     """
-    check_ratio(ratio)
     started_s = time.perf_counter()
-    hits = positions_of(request.runs(State.REUSED))
-    must_compute = positions_of(request.to_compute)
-    count = budget(len(hits), ratio) if selector is not None else 0
-    scene = Scene(decoder, request, stitched, hits)
-    chosen, in_flight = _choose(scene, selector, count, must_compute)
-    rows = torch.cat([chosen, must_compute]).sort().values
+    selected = select_rows(decoder, request, stitched, selector, ratio)
     mover = None
-    if drift and 0 < count < len(hits):
-        assert in_flight is None, "drift is known only for rows that run from the start"
-        mover = Drift(decoder, request, chosen, drift)
+    if drift and selected.is_partial:
+        assert selected.in_flight is None, "drift is known only for rows that run from the start"
+        mover = Drift(decoder, request, selected.chosen, drift)
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     passed = fused_pass(
-        decoder, request, stitched, rows, kv, in_flight=in_flight, drift=mover, mask=mask
+        decoder,
+        request,
+        stitched,
+        selected.rows,
+        kv,
+        in_flight=selected.in_flight,
+        drift=mover,
+        mask=mask,
     )
-    recomputed = _hits_among(passed, request, hits)  # while the device is still at it
-    work = _work(decoder, request, passed, selector if 0 < count < len(hits) else None)
+    recomputed = _hits_among(passed, request, selected.hits)  # while the device is still at it
+    work = work_of(decoder, request, passed.rows_per_layer, selected, selector)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # the caller draws from the logits next anyway
     finished_s = time.perf_counter()
@@ -89,6 +91,35 @@ def check_ratio(ratio: float) -> None:
         raise RequestError(f"ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Selected:
+    """The rows of one prefill."""
+
+    hits: Tensor  # [H] positions on the host, ascending, as the others
+    chosen: Tensor  # [C] hits that start the pass
+    rows: Tensor  # [R] these, missing chunks and the question
+    in_flight: "_HitsOnly | None"  # who narrows them down on the way
+    is_partial: bool  # some hits are recomputed and some are not: a selector was asked
+
+
+def select_rows(
+    decoder: Decoder,
+    request: FuseRequest,
+    stitched: Stitched,
+    selector: Selector | InFlightSelector | None,
+    ratio: float,
+) -> Selected:
+    """Choose the rows to compute; may probe, and lay the layers that needs. As `fuse`."""
+    check_ratio(ratio)
+    hits = positions_of(request.runs(State.REUSED))
+    must_compute = positions_of(request.to_compute)
+    count = budget(len(hits), ratio) if selector is not None else 0
+    scene = Scene(decoder, request, stitched, hits)
+    chosen, in_flight = _choose(scene, selector, count, must_compute)
+    rows = torch.cat([chosen, must_compute]).sort().values
+    return Selected(hits, chosen, rows, in_flight, 0 < count < len(hits))
+
+
 def _choose(
     scene: Scene,
     selector: Selector | InFlightSelector | None,
@@ -105,16 +136,20 @@ def _choose(
     return chosen, None
 
 
-def _work(
+def work_of(
     decoder: Decoder,
     request: FuseRequest,
-    passed: Passed,
+    rows_per_layer: Sequence[int],
+    selected: Selected,
     selector: Selector | InFlightSelector | None,
 ) -> float:
+    """Rows through layers, the probe's included, as a share of full prefill's."""
     num_layers = decoder.spec.num_layers
-    rows = sum(passed.rows_per_layer)
-    if selector is not None and (needs := selector.needs(num_layers)).probe != "none":
-        rows += needs.probe_depth * (len(request.prompt_ids) - request.question_start)
+    rows = sum(rows_per_layer)
+    if selector is not None and selected.is_partial:
+        needs = selector.needs(num_layers)
+        if needs.probe != "none":
+            rows += needs.probe_depth * (len(request.prompt_ids) - request.question_start)
     return rows / (num_layers * len(request.prompt_ids))
 
 

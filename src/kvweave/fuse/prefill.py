@@ -6,17 +6,24 @@ a failing store costs time and never an answer.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from kvweave.fuse.encode import Prefix
-from kvweave.fuse.fuse import check_ratio, fuse
+from kvweave.fuse.fuse import Fused, check_ratio, fuse
 from kvweave.fuse.pipeline import open_source
+from kvweave.fuse.prepared import Prepared, prepare
 from kvweave.fuse.protocol import Decoder, KVBuffer
-from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages, chunk_records, token_states
-from kvweave.fuse.request import FuseRequest, State, classify
+from kvweave.fuse.record import (
+    FuseRecord,
+    Stages,
+    chunk_records,
+    exact_chunk_records,
+    token_states,
+)
+from kvweave.fuse.request import FuseRequest, classify
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
@@ -25,6 +32,8 @@ from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Lease, Transfer
 
+M = TypeVar("M", Fused, Prepared)
+
 
 class PromptChunk(NamedTuple):
     """A chunk of a prompt and the names of its stored KV."""
@@ -32,6 +41,17 @@ class PromptChunk(NamedTuple):
     token_ids: tuple[int, ...]
     key: ChunkKey  # behind its encoding context
     exact_key: ChunkKey  # isolated; the same as `key` if that is the encoding context
+
+
+class Around(NamedTuple):
+    """What stands around the stored chunks. `exact` is the KV of the preamble and, behind it, of
+    the first `num_exact` chunks at their places; the others come from the store or are computed."""
+
+    exact: Prefix
+    question_ids: Sequence[int]
+    num_exact: int = 0
+    asked: tuple[int, int] | None = None  # the part of the question that the user wrote
+    encoding: str = ""
 
 
 class Prefilled(NamedTuple):
@@ -63,9 +83,8 @@ def prefill_from_store(
     check_ratio(ratio)
     num_layers = decoder.spec.num_layers
     with StoredPrompt(num_layers, chunks, store, strategy, computed) as stored:
-        return stored.prefill(
-            decoder, preamble, question_ids, kv, ratio, asked=asked, encoding=encoding
-        )
+        around = Around(preamble, question_ids, asked=asked, encoding=encoding)
+        return stored.prefill(decoder, around, kv, ratio)
 
 
 class StoredPrompt:
@@ -113,71 +132,116 @@ class StoredPrompt:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def prefill(
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nothing would be waited for any more. Asks for nothing."""
+        return all(self._transfer.is_ready(layer) for layer in range(self._num_layers))
+
+    def prefill(self, decoder: Decoder, around: Around, kv: KVBuffer, ratio: float) -> Prefilled:
+        """Weave the prompt into `kv`."""
+        way = self._strategy
+        fused, record = self._weave(
+            decoder,
+            around,
+            kv,
+            ratio,
+            lambda request, stitched: fuse(
+                decoder,
+                request,
+                stitched,
+                kv,
+                way.selector,
+                ratio,
+                drift=way.drift,
+                mask=way.mask,
+            ),
+        )
+        return Prefilled(fused.logits, record)
+
+    def prepare(
+        self, decoder: Decoder, around: Around, kv: KVBuffer, ratio: float
+    ) -> tuple[Prepared, FuseRecord]:
+        """As `prefill`, up to where rows are computed: the record has no compute time yet.
+
+        For strategies that can be sliced. Afterwards the store is not needed any more.
+        """
+        way = self._strategy
+        assert way.can_be_sliced, f"strategy {way.name!r} has no rows before its pass"
+        return self._weave(
+            decoder,
+            around,
+            kv,
+            ratio,
+            lambda request, stitched: prepare(
+                decoder, request, stitched, way.selector, ratio, drift=way.drift
+            ),
+        )
+
+    def _weave(
         self,
         decoder: Decoder,
-        exact: Prefix,
-        question_ids: Sequence[int],
+        around: Around,
         kv: KVBuffer,
         ratio: float,
-        *,
-        num_exact: int = 0,
-        asked: tuple[int, int] | None = None,
-        encoding: str = "",
-    ) -> Prefilled:
-        """Weave the prompt into `kv`. `exact` is the KV of the preamble and, behind it, of the
-        first `num_exact` chunks at their places; the others come from the store or are computed."""
+        attempt: Callable[[FuseRequest, Stitched], M],
+    ) -> tuple[M, FuseRecord]:
+        """Stitch and attempt, again without what was lost on the way until nothing was."""
         started_s = time.perf_counter()
         strategy, lease, transfer = self._strategy, self._lease, self._transfer
-        named = self._named[num_exact:]
+        named = self._named[around.num_exact :]
         missing = _missing(self._num_layers, lease, transfer)
         while True:
-            first_is_exact = bool(named) and not num_exact
+            first_is_exact = bool(named) and not around.num_exact
             first_is_exact = first_is_exact and named[0][0] == self._chunks[0].exact_key
             request = classify(
-                exact.token_ids,
+                around.exact.token_ids,
                 [(key or _NEVER, ids) for key, ids in named],
-                question_ids,
+                around.question_ids,
                 present=set(self._wanted) - missing.keys(),
                 first_is_exact=first_is_exact,
-                asked=asked,
+                asked=around.asked,
             )
             tried_s = time.perf_counter()  # until here: waiting for headers, and for what was lost
             try:
                 with open_source(decoder, request.placed, transfer, strategy) as source:
-                    fused = fuse(
-                        decoder,
-                        request,
-                        Stitched(decoder, request, exact, source, kv),
-                        kv,
-                        strategy.selector,
-                        ratio,
-                        drift=strategy.drift,
-                        mask=strategy.mask,
-                    )
+                    made = attempt(request, Stitched(decoder, request, around.exact, source, kv))
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
                 # what arrived in the wrong shape is not lost to the transfer, only to us
                 missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}
                 continue
-            why = {i - num_exact: text for i, text in self._computed.items() if i >= num_exact}
-            behind = chunk_records(request, fused.recomputed, lease.tiers, missing, why)
-            record = FuseRecord(
-                strategy=strategy.name,
-                ratio=ratio,
-                encoding=encoding,
-                token_ids=request.prompt_ids,
-                states=token_states(request, fused.recomputed),
-                chunks=(*self._exact_records(exact, num_exact), *behind),
-                work=fused.work,
-                loaded_bytes=self._loaded(request),
-                stages=Stages(
-                    load=(fused.load_s + tried_s - started_s + self._waited_s) * 1e3,
-                    select=fused.select_s * 1e3,
-                    compute=fused.pass_s * 1e3,
-                ),
-                arrived_s=transfer.seconds(),
-            )
-            return Prefilled(fused.logits, record)
+            waited_s = self._waited_s + tried_s - started_s
+            return made, self._record(around, ratio, request, made, missing, waited_s)
+
+    def _record(
+        self,
+        around: Around,
+        ratio: float,
+        request: FuseRequest,
+        made: Fused | Prepared,
+        missing: Mapping[ChunkKey, Miss],
+        waited_s: float,
+    ) -> FuseRecord:
+        num_exact = around.num_exact
+        lengths = [len(ids) for _, ids in self._named[:num_exact]]
+        front = exact_chunk_records(lengths, len(around.exact.token_ids))
+        why = {i - num_exact: told for i, told in self._computed.items() if i >= num_exact}
+        behind = chunk_records(request, made.recomputed, self._lease.tiers, missing, why)
+        return FuseRecord(
+            strategy=self._strategy.name,
+            ratio=ratio,
+            encoding=around.encoding,
+            token_ids=request.prompt_ids,
+            states=token_states(request, made.recomputed),
+            chunks=(*front, *behind),
+            work=made.work,
+            loaded_bytes=self._loaded(request),
+            stages=Stages(
+                load=(made.load_s + waited_s) * 1e3,
+                select=made.select_s * 1e3,
+                compute=made.pass_s * 1e3,
+            ),
+            arrived_s=self._transfer.seconds(),
+        )
 
     def _loaded(self, request: FuseRequest) -> dict[str, int]:
         """Bytes by tier."""
@@ -187,18 +251,7 @@ class StoredPrompt:
             loaded[self._lease.tiers[key]] += sizes.get(key, 0)
         return dict(loaded)
 
-    def _exact_records(self, exact: Prefix, num_exact: int) -> list[ChunkRecord]:
-        """Chunks that came with the exact prefix, at its end."""
-        lengths = [len(ids) for _, ids in self._named[:num_exact]]
-        start = len(exact.token_ids) - sum(lengths)
-        records = []
-        for length in lengths:
-            records.append(ChunkRecord(start, length, State.EXACT, 0, TREE, None))
-            start += length
-        return records
 
-
-TREE = "tree"  # where exact KV of the knowledge tree comes from, in a record
 _NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
 
 

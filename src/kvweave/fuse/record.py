@@ -10,6 +10,8 @@ from kvweave.fuse.request import FuseRequest, Span, State
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Miss
 
+TREE = "tree"  # where exact KV of the knowledge tree comes from
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
@@ -48,6 +50,7 @@ class FuseRecord:
     stages: Stages
     arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
     why: str | None = None  # why nothing was reused, where the caller left that open
+    way: str | None = None  # how an engine computed a fused prompt; see engine/loading.py
 
     @property
     def counts(self) -> dict[str, int]:
@@ -69,6 +72,15 @@ class FuseRecord:
         counts, total = self.counts, len(self.states)
         parts = [f"{counts[s]:,} {s}" for s in map(str, State) if counts[s]]
         return f"{self.strategy} {self.ratio:g}: {total:,} tokens = {' + '.join(parts)}"
+
+
+def exact_chunk_records(lengths: Sequence[int], end: int) -> list[ChunkRecord]:
+    """Chunks that came with an exact prefix, the last of them ending at position `end`."""
+    start, records = end - sum(lengths), []
+    for length in lengths:
+        records.append(ChunkRecord(start, length, State.EXACT, 0, TREE, None))
+        start += length
+    return records
 
 
 def token_states(request: FuseRequest, recomputed: Sequence[int]) -> tuple[State, ...]:

@@ -40,6 +40,12 @@ class Strategy:
     mask: Mask = "exact"
     reuses: str = "all"  # "all" stored chunks, only the "exact" ones, or "none"
 
+    @property
+    def can_be_sliced(self) -> bool:
+        """Whether its rows are known before the pass and see only what stands before them, so that
+        they may be computed a few at a time."""
+        return not hasattr(self.selector, "begin") and self.mask == "exact"
+
     def needs(self, num_layers: int) -> Needs:
         return Needs() if self.selector is None else self.selector.needs(num_layers)
 

@@ -29,6 +29,7 @@ from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.experts import routed_mlp
+from kvweave.model.moving import Mover, Moves, move_all
 from kvweave.model.paged_kv import PagedKV, PagedPlaces
 from kvweave.model.rope import frequencies
 from kvweave.model.sequence_kv import DenseKV, SequenceKV
@@ -52,6 +53,7 @@ class Rows:
     positions: Sequence[int]  # ascending; as many as token_ids
     kv: DenseKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
     wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
+    mover: Mover | None = None  # changes the KV of each layer before its rows are written
 
 
 class Decoder:
@@ -106,9 +108,11 @@ class Decoder:
         h = self.embed(ids)
         wanted = _wanted_rows(batch)
         access = _PagedAccess(batch, self.device) if _is_paged(batch) else _DenseAccess(batch)
+        moves = _moves(batch)
         for layer in range(self.spec.num_layers):
             q, k, v = self.qkv(layer, h)
             row_angles, row_positions, counts = angles, positions_host, None
+            move_all(moves, layer, q, k, v)
             access.write(layer, k, v, angles)
             if layer == self.spec.num_layers - 1:  # behind the last keys only logits rows matter
                 at = on_device(wanted, self.device)
@@ -201,6 +205,15 @@ def _bounds(batch: Sequence[Rows], counts: Sequence[int] | None) -> Iterator[tup
         end = start + (len(rows.token_ids) if counts is None else counts[i])
         yield start, end
         start = end
+
+
+def _moves(batch: Sequence[Rows]) -> list[Moves]:
+    """Sequences of which something moves before their rows are written."""
+    return [
+        Moves(rows.mover, rows.kv, *bounds)
+        for rows, bounds in zip(batch, _bounds(batch, None), strict=True)
+        if rows.mover is not None
+    ]
 
 
 def _is_paged(batch: Sequence[Rows]) -> bool:

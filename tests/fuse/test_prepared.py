@@ -1,0 +1,169 @@
+"""A prompt whose rows run in slices, beside others, leaves what one fused pass leaves."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engineworld import make_decoder
+from fuseworld import CHUNKS, SELECTING, Prefilled, World, assert_same_kv, full_prefill, make_ids
+from kvweave.engine.sparse_rows import SparseRows
+from kvweave.fuse.prepared import prepare
+from kvweave.fuse.stitched import Stitched
+from kvweave.model.decoder import Decoder, Rows, _PagedAccess
+from kvweave.model.paged_kv import KVPool, PagedKV
+from tiny_models import make_model_folder
+
+IN_FLIGHT = ("cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare")
+SLICED = ["reuse", *(name for name in SELECTING if name not in IN_FLIGHT)]
+EXACT = 1e-10  # float64: another order of adding and nothing more
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return make_decoder(make_model_folder(tmp_path_factory.mktemp("models"), "llama-yarn"))
+
+
+class InPages:
+    """A prepared prompt in pages of a pool, computed slice by slice."""
+
+    def __init__(self, world: World, name: str, ratio: float, pool: KVPool, first: int) -> None:
+        way = world.strategy(name)
+        self.kv = PagedKV(pool, range(first, first + 18))
+        stitched = Stitched(world.decoder, world.request, world.prefix, world.source, self.kv)
+        self.prepared = prepare(
+            world.decoder, world.request, stitched, way.selector, ratio, drift=way.drift
+        )
+        self.left = SparseRows(self.prepared.rows, self.prepared.bonds)
+        self.ids = world.request.prompt_ids
+
+    def rows(self, most: int) -> Rows:
+        count = self.left.share(most)
+        at, start = self.left.next(count), self.left.done
+        self.left.done += count
+        wanted = [] if self.left.left else [count - 1]
+        mover = self.prepared.mover(start, start + count)
+        return Rows([self.ids[p] for p in at], at, self.kv, wanted, mover)
+
+    def result(self, logits: torch.Tensor) -> Prefilled:
+        layers = range(len(self.kv.pool.keys))
+        keys, values = [self.kv.keys(i) for i in layers], [self.kv.values(i) for i in layers]
+        return Prefilled(logits, keys, values)
+
+
+def make_pool(decoder: Decoder) -> KVPool:
+    return KVPool(decoder.spec, 64, 4, decoder.dtype, decoder.device)
+
+
+def assert_same(ours: Prefilled, want: Prefilled) -> None:
+    torch.testing.assert_close(ours.logits, want.logits, atol=1e-5, rtol=1e-5)  # in float32
+    assert_same_kv(ours, want, tolerance=EXACT)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_leave_the_kv_of_one_pass(decoder: Decoder, name: str, seed: int) -> None:
+    """Of any size, with a missing chunk in between and one that stands twice."""
+    rng = random.Random(f"{name} {seed}")
+    chunks = [*CHUNKS, CHUNKS[2]]
+    world = World(decoder, chunks=chunks, missing=rng.choice([(), (1,), (0, 3)]))
+    ratio = 0.0 if name == "reuse" else rng.choice([0.2, 0.5, 1.0])
+    fused, want = world.fuse(name, ratio)
+    ours = InPages(world, name, ratio, make_pool(decoder), 5)
+    assert ours.prepared.recomputed == fused.recomputed
+    assert ours.prepared.work == fused.work
+    while ours.left.left:
+        logits = decoder.forward([ours.rows(rng.randint(1, 12))])
+    assert_same(ours.result(logits[0]), want)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_slices_of_many_prompts_run_in_one_pass_with_others(decoder: Decoder, seed: int) -> None:
+    """Two fused prompts, a full prefill and a decode; each gets what it gets alone."""
+    rng = random.Random(seed)
+    pool = make_pool(decoder)
+    worlds = [World(decoder, chunks=rng.sample(CHUNKS, 3), missing=(1,)) for _ in range(2)]
+    names = [rng.choice(SLICED[1:]), "weave"]
+    fused = [
+        InPages(world, name, 0.4, pool, 18 * i)
+        for i, (world, name) in enumerate(zip(worlds, names, strict=True))
+    ]
+    (plain, told) = make_ids(seed, 40, 40)
+    full, decoding = PagedKV(pool, range(36, 46)), PagedKV(pool, range(46, 56))
+    done: list[torch.Tensor | None] = [None, None]
+    step = 0
+    while any(logits is None for logits in done):
+        batch = [Rows([told[step]], [step], decoding, [0])]
+        batch += [Rows(plain[step : step + 1], [step], full, [])] if step < 40 else []
+        going = [i for i in range(2) if done[i] is None]
+        parts = [fused[i].rows(rng.randint(1, 9)) for i in going]
+        logits = decoder.forward([*batch, *parts])[1:]
+        for i, rows in zip(going, parts, strict=True):
+            if rows.wanted:
+                done[i], logits = logits[0], logits[1:]
+        step += 1
+    for ours, world, name, logits in zip(fused, worlds, names, done, strict=True):
+        assert logits is not None
+        assert_same(ours.result(logits), world.fuse(name, 0.4)[1])
+    want = full_prefill(decoder, plain[:step])
+    for layer in range(decoder.spec.num_layers):
+        torch.testing.assert_close(full.keys(layer), want.keys[layer], atol=EXACT, rtol=EXACT)
+
+
+def computed(ours: InPages, decoder: Decoder, cuts: Sequence[int]) -> Prefilled:
+    for start, end in zip([0, *cuts], [*cuts, len(ours.prepared.rows)], strict=True):
+        ours.left.bonds = ()
+        logits = decoder.forward([ours.rows(end - start)])
+    return ours.result(logits[0])
+
+
+def test_a_chunk_that_drifts_is_never_cut_because_it_would_drift_otherwise(
+    decoder: Decoder,
+) -> None:
+    world = World(decoder, missing=(1,))
+    want = world.fuse("weave", 0.5)[1]
+    bonds = InPages(world, "weave", 0.5, make_pool(decoder), 0).prepared.bonds
+    assert [end - start > 1 for start, end in bonds] == [True, True]
+    for start, end in bonds:
+        whole = computed(InPages(world, "weave", 0.5, make_pool(decoder), 0), decoder, [end])
+        assert_same(whole, want)
+        cut = computed(InPages(world, "weave", 0.5, make_pool(decoder), 0), decoder, [start + 1])
+        assert (cut.keys[2] - want.keys[2]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_slice_that_failed_and_runs_again_moves_nothing_twice(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    world = World(decoder)
+    want = world.fuse("weave", 0.5)[1]
+    ours = InPages(world, "weave", 0.5, make_pool(decoder), 0)
+    write = _PagedAccess.write
+
+    def failing(access: _PagedAccess, layer: int, *what: Any) -> None:
+        if layer == at:
+            raise RuntimeError("out of memory")
+        write(access, layer, *what)
+
+    rows = ours.rows(99)
+    monkeypatch.setattr(_PagedAccess, "write", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decoder.forward([rows])
+    monkeypatch.undo()
+    assert ours.prepared.mover(0, len(rows.positions)) is rows.mover
+    assert_same(ours.result(decoder.forward([rows])[0]), want)
+
+
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_what_chooses_in_flight_cannot_be_sliced(decoder: Decoder, name: str) -> None:
+    world = World(decoder)
+    assert not world.strategy(name).can_be_sliced
+    with pytest.raises(AssertionError, match="in flight"):
+        InPages(world, name, 0.5, make_pool(decoder), 0)
+
+
+def test_everything_else_can_be_sliced(decoder: Decoder) -> None:
+    world = World(decoder)
+    assert all(world.strategy(name).can_be_sliced for name in SLICED)
