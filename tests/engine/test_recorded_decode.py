@@ -72,6 +72,14 @@ def test_only_steps_of_one_wanted_row_in_pages_are_decode_steps(decoder: Decoder
     assert not is_decode([one, Rows([5, 6], [0, 1], PagedKV(pool, [2]), [1])])
     assert not is_decode([one, replace(one, wanted=[])]), "a prompt in the middle"
     assert not is_decode([replace(one, kv=decoder.new_kv(4))]), "dense KV"
+    assert not is_decode([one, replace(one, mover=Still())]), "the last row of a woven prompt"
+
+
+class Still:
+    """Something that moves what stands there; what, does not matter."""
+
+    def move(self, layer: int, fresh: object, kv: object) -> None:
+        raise AssertionError("nobody computes here")
 
 
 def test_nothing_is_recorded_without_a_gpu_or_its_kernels(

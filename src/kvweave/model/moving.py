@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from kvweave.model.sequence_kv import DenseKV
+
 
 class Projections(Protocol):
     """Queries, keys and values of some rows, before RoPE."""
@@ -21,14 +23,6 @@ class Projections(Protocol):
     def k(self) -> Tensor: ...  # [R, Hk, D]
     @property
     def v(self) -> Tensor: ...  # [R, Hk, D]
-
-
-class DenseKV(Protocol):
-    """Keys (rotated) and values of one sequence, dense by position. Pages side by side are."""
-
-    def reserve(self, num_tokens: int) -> None: ...
-    def keys(self, layer: int) -> Tensor: ...
-    def values(self, layer: int) -> Tensor: ...
 
 
 class Mover(Protocol):

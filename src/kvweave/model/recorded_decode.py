@@ -41,9 +41,12 @@ class Played(NamedTuple):
 
 
 def is_decode(batch: Sequence[Rows]) -> bool:
-    """Whether a step is one row of each sequence, and all of them want its logits."""
+    """Whether a step is one row of each sequence, all of them want its logits, and nothing of
+    what stands there moves first."""
     return bool(batch) and all(
-        len(rows.token_ids) == len(rows.wanted) == 1 and isinstance(rows.kv, PagedKV)
+        len(rows.token_ids) == len(rows.wanted) == 1
+        and isinstance(rows.kv, PagedKV)
+        and rows.mover is None
         for rows in batch
     )
 
