@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.drift import Drift
-from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trials import Trials
@@ -79,9 +78,7 @@ def batched_pass(
             if drift is not None:
                 part = slice(b * num_rows, (b + 1) * num_rows)
                 fresh = _Fresh(projected.q[part], projected.k[part], projected.v[part])
-                stored = keys[b, at[b]], values[b, at[b]]
-                look = LayerLook(layer, rows[b], fresh, fresh_k[b], *stored)
-                drift.apply(look, kvs[b])
+                drift.move(layer, rows[b], fresh, kvs[b])
         keys[which, at] = fresh_k
         values[which, at] = fresh_v
         q, mask = projected.q, seen

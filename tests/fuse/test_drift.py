@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fuseworld import World, assert_same_kv, make_ids, prefilled
+from kvweave.fuse import drift
 from kvweave.fuse.drift import DOUBT, Drift
-from kvweave.fuse.fused_pass import LayerLook, fused_pass
+from kvweave.fuse.fused_pass import fused_pass
 from kvweave.fuse.request import State
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.codec import LayerKV
@@ -43,7 +44,6 @@ def move(
     layer: int = LAYER,
     noise: float = 0.0,
     strength: float = 0.5,
-    at_once: bool = False,
 ) -> Moved:
     decoder, request = world.decoder, world.request
     kv: SequenceKV = decoder.new_kv(1)
@@ -63,15 +63,8 @@ def move(
             fresh_k[i] = stored.k[at] + change.k[0] + sway
             fresh_v[i] = stored.v[at] + change.v[0] + sway
     before = LayerKV(kv.keys(layer).clone(), kv.values(layer).clone())
-    look = LayerLook(
-        layer,
-        rows,
-        QKV(fresh_k, fresh_k, fresh_v),
-        rotate(fresh_k, decoder.angles(rows)),
-        before.k[rows],
-        before.v[rows],
-    )
-    Drift(decoder, request, chosen, strength, at_once=at_once).apply(look, kv)
+    fresh = QKV(fresh_k, fresh_k, fresh_v)
+    Drift(decoder, request, chosen, strength).move(layer, rows, fresh, kv)
     return Moved(before, LayerKV(kv.keys(layer), kv.values(layer)), change)
 
 
@@ -187,27 +180,18 @@ def test_drift_with_nothing_chosen_does_nothing(world: World) -> None:
     assert torch.equal(moved.after.k[known], moved.before.k[known])
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.3])
-def test_all_chunks_at_once_move_as_one_by_one(world: World, noise: float) -> None:
-    chosen = [*span_range(world, 1)[2:7], *span_range(world, 2)[:1]]
-    alone = move(world, chosen, noise=noise)
-    together = move(world, chosen, noise=noise, at_once=True)
-    stored = slice(span_range(world, 0).start, span_range(world, 2).stop)  # behind it is garbage
-    for mine, theirs in zip(together.after, alone.after, strict=True):
-        torch.testing.assert_close(mine[stored], theirs[stored], atol=1e-5, rtol=1e-5)
-    assert not torch.equal(together.after.k[stored], together.before.k[stored])
-
-
-def test_moving_from_projections_equals_moving_from_a_look(world: World) -> None:
-    """A GPU's few steps and a CPU's many end in the same KV, layer after layer."""
+def test_all_chunks_at_once_move_as_run_by_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's few steps and a CPU's runs of rows end in the same KV, layer after layer."""
     chosen = [*list(span_range(world, 1))[1:4], span_range(world, 2)[5]]
     rows = sorted({*chosen, *world.request.must_compute})
     done = []
-    for at_once in (True, False):
+    for way in (drift._run_by_run, drift._all_at_once):
+        monkeypatch.setattr(drift, "_run_by_run", way)
         kv = world.decoder.new_kv(1)
-        drift = Drift(world.decoder, world.request, chosen, at_once=at_once)
-        assert drift.at_once == at_once
-        passed = fused_pass(world.decoder, world.request, world.stitched(kv), rows, kv, drift=drift)
+        mover = Drift(world.decoder, world.request, chosen)
+        passed = fused_pass(world.decoder, world.request, world.stitched(kv), rows, kv, drift=mover)
         done.append(prefilled(world.decoder, passed.logits, kv))
     torch.testing.assert_close(done[0].logits, done[1].logits, atol=1e-4, rtol=1e-4)
     assert_same_kv(*done)

@@ -54,3 +54,18 @@ def test_changes_count_for_their_own_chunk_by_their_weight() -> None:
     found = mean_changes(*case, owners)
     torch.testing.assert_close(found[:, 0], 0.5 * each[:, 0])
     torch.testing.assert_close(found[:, 1], 0.2 * (each[:, 1] + each[:, 2]))
+
+
+def test_changes_of_keys_in_half_precision_are_no_rounding_of_angles_or_values() -> None:
+    """Rows that come as they were stored change by rounding of the keys at most."""
+    _, k, v, cos, sin, keys, values = fresh(16)
+    k, v, cos, sin, keys, values = (x.bfloat16() for x in (k, v, cos, sin, keys, values))
+    all_rows, turn = torch.arange(4), Angles(cos, sin)
+    wide = rotate(k.float(), Angles(cos.float(), sin.float()))
+    keys[ROWS] = wide.bfloat16()
+    values[ROWS] = v + 1
+    found = changes(k, v, all_rows, turn, ROWS, keys, values)
+    assert found.dtype == torch.float32
+    spread = rotate(wide - keys[ROWS].float(), Angles(cos.float(), -sin.float()))
+    torch.testing.assert_close(found[0], spread, atol=1e-3, rtol=1e-1)
+    assert torch.equal(found[1], v.float() - values[ROWS].float())

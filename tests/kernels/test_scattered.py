@@ -26,16 +26,21 @@ def by_definition(q: Tensor, positions: Tensor, keys: Tensor, values: Tensor) ->
     return torch.einsum("hrn,nhd->rhd", logits.softmax(-1), values).float()
 
 
-@pytest.mark.parametrize("block_rows", [1, 3, 64])
+@pytest.mark.parametrize(
+    ("weights", "fewest", "most"),
+    [(1, 1, 1), (300, 7, 16), (HEADS * 5 * 64, 64, 128), (1 << 19, 128, 256)],
+)
 @pytest.mark.parametrize(
     "positions",
     [[0], [299], [0, 299], [5, 6, 7, 200, 201, 299], [*range(0, 300, 7)], [*range(280, 300)]],
     ids=str,
 )
 def test_rows_see_what_stands_at_or_before_them_and_nothing_else(
-    positions: list[int], block_rows: int, monkeypatch: pytest.MonkeyPatch
+    positions: list[int], weights: int, fewest: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scattered, "BLOCK_ROWS", block_rows)
+    monkeypatch.setattr(scattered, "BLOCK_WEIGHTS", weights)
+    for keys in ("BLOCK_KEYS", "RUN_KEYS"):
+        monkeypatch.setattr(scattered, keys, (fewest, most))
     scattered._blocks.cache_clear()
     world = make_world(positions)
     done = attend_scattered(*world, SCALE)
@@ -119,6 +124,40 @@ def test_hostile_logits_are_attended_to_exactly_or_refused(name: str) -> None:
     assert (done is None) == (name in REFUSED)
     if done is not None:
         torch.testing.assert_close(done, by_definition(*world), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("positions", [[0], [*range(280, 300)], [*range(0, 300, 7), 297, 298, 299]])
+@pytest.mark.parametrize("weights", [1, 2000, 1 << 19])
+def test_blocks_hold_every_row_with_every_key_it_sees_once(
+    positions: list[int], weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scattered, "BLOCK_WEIGHTS", weights)
+    scattered._blocks.cache_clear()
+    blocks = scattered._blocks(tuple(positions), KV_HEADS, 1)
+    scattered._blocks.cache_clear()
+    seen = torch.zeros(len(positions), KEYS)
+    for start, end, first, last, edge in blocks:
+        part = torch.ones(end - start, last - first)
+        if edge is not None:
+            part[: len(edge), last - first - edge.shape[1] :] = edge
+        seen[start:end, first:last] += part
+    assert torch.equal(seen, (torch.arange(KEYS) <= torch.tensor(positions)[:, None]).float())
+
+
+def test_a_first_block_of_keys_that_overflows_ends_it_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[int] = []
+    add = Tensor.baddbmm_
+
+    def counting(out: Tensor, *args: Tensor) -> Tensor:
+        done.append(1)
+        return add(out, *args)
+
+    monkeypatch.setattr(Tensor, "baddbmm_", counting)
+    q, positions, keys, values = make_world([4, 90, 200], 4000.0)
+    assert attend_scattered(q, positions, keys, values, SCALE) is None
+    assert not done
 
 
 def test_rows_as_many_but_elsewhere_have_blocks_of_their_own() -> None:

@@ -5,67 +5,37 @@ prompt. Much of that change is shared by the whole chunk (it now stands behind o
 deeper), so the rest of the chunk is moved by a part of the mean change of its recomputed rows. The
 fewer rows a chunk has, the less their mean is trusted.
 
-Shapes: R running rows, C chosen rows, Hk KV heads, D head dim.
+Shapes: C chosen rows, S chunks that have some, T rows of the request's KV, N those of the S chunks,
+Hk KV heads, D head dim.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, Span, State
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import Owners, mean_changes
-from kvweave.kernels.rope import Angles, rotate
-from kvweave.kernels.shift import shift
+from kvweave.kernels.shift import Run, shift, shift_runs
 
 # Found by trial on SmolLM2; bench/quality.py is where to check it on another model.
 STRENGTH = 0.5
 DOUBT = 4.0  # rows that a chunk's mean is diluted with
 
+# adds by_k (turned) and by_v [S, Hk, D] float32 to keys and values [T, Hk, D] of the chunks
+_Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Moved:
+
+class _Moved(NamedTuple):
     """A chunk with recomputed rows."""
 
     span: Span
-    rows: slice  # its chosen rows among all chosen
-    angles: Angles  # of its whole place
-    weight: float
-
-
-class MovedAtOnce(NamedTuple):
-    """All such chunks together, for a device where many small steps cost more than the work."""
-
-    owners: Owners  # of the chosen rows: take changes to each chunk's weighted mean
-    chunk: Tensor  # [N] of every row of these chunks
-    row: Tensor  # [N] its position
-    angles: Angles  # of these rows
-
-    @classmethod
-    def of(cls, decoder: Decoder, spans: Sequence[tuple[Span, int, float]]) -> "MovedAtOnce":
-        """`spans` with their number of chosen rows and weight; all chosen rows belong to them."""
-        bounds = torch.tensor([0, *(count for _, count, _ in spans)]).cumsum(0, dtype=torch.int32)
-        weights = torch.tensor([weight / count for _, count, weight in spans])
-        sizes = torch.tensor([span.num_tokens for span, _, _ in spans])
-        chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)
-        row = positions_of([range(span.start, span.end) for span, _, _ in spans])
-        there = on_device(row, decoder.device)
-        owners = Owners(*(on_device(x, decoder.device) for x in (bounds, weights)))
-        return cls(owners, on_device(chunk, decoder.device), there, decoder.angles(there))
-
-    def add(self, change_k: Tensor, change_v: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Move these rows of keys and values [T, Hk, D] by the mean of their chunk's changes."""
-        self.add_means(self.owners.sums(torch.stack([change_k, change_v]).float()), keys, values)
-
-    def add_means(self, by: Tensor, keys: Tensor, values: Tensor) -> None:
-        """As `add`, from the mean of every chunk: keys and values, [2, chunks, Hk, D] float32."""
-        shift(keys, values, by[0], by[1], self.chunk, self.row, self.angles)
+    chosen: Tensor  # [..] their positions, on the host
+    weight: float  # of each in what the chunk is moved by
 
 
 class Drift:
@@ -77,81 +47,62 @@ class Drift:
         request: FuseRequest,
         chosen: Sequence[int] | Tensor,
         strength: float = STRENGTH,
-        *,
-        at_once: bool | None = None,
     ) -> None:
-        """`chosen` are the recomputed hits, ascending. `at_once`: all chunks in a few steps, as on
-        a GPU (None: where there is one)."""
-        if at_once is None:
-            at_once = decoder.device.type == "cuda"
-        self._chosen = torch.as_tensor(chosen, dtype=torch.int64)
-        self._device = decoder.device
+        """`chosen` are the recomputed hits, ascending."""
+        moved = list(_moved(request, torch.as_tensor(chosen, dtype=torch.int64), strength))
+        self._move: _Move | None = None
+        if not moved:
+            return
+        self._chosen = torch.cat([m.chosen for m in moved])  # [C]
         self._at = on_device(self._chosen, decoder.device)
         self._turn = decoder.angles(self._at)
-        self._back = backwards(self._turn)
-        self._moved: list[_Moved] = []
-        spans: list[tuple[Span, int, float]] = []
-        for span in request.spans:
-            bounds = torch.searchsorted(self._chosen, torch.tensor([span.start, span.end]))
-            first, last = (int(b) for b in bounds)
-            if span.state is not State.REUSED or first == last:
-                continue
-            weight = strength * (last - first) / (last - first + DOUBT)
-            spans.append((span, last - first, weight))
-            if not at_once:
-                angles = decoder.angles(torch.arange(span.start, span.end, device=decoder.device))
-                self._moved.append(_Moved(span, slice(first, last), angles, weight))
-        self._at_once = MovedAtOnce.of(decoder, spans) if at_once and spans else None
+        self._owners = Owners(*(on_device(x, decoder.device) for x in _owned(moved)))
         self._rows: Tensor | None = None  # of the chosen among the running ones
-
-    def apply(self, look: LayerLook, kv: KVBuffer) -> None:
-        """Move one layer, before the fresh rows are written over it."""
-        if look.layer == 0 or not (self._moved or self._at_once):
-            return  # layer 0 depends on the tokens alone: nothing drifts
-        rows = self._among(look.positions)
-        change_k = rotate(look.turned_k[rows] - look.stored_k[rows], self._back)  # before RoPE
-        change_v = look.fresh.v[rows] - look.stored_v[rows]
-        keys, values = kv.keys(look.layer), kv.values(look.layer)
-        if self._at_once is not None:
-            self._at_once.add(change_k, change_v, keys, values)
-        for moved in self._moved:
-            place = slice(moved.span.start, moved.span.end)
-            mean_k = change_k[moved.rows].mean(0, keepdim=True) * moved.weight
-            add_rotated(keys[place], mean_k, moved.angles)
-            values[place] += change_v[moved.rows].mean(0, keepdim=True) * moved.weight
-
-    @property
-    def at_once(self) -> bool:
-        return self._at_once is not None
+        to_move = _run_by_run if decoder.device.type == "cpu" else _all_at_once
+        self._move = to_move(decoder, [m.span for m in moved])
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
-        """As `apply`, in two steps. For `at_once` alone."""
-        if layer == 0 or self._at_once is None:
-            return
+        """Move one layer, before the fresh rows are written over it.
+
+        `positions` are those of all running rows, on the host; `fresh` are their projections.
+        """
+        if layer == 0 or self._move is None:
+            return  # layer 0 depends on the tokens alone: nothing drifts
+        if self._rows is None:  # they run from the start: always the same
+            self._rows = on_device(torch.searchsorted(positions, self._chosen), self._at.device)
         keys, values = kv.keys(layer), kv.values(layer)
-        rows = self._among(positions)
-        owners = self._at_once.owners
-        by = mean_changes(fresh.k, fresh.v, rows, self._turn, self._at, keys, values, owners)
-        self._at_once.add_means(by, keys, values)
-
-    def _among(self, positions: Tensor) -> Tensor:
-        """The chosen among the running rows. They run from the start: always the same."""
-        if self._rows is None:
-            self._rows = on_device(torch.searchsorted(positions, self._chosen), self._device)
-        return self._rows
+        by = mean_changes(
+            fresh.k, fresh.v, self._rows, self._turn, self._at, keys, values, self._owners
+        )  # [2, S, Hk, D]
+        self._move(keys, values, by[0], by[1])
 
 
-def backwards(angles: Angles) -> Angles:
-    """Angles that undo a rotation, and the scale that YaRN puts into it."""
-    scale = angles.cos.square() + angles.sin.square()
-    return Angles(angles.cos / scale, -angles.sin / scale)
+def _moved(request: FuseRequest, chosen: Tensor, strength: float) -> Iterator[_Moved]:
+    """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
+    for span in request.spans:
+        bounds = torch.searchsorted(chosen, torch.tensor([span.start, span.end]))
+        first, last = (int(b) for b in bounds)
+        if span.state is State.REUSED and first < last:
+            yield _Moved(span, chosen[first:last], strength / (last - first + DOUBT))
 
 
-def add_rotated(out: Tensor, x: Tensor, angles: Angles) -> None:
-    """Add one vector x [1, Hk, D], turned to each of many positions, to out [R, Hk, D]."""
-    half = angles.cos.shape[-1]
-    x1, x2 = x[..., :half], x[..., half : 2 * half]
-    first, second = out[..., :half], out[..., half : 2 * half]
-    first.addcmul_(x1, angles.cos).addcmul_(x2, angles.sin, value=-1)
-    second.addcmul_(x2, angles.cos).addcmul_(x1, angles.sin)
-    out[..., 2 * half :] += x[..., 2 * half :]
+def _owned(moved: Sequence[_Moved]) -> tuple[Tensor, Tensor]:
+    """Which of the chosen rows are each chunk's, and what they count for: see `Owners`."""
+    bounds = torch.tensor([0, *(len(m.chosen) for m in moved)]).cumsum(0, dtype=torch.int32)
+    return bounds, torch.tensor([m.weight for m in moved])
+
+
+def _all_at_once(decoder: Decoder, spans: Sequence[Span]) -> _Move:
+    """For a device where many small steps cost more than the work: every row knows its chunk."""
+    sizes = torch.tensor([span.num_tokens for span in spans])
+    chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)  # [N]
+    row = on_device(positions_of([range(s.start, s.end) for s in spans]), decoder.device)  # [N]
+    chunk, turn = on_device(chunk, decoder.device), decoder.angles(row)
+    return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
+
+
+def _run_by_run(decoder: Decoder, spans: Sequence[Span]) -> _Move:
+    """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
+    head_dim = decoder.spec.head_dim
+    runs = [Run.of(s.start, decoder.angles(torch.arange(s.start, s.end)), head_dim) for s in spans]
+    return lambda keys, values, by_k, by_v: shift_runs(keys, values, by_k, by_v, runs)

@@ -45,17 +45,8 @@ class LayerLook(NamedTuple):
 class Mover(Protocol):
     """Moves what is not computed, from what is. See drift.py."""
 
-    @property
-    def at_once(self) -> bool:
-        """Whether `move` serves: fewer steps, for a device where each is an order to give."""
-        ...
-
-    def apply(self, look: LayerLook, kv: KVBuffer) -> None:
-        """Change one layer of `kv` before the fresh rows are written."""
-        ...
-
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
-        """The same from what `apply` finds in a look: running rows and their projections."""
+        """Change one layer of `kv` before the fresh rows are written: those at `positions` [R]."""
         ...
 
 
@@ -107,15 +98,13 @@ def fused_pass(
         counts.append(len(running.positions))
         keys, values = kv.keys(layer), kv.values(layer)
         keep = None
-        if drift is not None and drift.at_once and in_flight is None:
-            drift.move(layer, running.positions, projected, kv)
-        elif in_flight is not None or drift is not None:
+        if in_flight is not None:
             turned = rotate(projected.k, running.angles)
             stored = keys[running.on_device], values[running.on_device]
             look = LayerLook(layer, running.positions, projected, turned, *stored)
-            keep = None if in_flight is None else in_flight.narrow(look)
-            if drift is not None:
-                drift.apply(look, kv)
+            keep = in_flight.narrow(look)
+        if drift is not None:
+            drift.move(layer, running.positions, projected, kv)
         q, k, v = projected.q, projected.k, projected.v
         q = place(q, k, v, running.angles, running.on_device, keys, values)
         if layer == last:  # behind the last keys only the last row matters

@@ -38,14 +38,21 @@ def changes(
     """What fresh rows change, [2, C, Hk, D] float32: keys before RoPE, then values.
 
     Row rows[c] of k, v [R, Hk, D], before RoPE, comes to position at[c] of keys (turned) and values
-    [T, Hk, D]; `turn` [C, 1, r/2] is of that position. Keys are compared where they stand: what the
-    angles are rounded to cancels out.
+    [T, Hk, D]; `turn` [C, 1, r/2] is of that position. Keys in half precision are compared where
+    they stand: what the angles are rounded to cancels out.
     """
     cos, sin = turn.cos.float(), turn.sin.float()
-    apart = rotate(k[rows].float(), Angles(cos, sin)) - keys[at].float()
     scale = cos.square() + sin.square()  # YaRN's factor, and rounding
     back = Angles(cos / scale, -sin / scale)
-    return torch.stack([rotate(apart, back), v[rows].float() - values[at].float()])
+    fresh, stored = k.index_select(0, rows).float(), keys.index_select(0, at).float()
+    apart = fresh.new_empty(2, *fresh.shape)
+    if k.dtype == torch.float32:  # angles as good as exact: one turn will do
+        torch.sub(fresh, rotate(stored, back), out=apart[0])
+    else:
+        rotate(rotate(fresh, Angles(cos, sin)).sub_(stored), back, out=apart[0])
+    stored_v = values.index_select(0, at).float()
+    torch.sub(v.index_select(0, rows).float(), stored_v, out=apart[1])
+    return apart
 
 
 class Owners(NamedTuple):

@@ -3,6 +3,10 @@
 Shapes: N rows, C chunks, T rows of the request's KV, Hk KV heads, D head dim, r rotary dims.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from kvweave.kernels.dispatch import has_kernels
@@ -33,3 +37,40 @@ def shift(
     turned = rotate(by_k[chunk], Angles(turn.cos.float(), turn.sin.float()))
     keys[row] = (keys[row].float() + turned).to(keys.dtype)
     values[row] = (values[row].float() + by_v[chunk]).to(values.dtype)
+
+
+class Run(NamedTuple):
+    """A chunk whose rows lie side by side, n of them.
+
+    Its angles as wide as a head, so that turning by them is x · cos + (x, halves swapped) · sin.
+    """
+
+    rows: slice
+    half: int  # r/2
+    cos: Tensor  # [n, 1, D] float32
+    sin: Tensor  # [n, 1, D] float32: negative in the first half
+
+    @classmethod
+    def of(cls, start: int, angles: Angles, head_dim: int) -> "Run":
+        """A chunk from row `start` on, with the angles of its rows."""
+        cos, sin = angles.cos.float(), angles.sin.float()
+        still = head_dim - 2 * cos.shape[-1]  # dims that are not turned
+        ones, zeros = cos.new_ones(len(cos), 1, still), cos.new_zeros(len(cos), 1, still)
+        wide = torch.cat([cos, cos, ones], -1), torch.cat([-sin, sin, zeros], -1)
+        return cls(slice(start, start + len(cos)), cos.shape[-1], *wide)
+
+
+def shift_runs(
+    keys: Tensor, values: Tensor, by_k: Tensor, by_v: Tensor, runs: Sequence[Run]
+) -> None:
+    """As `shift`, chunk c being runs[c]: what a CPU does without gathering a row."""
+    half = runs[0].half
+    swapped = torch.cat([by_k[..., half : 2 * half], by_k[..., :half], by_k[..., 2 * half :]], -1)
+    for c, (rows, _, cos, sin) in enumerate(runs):
+        here, each = slice(c, c + 1), (keys[rows], values[rows])
+        wide_k, wide_v = (x.float() for x in each)  # themselves, if they are float32
+        wide_k.addcmul_(cos, by_k[here]).addcmul_(sin, swapped[here])
+        wide_v.add_(by_v[here])
+        for x, wide in zip(each, (wide_k, wide_v), strict=True):
+            if x is not wide:
+                x.copy_(wide)
