@@ -1,5 +1,7 @@
 """An explain record for people: every token in its state, every figure in its place."""
 
+from dataclasses import replace
+
 from kvweave.cli.explain import as_document, show
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
@@ -50,3 +52,10 @@ def test_the_document_holds_every_token_in_runs() -> None:
     ]
     assert document["tokens"] == {"exact": 1, "reused": 1, "recomputed": 1, "computed": 2}
     assert document["chunks"][1]["why"] == "absent"
+    assert document["way"] is None
+
+
+def test_the_way_through_the_engine_is_told() -> None:
+    joined = replace(RECORD, way="joined")
+    assert show(joined, TEXTS, colour=False).endswith("2.5 MB from disk · joined")
+    assert as_document(joined)["way"] == "joined"

@@ -39,6 +39,7 @@ def as_document(record: "FuseRecord") -> dict[str, Any]:
         "strategy": record.strategy,
         "ratio": record.ratio,
         "why": record.why,
+        "way": record.way,
         "encoding": record.encoding,
         "tokens": record.counts,
         "work": round(record.work, 4),
@@ -116,4 +117,5 @@ def _stage_line(record: "FuseRecord") -> str:
         f"retrieve {s.retrieve:.0f} ms · load {s.load:.0f} ms · select {s.select:.0f} ms · "
         f"compute {s.compute:.0f} ms · {record.work:.0%} of the rows of a full prefill"
         + (f" · {loaded}" if loaded else "")
+        + (f" · {record.way}" if record.way else "")
     )

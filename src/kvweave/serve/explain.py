@@ -29,6 +29,7 @@ def explain(answer: Answer, queue_s: float) -> Explain:
         tokens=record.counts,
         work=round(record.work, 4),
         loaded_bytes=record.loaded_bytes,
+        way=record.way,
         chunks=[
             ChunkOut(
                 start=chunk.start,

@@ -58,6 +58,7 @@ class Explain(Outgoing):
     tokens: dict[str, int]  # by state: exact, reused, recomputed, computed
     work: float  # rows computed ÷ rows of a full prefill
     loaded_bytes: dict[str, int]  # by tier
+    way: str | None = None  # of fused prompts: joined, streamed or whole; see docs/engine.md
     chunks: list[ChunkOut]
     states: list[tuple[str, int, int]]  # runs of tokens of one state: state, start, end
     decision: DecisionOut | None  # null unless reuse is "auto"

@@ -1,0 +1,165 @@
+"""What does a fused prefill cost those who are being answered beside it?
+
+Somebody is being answered while prompts with stored chunk KV come in, one after another. Measured
+are the gaps between the tokens of that answer, and the time to the first token of the prompts,
+beside it and alone:
+
+    own step   as one step of its own: stitch, choose rows, compute them, all at once
+    joined     rows run in the common steps, a slice at a time (what the engine does)
+
+    python bench/beside.py
+
+Random tokens: nothing here depends on what they say. `gap_p95_ratio` is the first over the second.
+"""
+
+import argparse
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from common import report
+from kvweave.engine import desk
+from kvweave.engine.config import EngineConfig
+from kvweave.engine.engine import Engine
+from kvweave.engine.loading import Way, way_of
+from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost, Ticket
+from kvweave.engine.sampling import Sampling
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.prefill import PromptChunk
+from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.store import KVStore
+from kvweave.model.load import load_decoder
+from kvweave.model.locate import locate
+from kvweave.types import Chunk, ChunkId
+
+PREAMBLE, QUESTION, CHUNK = 32, 40, 256
+RULES = {"own step": lambda *_, **__: Way.STREAMED, "joined": way_of}
+
+
+class World:
+    """A model, the KV of some chunks in host memory, and prompts over them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.decoder = load_decoder(locate(args.model), device="cpu")
+        self._rng = random.Random(0)
+        self._vocabulary = self.decoder.spec.vocab_size
+        self.store = KVStore(StoreConfig(tiers=(HostTierConfig(4 * GIB),)))
+        context = KeyContext("bench", "float32", args.codec, "t", self._ids(PREAMBLE), "r")
+        self._encoder = ChunkEncoder(self.decoder, self.store, context)
+        self._chunks = [self._ids(CHUNK) for _ in range(2 * args.chunks)]
+        self._encoder.encode(
+            [Chunk(ChunkId(str(i)), "", "", c) for i, c in enumerate(self._chunks)]
+        )
+        self._way = open_strategy("weave", ModelFacts(self.decoder.spec.num_layers))
+        self._args = args
+
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(self._vocabulary) for _ in range(count))
+
+    def prompt(self) -> EngineRequest:
+        chosen = self._rng.sample(self._chunks, self._args.chunks)
+        encoder, preamble = self._encoder, self._encoder.preamble
+        part = FusedPart(
+            self.store,
+            lambda: preamble,
+            tuple(PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in chosen),
+            self._way,
+            self._args.ratio,
+            expected=LoadCost(0.0, 1.0),
+        )
+        named = tuple(EngineChunk(ChunkId(str(hash(c))), c) for c in chosen)
+        sampling = Sampling(max_tokens=1)
+        front = preamble.token_ids
+        return EngineRequest(self._ids(QUESTION), sampling, frozenset(), front, named, fused=part)
+
+    def long_answer(self) -> EngineRequest:
+        return EngineRequest(self._ids(100), Sampling(max_tokens=4000), frozenset())
+
+
+def first_token_s(ticket: Ticket) -> float:
+    list(ticket)
+    line = ticket.timeline
+    assert line.first_token_s is not None, "it was answered"
+    return line.first_token_s - line.submitted_s
+
+
+@contextmanager
+def ruled(name: str) -> Iterator[None]:
+    desk.way_of = RULES[name]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        desk.way_of = way_of  # type: ignore[attr-defined]
+
+
+def beside(world: World, engine: Engine, prompts: int) -> tuple[list[float], list[float]]:
+    """Gaps of the answer while prompts come, and their times to the first token."""
+    answered: list[float] = []
+    ticket = engine.submit(world.long_answer())
+    next(ticket)
+    reader = threading.Thread(target=lambda: [answered.append(time.perf_counter()) for _ in ticket])
+    reader.start()
+    took = [first_token_s(engine.submit(world.prompt())) for _ in range(prompts)]
+    ticket.cancel()
+    reader.join()
+    return [b - a for a, b in pairwise(answered)], took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--chunks", type=int, default=10, help=f"of {CHUNK} tokens, in a prompt")
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--codec", default="int8")
+    parser.add_argument("--step-rows", type=int, default=EngineConfig().step_rows)
+    parser.add_argument("--prompts", type=int, default=8, help="per way and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    world = World(args)
+    gaps: dict[str, list[float]] = {name: [] for name in RULES}
+    near: dict[str, list[float]] = {name: [] for name in RULES}
+    alone: dict[str, list[float]] = {name: [] for name in RULES}
+    cfg = EngineConfig(step_rows=args.step_rows, pool_tokens=1 << 15)
+    with Engine(world.decoder, cfg) as engine:
+        for i in range(-1, args.rounds):
+            for name in RULES:
+                with ruled(name):
+                    found, took = beside(world, engine, args.prompts if i >= 0 else 1)
+                    lone = [first_token_s(engine.submit(world.prompt())) for _ in range(3)]
+                if i >= 0:
+                    gaps[name] += found
+                    near[name] += took
+                    alone[name] += lone
+    world.store.close()
+    results = {
+        name: {
+            "gap_ms_p50": round(statistics.median(gaps[name]) * 1e3, 1),
+            "gap_ms_p95": round(statistics.quantiles(gaps[name], n=20)[-1] * 1e3, 1),
+            "gap_ms_max": round(max(gaps[name]) * 1e3, 1),
+            "ttft_ms_beside": round(statistics.median(near[name]) * 1e3, 1),
+            "ttft_ms_alone": round(statistics.median(alone[name]) * 1e3, 1),
+        }
+        for name in RULES
+    }
+    table = Table("", *next(iter(results.values())))
+    for name, numbers in results.items():
+        table.add_row(name, *(f"{number:,.1f}" for number in numbers.values()))
+    Console().print(table)
+    ratio = results["own step"]["gap_ms_p95"] / results["joined"]["gap_ms_p95"]
+    report("beside", "cpu", vars(args), {"ways": results, "gap_p95_ratio": round(ratio, 2)})
+
+
+if __name__ == "__main__":
+    main()
