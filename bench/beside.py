@@ -33,7 +33,7 @@ from kvweave.engine.loading import Way, way_of
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.chunk_encoder import ChunkEncoder
-from kvweave.fuse.prefill import PromptChunk
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext

@@ -25,7 +25,8 @@ from common import finish, result_header
 from kvweave.fuse.anchors import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
 from kvweave.fuse.fuse import fuse
-from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.prefill import prefill_from_store
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
