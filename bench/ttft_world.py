@@ -8,7 +8,7 @@ import torch
 
 from kvweave.fuse.anchors import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
-from kvweave.fuse.prefill import PromptChunk
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.objects import PackedChunk, pack_chunk

@@ -18,8 +18,9 @@ from kvweave.encoders import make_encoder, open_store, remove_with_kv
 from kvweave.errors import ConfigError
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.neighbours import NeighbourTable
-from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import State
 from kvweave.fuse.strategy import ModelFacts, open_strategy

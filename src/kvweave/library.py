@@ -20,8 +20,8 @@ from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
 from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.fuse.neighbours import NeighbourTable
-from kvweave.fuse.prefill import PromptChunk
 from kvweave.fuse.preparation import choose_preparation, write_preparation
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.room import check_room
 from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest

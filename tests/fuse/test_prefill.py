@@ -10,8 +10,9 @@ import torch
 
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
-from kvweave.fuse.prefill import Prefilled, PromptChunk, prefill_from_store
+from kvweave.fuse.prefill import Prefilled, prefill_from_store
 from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.request import State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
 from kvweave.kernels.rope import rotate

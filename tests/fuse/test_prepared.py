@@ -9,11 +9,9 @@ import torch
 
 from engineworld import make_decoder
 from fuseworld import CHUNKS, SELECTING, Prefilled, World, assert_same_kv, full_prefill, make_ids
-from kvweave.engine.sparse_rows import SparseRows
-from kvweave.fuse.prepared import prepare
-from kvweave.fuse.stitched import Stitched
 from kvweave.model.decoder import Decoder, Rows, _PagedAccess
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import PagedKV
+from slices import InPages, make_pool
 from tiny_models import make_model_folder
 
 IN_FLIGHT = ("cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare")
@@ -24,37 +22,6 @@ EXACT = 1e-10  # float64: another order of adding and nothing more
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return make_decoder(make_model_folder(tmp_path_factory.mktemp("models"), "llama-yarn"))
-
-
-class InPages:
-    """A prepared prompt in pages of a pool, computed slice by slice."""
-
-    def __init__(self, world: World, name: str, ratio: float, pool: KVPool, first: int) -> None:
-        way = world.strategy(name)
-        self.kv = PagedKV(pool, range(first, first + 18))
-        stitched = Stitched(world.decoder, world.request, world.prefix, world.source, self.kv)
-        self.prepared = prepare(
-            world.decoder, world.request, stitched, way.selector, ratio, drift=way.drift
-        )
-        self.left = SparseRows(self.prepared.rows, self.prepared.bonds)
-        self.ids = world.request.prompt_ids
-
-    def rows(self, most: int) -> Rows:
-        count = self.left.share(most)
-        at, start = self.left.next(count), self.left.done
-        self.left.done += count
-        wanted = [] if self.left.left else [count - 1]
-        mover = self.prepared.mover(start, start + count)
-        return Rows([self.ids[p] for p in at], at, self.kv, wanted, mover)
-
-    def result(self, logits: torch.Tensor) -> Prefilled:
-        layers = range(len(self.kv.pool.keys))
-        keys, values = [self.kv.keys(i) for i in layers], [self.kv.values(i) for i in layers]
-        return Prefilled(logits, keys, values)
-
-
-def make_pool(decoder: Decoder) -> KVPool:
-    return KVPool(decoder.spec, 64, 4, decoder.dtype, decoder.device)
 
 
 def assert_same(ours: Prefilled, want: Prefilled) -> None:

@@ -15,6 +15,7 @@ from kvweave.kernels.column_scores import (
     layer_column_scores,
 )
 from kvweave.model.load import load_decoder
+from slices import InPages, make_pool
 from tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +49,23 @@ def test_fusion_on_the_gpu_equals_the_cpu(
     torch.testing.assert_close(ours.logits.cpu(), want.logits, atol=1e-3, rtol=1e-3)
     for mine, theirs in zip((*ours.keys, *ours.values), (*want.keys, *want.values), strict=True):
         torch.testing.assert_close(mine.cpu(), theirs, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+@pytest.mark.parametrize("name", ["weave", "fusionrag", "epic"])
+def test_slices_on_the_gpu_leave_the_kv_of_one_pass(
+    worlds: tuple[World, World], name: str, most: int
+) -> None:
+    _, world = worlds
+    fused, want = world.fuse(name, 0.3)
+    ours = InPages(world, name, 0.3, make_pool(world.decoder), 5, pages=60)
+    assert ours.prepared.recomputed == fused.recomputed
+    while ours.left.left:
+        logits = world.decoder.forward([ours.rows(most)])
+    made = ours.result(logits[0])
+    torch.testing.assert_close(made.logits, want.logits, atol=1e-3, rtol=1e-3)
+    for mine, theirs in zip((*made.keys, *made.values), (*want.keys, *want.values), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", SELECTING)

@@ -13,8 +13,9 @@ import torch
 
 from fuseworld import SELECTING, World, make_ids
 from kvweave.fuse.pipeline import PipelinedChunks, open_source
-from kvweave.fuse.prefill import PromptChunk, prefill_from_store
+from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.probe import NoContext, probe
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.ring import Ring
 from kvweave.kv import memory as memory_module
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.encode import Prefix
-from kvweave.fuse.prefill import PromptChunk
+from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.store import KVStore

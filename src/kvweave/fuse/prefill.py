@@ -15,6 +15,7 @@ from kvweave.fuse.encode import Prefix
 from kvweave.fuse.fuse import Fused, check_ratio, fuse
 from kvweave.fuse.pipeline import open_source
 from kvweave.fuse.prepared import Prepared, prepare
+from kvweave.fuse.prompt_chunks import NEVER, PromptChunk, named_kv
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.record import (
     FuseRecord,
@@ -28,19 +29,11 @@ from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Lease, Transfer
 
 M = TypeVar("M", Fused, Prepared)
-
-
-class PromptChunk(NamedTuple):
-    """A chunk of a prompt and the names of its stored KV."""
-
-    token_ids: tuple[int, ...]
-    key: ChunkKey  # behind its encoding context
-    exact_key: ChunkKey  # isolated; the same as `key` if that is the encoding context
 
 
 class Around(NamedTuple):
@@ -107,7 +100,7 @@ class StoredPrompt:
         self._chunks = chunks
         self._strategy = strategy
         self._computed = computed or {}
-        self._named = _named(chunks, store, strategy, self._computed)
+        self._named = named_kv(chunks, store, strategy, self._computed)
         self._wanted = [key for key, _ in self._named if key is not None]
         needs = strategy.needs(num_layers)
         self._lease = store.acquire(self._wanted)
@@ -195,7 +188,7 @@ class StoredPrompt:
             first_is_exact = first_is_exact and named[0][0] == self._chunks[0].exact_key
             request = classify(
                 around.exact.token_ids,
-                [(key or _NEVER, ids) for key, ids in named],
+                [(key or NEVER, ids) for key, ids in named],
                 around.question_ids,
                 present=set(self._wanted) - missing.keys(),
                 first_is_exact=first_is_exact,
@@ -250,38 +243,6 @@ class StoredPrompt:
         for key in {span.key for span in request.placed}:
             loaded[self._lease.tiers[key]] += sizes.get(key, 0)
         return dict(loaded)
-
-
-_NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
-
-
-def _named(
-    chunks: Sequence[PromptChunk],
-    store: KVStore,
-    strategy: Strategy,
-    computed: Mapping[int, str],
-) -> list[tuple[ChunkKey | None, tuple[int, ...]]]:
-    """Which stored KV each chunk takes; None computes it.
-
-    The first chunk takes its isolated KV if the store has it: there, and only there, it is exact.
-    """
-    named: list[tuple[ChunkKey | None, tuple[int, ...]]] = []
-    for i, chunk in enumerate(chunks):
-        key: ChunkKey | None = chunk.key
-        if i in computed:
-            named.append((None, chunk.token_ids))
-            continue
-        if i == 0 and chunk.key != chunk.exact_key:
-            (peek,) = store.peek([chunk.exact_key])
-            is_stored = peek.residency is not Residency.ABSENT
-            # a strategy that takes nothing else asks all the same, so that the miss is on record
-            key = chunk.exact_key if is_stored or strategy.reuses == "exact" else chunk.key
-        if strategy.reuses == "none" or (
-            strategy.reuses == "exact" and not (i == 0 and key == chunk.exact_key)
-        ):
-            key = None
-        named.append((key, chunk.token_ids))
-    return named
 
 
 def _missing(num_layers: int, lease: Lease, transfer: Transfer) -> dict[ChunkKey, Miss]:
