@@ -21,18 +21,21 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
 from kvweave.embedders import Embedded, Embedders
 from kvweave.errors import ConfigError, CorpusError, EngineClosed, RequestError
-from kvweave.ingest.report import IngestReport, OnProgress
-from kvweave.ingest.sources import FileBytes, TextSource
+from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
+from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.metrics import Metrics
 
 __all__ = [
     "Embedded",
     "FileBytes",
+    "IngestProgress",
     "IngestReport",
+    "Later",
     "Libraries",
     "LibrariesConfig",
     "NoSuchKnowledgeBase",
+    "OnProgress",
     "Place",
     "TextSource",
     "check_name",
@@ -137,7 +140,7 @@ class Libraries:
         self,
         tenant: str,
         name: str,
-        sources: Sequence[TextSource | FileBytes],
+        sources: Sequence[TextSource | FileBytes | Later],
         *,
         chunk_kv: bool = True,
         progress: OnProgress | None = None,

@@ -23,6 +23,7 @@ from kvweave.ingest.sources import (
     FileBytes,
     FoundFile,
     Ignored,
+    Later,
     Selection,
     Source,
     TextSource,
@@ -36,7 +37,7 @@ SLICE = 256  # chunks embedded and kept at a time: what a kill can cost
 UPLOAD = "upload:"  # how sources begin that came as bytes with a name
 ENCODE_BATCH = 64  # chunks offered to the encoder at a time
 
-_Item = FoundFile | Ignored | Skipped | TextSource | FileBytes
+_Item = FoundFile | Ignored | Skipped | TextSource | FileBytes | Later
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class _Run:
                     self._take(item)
 
     def _find(self, source: Source) -> Iterable[_Item]:
-        if isinstance(source, TextSource | FileBytes):
+        if isinstance(source, TextSource | FileBytes | Later):
             return [source]
         if isinstance(source, tuple):
             return [TextSource(*source)]
@@ -157,6 +158,8 @@ class _Run:
                 self._take_text(item)
             case FileBytes(name, data):
                 self._take_bytes(f"{UPLOAD}{name}", Path(name), data)
+            case Later():
+                self._take(item.read())
             case FoundFile(path, _):
                 self._take_file(path)
 
@@ -374,7 +377,7 @@ def _reason(error: Exception) -> str:
 
 
 def _size(item: _Item) -> int:
-    if isinstance(item, FoundFile):
+    if isinstance(item, FoundFile | Later):
         return item.size_bytes
     if isinstance(item, FileBytes):
         return len(item.data)

@@ -20,7 +20,8 @@ class Context:
     libraries: Libraries
     limits: Limits
     bridge: Bridge
-    chores: Chores
+    chores: Chores  # searches, lists, embeddings
+    writing: Chores  # uploads and deletions
     metrics: ServerMetrics
     is_stopping: bool = False  # takes no new work; what runs may finish
 

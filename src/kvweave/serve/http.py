@@ -48,8 +48,9 @@ def build_http(
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
-    bridge, chores = Bridge(limits, metrics), Chores(limits)
-    context = Context(weave, libraries, limits, bridge, chores, metrics)
+    bridge = Bridge(limits, metrics)
+    chores, writing = Chores(limits, "searches or embeddings"), Chores(limits, "uploads")
+    context = Context(weave, libraries, limits, bridge, chores, writing, metrics)
     metrics.watch(Live(bridge.counts, libraries, weave.engine))
 
     @asynccontextmanager
@@ -57,6 +58,7 @@ def build_http(
         yield
         await bridge.close()
         await chores.close()
+        await writing.close()
 
     http = FastAPI(
         title="kvweave",

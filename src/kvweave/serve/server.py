@@ -84,6 +84,7 @@ class Server(uvicorn.Server):
     def _give_up(self) -> None:
         self._context.bridge.abandon_all()
         self._context.chores.stop()
+        self._context.writing.stop()
 
     def _exit(self) -> None:
         self.should_exit = True
