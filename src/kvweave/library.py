@@ -78,11 +78,12 @@ class Library:
         *,
         open_embedder: OpenEmbedder | None = None,
         tenant_salt: str = "",
+        host_bytes: int | None = None,
     ) -> "Library":
         """Open or make the knowledge base; None is what it was made with.
 
         `open_embedder` lets several share one embedder; chunk KV is shared with those alone who
-        have the same `tenant_salt`.
+        have the same `tenant_salt`. `host_bytes` is what its host tier may have, None the usual.
         """
         preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
         stored = read_settings(folder)
@@ -93,7 +94,7 @@ class Library:
             embedder=(open_embedder or open_sentence_embedder)(name),
             create=True,
         )
-        store = open_store(folder)
+        store = open_store(folder, host_bytes)
         table = open_table(folder, preparation)
         encoder = make_encoder(
             decoder, tokenizer, store, preparation, system, kb, table, tenant_salt

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from kvweave.answering import Answering, Note
 from kvweave.ask import Ask
 from kvweave.asking import Asking, Way, plain_request
+from kvweave.conversations import Conversations, Part
 from kvweave.engine.sampling import Sampling
 from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import PROMOTION
@@ -56,6 +57,7 @@ class Replying:
         promotion: int = PROMOTION,
         tenant: str = "",
         look_up: LookUp = at_once,
+        conversations: Conversations | Part | None = None,
     ) -> None:
         """`find` searches the library; both or neither are given. `look_up` runs what searches and
         submits by itself."""
@@ -76,7 +78,7 @@ class Replying:
             max_context = decoder.spec.max_context
             self.seen = watch(library.encoder, max_context, asking.answers, promotion)
         self.ways = Ways(decoder, tokenizer, asking, library, self.seen, tenant)
-        self.prompting = Prompting(tokenizer, system, tenant, find)
+        self.prompting = Prompting(tokenizer, system, tenant, find, conversations)
 
     def close(self, *, with_engine: bool) -> None:
         """Finish storing chunks, keep what was learnt of the machine."""

@@ -68,6 +68,8 @@ def command(
     encoding: str | None,
     api_key_file: Path | None,
     log_format: str | None,
+    open_kbs: int,
+    host_gb: float,
     grace: float,
     lame: float,
     **numbers: float,
@@ -80,7 +82,8 @@ def command(
     from kvweave.serve.server import Server
 
     keys, limits = read_keys(api_key_file), make_limits(numbers)
-    config = LibrariesConfig(kb_root, parse_folders(folders), embedder, encoding)
+    named, host_bytes = parse_folders(folders), int(host_gb * (1 << 30))
+    config = LibrariesConfig(kb_root, named, embedder, encoding, open_kbs, host_bytes)
     with _listen(host, port) as listener:  # before the model: a taken port should not cost a load
         weave = open_weave(model=model, device=device, dtype=dtype, quant=quant)
         libraries = Libraries(weave, config)

@@ -116,7 +116,7 @@ class Prefixes:
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
         self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
-        self._pins: list[TreeLease] = []  # until a request needs the whole pool
+        self._pins: dict[Sequence[ChunkRef], TreeLease] = {}  # until one needs the whole pool
 
     def acquire(
         self, path: Sequence[ChunkRef], num_question_tokens: int, *, count: bool
@@ -151,6 +151,8 @@ class Prefixes:
         """Put a preamble that was computed elsewhere into the tree, to stay there. False: no room
         for it, or none to be had now."""
         path = path_of(namespace, preamble.token_ids, ())
+        if path in self._pins:
+            return True
         count = -(-len(preamble.token_ids) // self._page_tokens)
         lease = self.acquire(path, 0, count=False)
         if path and lease.num_tokens < len(preamble.token_ids):
@@ -167,12 +169,12 @@ class Prefixes:
             if not fits:
                 lease.release()
                 return False
-        self._pins.append(lease)
+        self._pins[path] = lease
         return True
 
     def unpin(self) -> None:
         """Preambles may go like other leaves. What was pinned is a copy: it is computed again."""
-        for lease in self._pins:
+        for lease in self._pins.values():
             lease.release()
         self._pins.clear()
 

@@ -140,7 +140,7 @@ def _knowledge_bases(libraries: Libraries, tenant: str) -> KnowledgeBaseList:
 
 
 def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -> HitList:
-    hits = libraries.get(tenant, name).library.kb.search(body.query, body.k, mode=body.mode)
+    hits = libraries.search(tenant, name, body.query, body.k, body.mode)
     return HitList(
         data=[
             HitOut(
