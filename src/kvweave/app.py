@@ -223,6 +223,11 @@ class Weave:
         """The open knowledge base."""
         return self._replying.ways.library
 
+    def measure(self) -> None:
+        """Measure this machine for reuse="auto" now, unless it was measured before; otherwise the
+        first who asks for "auto" waits for it. Seconds, in which nothing is answered."""
+        self._replying.ways.measure()
+
     def ingest(
         self,
         *sources: "Source",

@@ -15,6 +15,7 @@ from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
+from kvweave.plan.profile import MachineProfile
 from kvweave.prompt import Prompt
 from kvweave.types import ChunkId
 
@@ -41,6 +42,7 @@ class Asking:
         self._engine: Engine | None = None
         self._closed = False
         self.answers = Answers()  # under way
+        self.measured: MachineProfile | None = None  # in this process; set on the engine thread
 
     @property
     def engine(self) -> Engine:

@@ -96,9 +96,12 @@ def _add_watching(http: FastAPI, context: Context) -> None:
 
     @http.get("/readyz", tags=["watching"], responses=refusals(503))
     async def readyz() -> Ready:
-        """The model is loaded and new work is taken."""
+        """The model is loaded, the machine measured if need be, and new work is taken."""
         if context.is_stopping:
             raise ApiError(503, "the server is stopping", headers={"Retry-After": "5"})
+        if context.preparing is not None:
+            message = f"{context.preparing}; ready in a moment"
+            raise ApiError(503, message, headers={"Retry-After": "1"})
         return Ready(model=context.weave.model_name)
 
     @http.get(
