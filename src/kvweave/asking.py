@@ -68,6 +68,16 @@ class Asking:
         if engine is not None:
             engine.forget(chunk_ids)
 
+    def now(self) -> int:
+        """Read it before chunks are looked for: what is deleted behind it, is deleted for them."""
+        return self.engine.tombstones.generation
+
+    def is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
+        """Whether a chunk that was found `as_of` then has been deleted since."""
+        with self._lock:
+            engine = self._engine
+        return engine is not None and engine.tombstones.is_gone(chunk_id, as_of)
+
     def check(self, prompt_ids: Sequence[int]) -> None:
         """Raise RequestError unless the model and the engine's pool can take a prompt."""
         self.engine.check(prompt_ids)
@@ -151,6 +161,7 @@ def exact_request(
         engine_chunks(prompt),
         use_tree=use_tree,
         namespace=prompt.tenant,
+        as_of=prompt.as_of,
     )
 
 

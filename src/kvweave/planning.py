@@ -180,7 +180,8 @@ class Planning:
         wish.note.keep(record)
         wish.note.laid(planned.prompt)
         if self._seen is not None:
-            self._seen.saw(planned.prompt.chunks, planned.elsewhere)
+            prompt = planned.prompt
+            self._seen.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
         with self._lock:
             if not timeline.shared:  # a step in company took longer than this request alone
                 self._observe(self._strategy(plan), record, actual_s)

@@ -8,6 +8,7 @@ Part of the composition root: only `app.py` uses it. Any thread.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvweave.answering import Answering, Note
@@ -76,7 +77,9 @@ class Replying:
                 library.kb, asking, decoder.device, speculation
             )
             max_context = decoder.spec.max_context
-            self.seen = watch(library.encoder, max_context, asking.answers, promotion)
+            self.seen = watch(
+                library.encoder, max_context, asking.answers, promotion, asking.is_gone
+            )
         self.ways = Ways(decoder, tokenizer, asking, library, self.seen, tenant)
         self.prompting = Prompting(tokenizer, system, tenant, find, conversations)
 
@@ -90,11 +93,13 @@ class Replying:
 
     def answer(self, ask: Ask, called_s: float) -> Answering:
         """The answer to a question. Nothing is computed yet, unless a search guessed."""
+        as_of = self.asking.now()
         stated, talk = self.ways.stated(ask), self.prompting.talk(ask)
 
         def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
             note = Note(on_laid=lambda laid: talk.sent(ask.question, laid.chunks))
-            return self.ways.way(self.prompting.over(chunks, ask, talk), ask, stated, note)
+            prompt = replace(self.prompting.over(chunks, ask, talk), as_of=as_of)
+            return self.ways.way(prompt, ask, stated, note)
 
         speculation = self._speculation
         if ask.documents is None and speculation is not None:

@@ -158,7 +158,7 @@ class Ways:
         def hear(ticket: Ticket) -> None:
             on_first(ticket)
             if self._seen is not None:
-                self._seen.saw(prompt.chunks)
+                self._seen.saw(prompt.chunks, as_of=prompt.as_of)
 
         return hear
 
