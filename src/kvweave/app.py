@@ -235,12 +235,15 @@ class Weave:
         progress: "OnProgress | None" = None,
         options: "IngestOptions | None" = None,
         refresh_neighbours: bool = False,
+        only_new: bool = False,
     ) -> "IngestReport":
         """Bring files, folders or (title, text) pairs in; do only what changed.
 
         `chunk_kv` also computes and stores the chunks' KV, so that `reuse="reuse"` finds it.
         `options` choose among files, set limits and prune. `refresh_neighbours` is for encoding
-        "neighbours": chunks whose neighbours are others by now are computed again.
+        "neighbours": chunks whose neighbours are others by now are computed again. `only_new`
+        computes KV of the chunks that come, without a look at each of the others; the first time,
+        and after an ingest without KV, all are looked at.
         """
         with self._ingesting:
             return self.library.ingest(
@@ -249,6 +252,7 @@ class Weave:
                 progress=progress,
                 options=options,
                 refresh_neighbours=refresh_neighbours,
+                only_new=only_new,
             )
 
     def remove(self, reference: str) -> int:

@@ -158,7 +158,7 @@ class Libraries:
     ) -> IngestReport:
         """Bring documents in, with their chunk KV. Makes the knowledge base if it is new."""
         with self._writer(tenant, name, create=True) as weave:
-            return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress)
+            return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress, only_new=True)
 
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
         with self.use(tenant, name) as weave:

@@ -117,10 +117,13 @@ class Library:
         progress: OnProgress | None = None,
         options: IngestOptions | None = None,
         refresh_neighbours: bool = False,
+        only_new: bool = False,
     ) -> IngestReport:
-        """Documents to chunks and vectors, and to chunk KV if asked for."""
+        """Documents to chunks and vectors, and to chunk KV if asked for: of every chunk that has
+        none, or with `only_new` of those that come, once all others are known to have been looked
+        at with this encoding."""
         encoder = self.encoder if chunk_kv else None
-        upkeep = self._upkeep(encodes=chunk_kv, refresh=refresh_neighbours)
+        upkeep = self._upkeep(encodes=chunk_kv, refresh=refresh_neighbours, only_new=only_new)
         if chunk_kv:
             max_context = self._decoder.spec.max_context
             check_room(self.encoder, max_context, self.kb.settings.chunk_tokens)
@@ -142,13 +145,16 @@ class Library:
             if is_free:
                 upkeep.before()
 
-    def _upkeep(self, *, encodes: bool = False, refresh: bool = False) -> Upkeep:
+    def _upkeep(
+        self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False
+    ) -> Upkeep:
         return Upkeep(
             self.kb,
             self._table,
             self.store,
             self.encoder,
             encodes=encodes,
+            only_new=only_new,
             refresh=refresh,
             forgotten=self.forgotten,
         )
