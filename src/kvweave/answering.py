@@ -133,6 +133,7 @@ class Answering:
         self._made = _Made(called_s)
         self._choices = choices
         self._aborted = False
+        self._on_close: Callable[[], None] | None = None
         self._pieces = self._make(choices)
 
     def __iter__(self) -> Iterator[Piece]:
@@ -147,8 +148,17 @@ class Answering:
 
     def close(self) -> None:
         """Stop computing. `answer` stays None unless it was finished."""
-        self._pieces.close()
-        self._choices.close()  # if no piece was asked for, nobody else does
+        try:
+            self._pieces.close()
+            self._choices.close()  # if no piece was asked for, nobody else does
+        finally:
+            on_close, self._on_close = self._on_close, None
+            if on_close is not None:
+                on_close()
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """`call` once this is closed: it needs something that stays until then."""
+        self._on_close = call
 
     def abort(self) -> None:
         """Stop computing, from any thread. Whoever iterates sees the end; `answer` stays None."""

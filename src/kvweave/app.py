@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from kvweave.answering import Answer, Answering, Piece, TokenLogprob
 from kvweave.ask import AUTO, BOUND, REUSES, TOP_K, Ask, AskOptions, PlanOptions
 from kvweave.asking import Asking
+from kvweave.conversations import Conversations, Part
 from kvweave.detokenizer import texts_of
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -69,11 +70,13 @@ class Weave:
         asking: Asking | None = None,
         tenant: str = "",
         look_up: LookUp = at_once,
+        conversations: Conversations | Part | None = None,
     ) -> None:
         """`promotion`: requests that bring a chunk which was never ingested before its KV is stored
         with the knowledge base; 0: never. `asking` is another Weave's, whose engine is shared;
         `tenant` is whose knowledge base it is: tenants share no exact KV. `look_up` runs searches,
-        on threads of its choice: a catalogue keeps a connection per thread."""
+        on threads of its choice: a catalogue keeps a connection per thread. `conversations` where
+        they are remembered beyond this Weave."""
         self.model_name = name
         self.system = system
         self._decoder = decoder
@@ -93,6 +96,7 @@ class Weave:
             promotion=promotion,
             tenant=tenant,
             look_up=look_up,
+            conversations=conversations,
         )
 
     @classmethod
@@ -144,10 +148,13 @@ class Weave:
         encoding: str | None = None,
         tenant_salt: str = "",
         look_up: LookUp = at_once,
+        host_bytes: int | None = None,
+        conversations: Conversations | Part | None = None,
     ) -> "Weave":
         """A Weave with the same model over another knowledge base, made if it is not there.
 
-        The two share an engine. Close this one last. `look_up` as for a Weave of its own.
+        The two share an engine. Close this one last. `look_up` and `conversations` as for a Weave
+        of its own; `host_bytes` is what its host tier may have, None the usual.
         """
         from kvweave.library import Library
 
@@ -159,6 +166,7 @@ class Weave:
             encoding=encoding,
             open_embedder=open_embedder,
             tenant_salt=tenant_salt,
+            host_bytes=host_bytes,
         )
         return Weave(
             self._decoder,
@@ -169,7 +177,14 @@ class Weave:
             asking=self._replying.asking,
             tenant=tenant_salt,
             look_up=look_up,
+            conversations=conversations,
         )
+
+    def is_at_rest(self) -> bool:
+        """No request that is over still holds chunk KV of the open knowledge base. Waits for the
+        engine's step, in which it hears who has left."""
+        self.engine.run_alone(lambda: None)
+        return self.library.store.num_pinned() == 0
 
     def close(self) -> None:
         """Finish writing chunk KV, keep what was learnt of the machine, let go of everything."""
@@ -208,6 +223,11 @@ class Weave:
         """The open knowledge base."""
         return self._replying.ways.library
 
+    def measure(self) -> None:
+        """Measure this machine for reuse="auto" now, unless it was measured before; otherwise the
+        first who asks for "auto" waits for it. Seconds, in which nothing is answered."""
+        self._replying.ways.measure()
+
     def ingest(
         self,
         *sources: "Source",
@@ -215,12 +235,15 @@ class Weave:
         progress: "OnProgress | None" = None,
         options: "IngestOptions | None" = None,
         refresh_neighbours: bool = False,
+        only_new: bool = False,
     ) -> "IngestReport":
         """Bring files, folders or (title, text) pairs in; do only what changed.
 
         `chunk_kv` also computes and stores the chunks' KV, so that `reuse="reuse"` finds it.
         `options` choose among files, set limits and prune. `refresh_neighbours` is for encoding
-        "neighbours": chunks whose neighbours are others by now are computed again.
+        "neighbours": chunks whose neighbours are others by now are computed again. `only_new`
+        computes KV of the chunks that come, without a look at each of the others; the first time,
+        and after an ingest without KV, all are looked at.
         """
         with self._ingesting:
             return self.library.ingest(
@@ -229,6 +252,7 @@ class Weave:
                 progress=progress,
                 options=options,
                 refresh_neighbours=refresh_neighbours,
+                only_new=only_new,
             )
 
     def remove(self, reference: str) -> int:

@@ -15,6 +15,7 @@ from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
+from kvweave.plan.profile import MachineProfile
 from kvweave.prompt import Prompt
 from kvweave.types import ChunkId
 
@@ -41,6 +42,7 @@ class Asking:
         self._engine: Engine | None = None
         self._closed = False
         self.answers = Answers()  # under way
+        self.measured: MachineProfile | None = None  # in this process; set on the engine thread
 
     @property
     def engine(self) -> Engine:
@@ -65,6 +67,16 @@ class Asking:
             engine = None if self._closed else self._engine
         if engine is not None:
             engine.forget(chunk_ids)
+
+    def now(self) -> int:
+        """Read it before chunks are looked for: what is deleted behind it, is deleted for them."""
+        return self.engine.tombstones.generation
+
+    def is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
+        """Whether a chunk that was found `as_of` then has been deleted since."""
+        with self._lock:
+            engine = self._engine
+        return engine is not None and engine.tombstones.is_gone(chunk_id, as_of)
 
     def check(self, prompt_ids: Sequence[int]) -> None:
         """Raise RequestError unless the model and the engine's pool can take a prompt."""
@@ -149,6 +161,7 @@ def exact_request(
         engine_chunks(prompt),
         use_tree=use_tree,
         namespace=prompt.tenant,
+        as_of=prompt.as_of,
     )
 
 

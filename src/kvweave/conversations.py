@@ -102,6 +102,10 @@ class Conversations:
         )
         return Talk(messages, self, key, [found[place] for place in sorted(found)])
 
+    def part(self, scope: str) -> "Part":
+        """Conversations of one knowledge base among many: those of others are unknown there."""
+        return Part(self, scope)
+
     def held(
         self, key: str, turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
@@ -135,6 +139,18 @@ class Conversations:
 
     def _drop(self, key: str) -> None:
         self._num_tokens -= sum(turn.num_tokens for turn in self._turns.pop(key, ()))
+
+
+class Part(NamedTuple):
+    """Conversations within a scope, remembered with all others."""
+
+    whole: Conversations
+    scope: str
+
+    def talk(self, tenant: str, name: str | None, past: Sequence[PastMessage]) -> Talk:
+        """As `Conversations.talk`."""
+        scoped = None if not name else f"{len(self.scope)}:{self.scope}{name}"
+        return self.whole.talk(tenant, scoped, past)
 
 
 def _aligned(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _Turn]:

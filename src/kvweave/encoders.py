@@ -32,9 +32,11 @@ from kvweave.upkeep import Upkeep, neighbours_of, open_table, remove_documents
 CODEC = "int8"
 
 
-def open_store(folder: Path) -> KVStore:
-    """The chunk KV of the knowledge base in `folder`: host memory over its disk."""
-    return KVStore(StoreConfig(tiers=(HostTierConfig(), DiskTierConfig(folder / KV_FOLDER))))
+def open_store(folder: Path, host_bytes: int | None = None) -> KVStore:
+    """The chunk KV of the knowledge base in `folder`: host memory (None: the usual) over its
+    disk."""
+    host = HostTierConfig() if host_bytes is None else HostTierConfig(host_bytes)
+    return KVStore(StoreConfig(tiers=(host, DiskTierConfig(folder / KV_FOLDER))))
 
 
 def key_context(

@@ -1,4 +1,4 @@
-"""Knowledge bases by name, over one model: opened on first use, made on first upload.
+"""Knowledge bases by name, over one model: opened on use, a few at a time, made on first upload.
 
     <root>/NAME/             a knowledge base of those who have no tenant
     <root>/@TENANT/NAME/     one of a tenant; no other tenant can name it
@@ -7,7 +7,6 @@ Part of the composition root, for the server. All methods may be called from any
 """
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,23 +15,31 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvweave.app import Weave
+from kvweave.conversations import Conversations
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
-from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.knowledge_base import KnowledgeBase, Mode
 from kvweave.corpus.settings import read_settings
 from kvweave.embedders import Embedded, Embedders
-from kvweave.errors import ConfigError, CorpusError, EngineClosed, RequestError
-from kvweave.ingest.report import IngestReport, OnProgress
-from kvweave.ingest.sources import FileBytes, TextSource
+from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
+from kvweave.ingest.sources import FileBytes, Later, TextSource
+from kvweave.kv.config import GIB
+from kvweave.lending import AllInUse, Counts, Lending, Loan
 from kvweave.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.metrics import Metrics
+from kvweave.types import Hit
 
 __all__ = [
+    "AllInUse",
     "Embedded",
     "FileBytes",
+    "IngestProgress",
     "IngestReport",
+    "Later",
     "Libraries",
     "LibrariesConfig",
     "NoSuchKnowledgeBase",
+    "OnProgress",
     "Place",
     "TextSource",
     "check_name",
@@ -65,6 +72,14 @@ class LibrariesConfig:
     folders: Mapping[Place, Path] = field(default_factory=dict)  # some that lie elsewhere
     embedder: str = DEFAULT_EMBEDDER  # of new ones, and of /v1/embeddings
     encoding: str | None = None  # encoding context of chunk KV; None: what it has, or the usual
+    open_most: int = 4  # at a time; the one that was not used for longest makes way
+    host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
+    wait_s: float = 10.0  # for one to make way, where all that are open are in use
+
+    def __post_init__(self) -> None:
+        for name in ("open_most", "host_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"LibrariesConfig.{name} must be at least 1")
 
 
 class Libraries:
@@ -84,11 +99,10 @@ class Libraries:
         self._weave = weave
         self._embedders = Embedders(open_embedder)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
-        self._opening = threading.Lock()  # guards the rest; never held for long
-        self._closed = False
-        self._doors: dict[Place, threading.Lock] = {}  # one opens it; the others wait
-        self._open: dict[Place, Weave] = {}
-        self._writing: dict[Place, threading.Lock] = {}  # one writer each; the others wait
+        self._conversations = Conversations()  # they outlive the closing of a knowledge base
+        self._lending: Lending[Place, Weave] = Lending(
+            self._open, self.config.open_most, self.config.wait_s
+        )
 
     def names(self, tenant: str) -> list[str]:
         """The tenant's knowledge bases, sorted."""
@@ -99,37 +113,37 @@ class Libraries:
             named |= {p.name for p in found if read_settings(p) is not None}
         return sorted(named)
 
-    def get(self, tenant: str, name: str, *, create: bool = False) -> Weave:
-        """A Weave over it. Raises NoSuchKnowledgeBase, or makes it where `create` allows."""
+    def lend(self, tenant: str, name: str, *, create: bool = False) -> Loan[Weave]:
+        """A Weave over it, which stays open until the loan is given back. Raises
+        NoSuchKnowledgeBase, or makes it where `create` allows; AllInUse if there is no room."""
         place = Place(tenant, check_name(name))
-        with self._opening:
-            if place in self._open:
-                return self._open[place]
         folder = self._folder(place)
         if folder is None or not (create or read_settings(folder)):
             known = ", ".join(self.names(tenant)[:8]) or "none yet"
             raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
-        with self._opening:
-            door = self._doors.setdefault(place, threading.Lock())
-        with door:  # opening takes a while: others, and those who count, do not wait for it
-            with self._opening:
-                if place in self._open:
-                    return self._open[place]
-                if self._closed:
-                    raise EngineClosed("the knowledge bases were closed")
-            weave = self._weave.over(
-                folder,
-                open_embedder=self._embedders.get,
-                encoding=self.config.encoding,
-                tenant_salt=tenant,
-                look_up=self._look_up,
-            )
-            with self._opening:
-                if not self._closed:
-                    self._open[place], self._writing[place] = weave, threading.Lock()
-                    return weave
-            weave.close()
-            raise EngineClosed("the knowledge bases were closed")
+        return self._lending.lend(place)
+
+    @contextmanager
+    def use(self, tenant: str, name: str, *, create: bool = False) -> Iterator[Weave]:
+        """As `lend`, given back at the end."""
+        loan = self.lend(tenant, name, create=create)
+        try:
+            yield loan.thing
+        finally:
+            loan.give_back()
+
+    def _open(self, place: Place) -> Weave:
+        folder = self._folder(place)
+        assert folder is not None, "`lend` looked"
+        return self._weave.over(
+            folder,
+            open_embedder=self._embedders.get,
+            encoding=self.config.encoding,
+            tenant_salt=place.tenant,
+            look_up=self._look_up,
+            host_bytes=self.config.host_bytes // self.config.open_most,
+            conversations=self._conversations.part(place.name),
+        )
 
     # ── documents ────────────────────────────────────────────────────────────
 
@@ -137,18 +151,23 @@ class Libraries:
         self,
         tenant: str,
         name: str,
-        sources: Sequence[TextSource | FileBytes],
+        sources: Sequence[TextSource | FileBytes | Later],
         *,
         chunk_kv: bool = True,
         progress: OnProgress | None = None,
     ) -> IngestReport:
         """Bring documents in, with their chunk KV. Makes the knowledge base if it is new."""
-        weave = self.get(tenant, name, create=True)
-        with self._writer(Place(tenant, name)):
-            return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress)
+        with self._writer(tenant, name, create=True) as weave:
+            return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress, only_new=True)
 
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
-        return self.get(tenant, name).library.kb.documents()
+        with self.use(tenant, name) as weave:
+            return weave.library.kb.documents()
+
+    def search(self, tenant: str, name: str, query: str, k: int, mode: Mode) -> list[Hit]:
+        """The `k` nearest chunks, best first."""
+        with self.use(tenant, name) as weave:
+            return weave.library.kb.search(query, k, mode=mode)
 
     def totals(self, tenant: str, name: str) -> Totals:
         """Counts of a knowledge base, which is not opened for it."""
@@ -159,8 +178,7 @@ class Libraries:
 
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""
-        weave = self.get(tenant, name)
-        with self._writer(Place(tenant, name)):
+        with self._writer(tenant, name) as weave:
             if not any(d.id == document_id for d in weave.library.kb.documents()):
                 raise NoSuchKnowledgeBase(f"{name!r} has no document {document_id!r}")
             return weave.remove(document_id)
@@ -173,37 +191,38 @@ class Libraries:
 
     def metrics(self) -> Iterator[tuple[Place, Metrics]]:
         """The counters of every open knowledge base's store, brought up to date."""
-        with self._opening:
-            weaves = list(self._open.items())
-        for place, weave in weaves:
-            weave.library.store.update_gauges()
-            yield place, weave.library.store.metrics
+        with self._lending.all_open() as weaves:
+            for place, weave in weaves:
+                weave.library.store.update_gauges()
+                yield place, weave.library.store.metrics
+
+    def counts(self) -> Counts:
+        """Knowledge bases open and in use."""
+        return self._lending.counts()
 
     def num_pinned(self) -> int:
         """Chunk KV that some lease holds, over all open knowledge bases."""
-        with self._opening:
-            weaves = list(self._open.values())
-        return sum(weave.library.store.num_pinned() for weave in weaves)
+        with self._lending.all_open() as weaves:
+            return sum(weave.library.store.num_pinned() for _, weave in weaves)
 
     def close(self) -> None:
-        with self._opening:
-            self._closed = True
-            weaves = list(self._open.values())
-            self._open.clear()
+        self._lending.stop()
         self._searching.shutdown()
-        for weave in weaves:
-            weave.close()
+        self._lending.close()
 
     def _look_up(self, search: Callable[[], T], /) -> T:
         """On a few threads, however many ask."""
         return self._searching.submit(search).result()
 
     @contextmanager
-    def _writer(self, place: Place) -> Iterator[None]:
-        with self._opening:
-            lock = self._writing[place]
-        with lock:
-            yield
+    def _writer(self, tenant: str, name: str, *, create: bool = False) -> Iterator[Weave]:
+        """One writer each; the others wait."""
+        loan = self.lend(tenant, name, create=create)
+        try:
+            with loan.writing:
+                yield loan.thing
+        finally:
+            loan.give_back()
 
     def _folder(self, place: Place) -> Path | None:
         if place in self.config.folders:

@@ -78,11 +78,12 @@ class Library:
         *,
         open_embedder: OpenEmbedder | None = None,
         tenant_salt: str = "",
+        host_bytes: int | None = None,
     ) -> "Library":
         """Open or make the knowledge base; None is what it was made with.
 
         `open_embedder` lets several share one embedder; chunk KV is shared with those alone who
-        have the same `tenant_salt`.
+        have the same `tenant_salt`. `host_bytes` is what its host tier may have, None the usual.
         """
         preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
         stored = read_settings(folder)
@@ -93,7 +94,7 @@ class Library:
             embedder=(open_embedder or open_sentence_embedder)(name),
             create=True,
         )
-        store = open_store(folder)
+        store = open_store(folder, host_bytes)
         table = open_table(folder, preparation)
         encoder = make_encoder(
             decoder, tokenizer, store, preparation, system, kb, table, tenant_salt
@@ -116,10 +117,13 @@ class Library:
         progress: OnProgress | None = None,
         options: IngestOptions | None = None,
         refresh_neighbours: bool = False,
+        only_new: bool = False,
     ) -> IngestReport:
-        """Documents to chunks and vectors, and to chunk KV if asked for."""
+        """Documents to chunks and vectors, and to chunk KV if asked for: of every chunk that has
+        none, or with `only_new` of those that come, once all others are known to have been looked
+        at with this encoding."""
         encoder = self.encoder if chunk_kv else None
-        upkeep = self._upkeep(encodes=chunk_kv, refresh=refresh_neighbours)
+        upkeep = self._upkeep(encodes=chunk_kv, refresh=refresh_neighbours, only_new=only_new)
         if chunk_kv:
             max_context = self._decoder.spec.max_context
             check_room(self.encoder, max_context, self.kb.settings.chunk_tokens)
@@ -141,13 +145,16 @@ class Library:
             if is_free:
                 upkeep.before()
 
-    def _upkeep(self, *, encodes: bool = False, refresh: bool = False) -> Upkeep:
+    def _upkeep(
+        self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False
+    ) -> Upkeep:
         return Upkeep(
             self.kb,
             self._table,
             self.store,
             self.encoder,
             encodes=encodes,
+            only_new=only_new,
             refresh=refresh,
             forgotten=self.forgotten,
         )

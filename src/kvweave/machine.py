@@ -2,8 +2,9 @@
 
     <home>/profiles/machine-<decoder>-<device>.json
 
-Measured the first time somebody asks for `reuse="auto"`, in seconds; every answer moves it. Part of
-the composition root: only `planning.py` and `ways.py` use it.
+Measured before a server with knowledge bases is ready, or the first time somebody asks for
+`reuse="auto"`, in seconds; every answer moves it. Part of the composition root: only `planning.py`
+and `ways.py` use it.
 """
 
 import logging
@@ -80,11 +81,8 @@ def find_machine(decoder: Decoder) -> MachineProfile | None:
     return found
 
 
-def open_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> MachineProfile:
-    """The saved profile, or a new one. Runs the decoder: call it on the thread that owns it."""
-    found = find_machine(decoder)
-    if found is not None:
-        return found
+def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> MachineProfile:
+    """A new profile, saved. Runs the decoder: call it on the thread that owns it."""
     path = profile_path(decoder)
     say("measuring this machine for reuse 'auto', once …")
     started_s = time.perf_counter()

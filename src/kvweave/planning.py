@@ -26,14 +26,14 @@ from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.behind import TreeBehind
 from kvweave.kv.tree.node import HOST
 from kvweave.library import Library
-from kvweave.machine import Say, open_machine, profile_path, save, say_on_stderr
+from kvweave.machine import profile_path, save
 from kvweave.model.decoder import Decoder
 from kvweave.plan.altpath import AlternativePaths
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import GAIN
+from kvweave.plan.profile import GAIN, MachineProfile
 from kvweave.planning_facts import (
     CalibratedGate,
     StoredChunkPeek,
@@ -69,7 +69,7 @@ class Wish:
 
 
 class Planning:
-    """Plans over one knowledge base. Opening it may measure the machine: seconds."""
+    """Plans over one knowledge base."""
 
     def __init__(
         self,
@@ -77,22 +77,22 @@ class Planning:
         decoder: Decoder,
         facts: ModelFacts,
         profile: Profile | None,
+        machine: MachineProfile,
         *,
-        say: Say = say_on_stderr,
         engine: Engine,
         seen: SeenChunks | None = None,
         tenant: str = "",
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the library's preamble,
-        which stays there from now on. `seen` hears which chunks came. `say` hears a line when
-        something takes a while."""
+        which stays there from now on. `machine` is what things cost, moved by what they took;
+        `seen` hears which chunks came."""
         encoder = library.encoder
         self._library = library
         self._lock = threading.Lock()  # guards what answers move: prices and accesses
         self._decoder = decoder
         self._facts = facts
         self._path = profile_path(decoder)
-        self.machine = open_machine(decoder, encoder.context.codec, say)
+        self.machine = machine
         engine.price(self.machine.prefill.at)
         self._peek = StoredChunkPeek(encoder, library.store)
         table = None
@@ -180,7 +180,8 @@ class Planning:
         wish.note.keep(record)
         wish.note.laid(planned.prompt)
         if self._seen is not None:
-            self._seen.saw(planned.prompt.chunks, planned.elsewhere)
+            prompt = planned.prompt
+            self._seen.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
         with self._lock:
             if not timeline.shared:  # a step in company took longer than this request alone
                 self._observe(self._strategy(plan), record, actual_s)

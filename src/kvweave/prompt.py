@@ -38,6 +38,7 @@ class Prompt:
     history: tuple[tuple[int, ...], ...] = ()  # between preamble and chunks: chunks, and words
     left_out: tuple[tuple[int, ...], ...] = ()  # chunks that were wanted and the history has
     tenant: str = ""  # with whom its exact KV may be shared
+    as_of: int | None = None  # when its chunks were looked for, as the engine counts deletions
 
     @property
     def token_ids(self) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvweave.ask import Ask, refuse_empty
-from kvweave.conversations import Conversations, Talk
+from kvweave.conversations import Conversations, Part, Talk
 from kvweave.prompt import Document, Prompt, build_prompt, chunk_text, lay_out, past_messages
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import Hit
@@ -19,14 +19,20 @@ class Prompting:
     """Lays prompts out for one model and, where one is open, its knowledge base."""
 
     def __init__(
-        self, tokenizer: Tokenizer, system: str, tenant: str = "", find: Find | None = None
+        self,
+        tokenizer: Tokenizer,
+        system: str,
+        tenant: str = "",
+        find: Find | None = None,
+        conversations: Conversations | Part | None = None,
     ) -> None:
-        """`find` searches the knowledge base; None: there is none."""
+        """`find` searches the knowledge base; None: there is none. `conversations` where they are
+        remembered elsewhere."""
         self._tokenizer = tokenizer
         self._system = system
         self._tenant = tenant
         self._find = find
-        self._conversations = Conversations()
+        self._conversations = conversations or Conversations()
 
     def talk(self, ask: Ask) -> Talk:
         """What was said before, with the chunks that stood there."""

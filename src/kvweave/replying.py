@@ -8,11 +8,13 @@ Part of the composition root: only `app.py` uses it. Any thread.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvweave.answering import Answering, Note
 from kvweave.ask import Ask
 from kvweave.asking import Asking, Way, plain_request
+from kvweave.conversations import Conversations, Part
 from kvweave.engine.sampling import Sampling
 from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import PROMOTION
@@ -56,6 +58,7 @@ class Replying:
         promotion: int = PROMOTION,
         tenant: str = "",
         look_up: LookUp = at_once,
+        conversations: Conversations | Part | None = None,
     ) -> None:
         """`find` searches the library; both or neither are given. `look_up` runs what searches and
         submits by itself."""
@@ -74,9 +77,11 @@ class Replying:
                 library.kb, asking, decoder.device, speculation
             )
             max_context = decoder.spec.max_context
-            self.seen = watch(library.encoder, max_context, asking.answers, promotion)
+            self.seen = watch(
+                library.encoder, max_context, asking.answers, promotion, asking.is_gone
+            )
         self.ways = Ways(decoder, tokenizer, asking, library, self.seen, tenant)
-        self.prompting = Prompting(tokenizer, system, tenant, find)
+        self.prompting = Prompting(tokenizer, system, tenant, find, conversations)
 
     def close(self, *, with_engine: bool) -> None:
         """Finish storing chunks, keep what was learnt of the machine."""
@@ -88,11 +93,13 @@ class Replying:
 
     def answer(self, ask: Ask, called_s: float) -> Answering:
         """The answer to a question. Nothing is computed yet, unless a search guessed."""
+        as_of = self.asking.now()
         stated, talk = self.ways.stated(ask), self.prompting.talk(ask)
 
         def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
             note = Note(on_laid=lambda laid: talk.sent(ask.question, laid.chunks))
-            return self.ways.way(self.prompting.over(chunks, ask, talk), ask, stated, note)
+            prompt = replace(self.prompting.over(chunks, ask, talk), as_of=as_of)
+            return self.ways.way(prompt, ask, stated, note)
 
         speculation = self._speculation
         if ask.documents is None and speculation is not None:

@@ -25,6 +25,11 @@ ALONE_WAIT_S = 30.0  # encoding waits so long for a moment without an answer
 CLOSE_WAIT_S = 10.0  # more than a chunk takes
 MAX_WAITING = 64  # chunks to be encoded; more are left for the next time they are seen
 RunAlone = Callable[[Callable[[], None]], None]  # runs it when no answer needs the decoder
+IsGone = Callable[[ChunkId, int], bool]
+
+
+def _never(chunk_id: ChunkId, as_of: int) -> bool:
+    return False
 
 
 class SeenChunks:
@@ -40,25 +45,31 @@ class SeenChunks:
         max_context: int,
         run_alone: RunAlone,
         threshold: int = PROMOTION,
+        is_gone: IsGone = _never,
     ) -> None:
-        """`threshold`: requests that bring a chunk before its KV is stored."""
+        """`threshold`: requests that bring a chunk before its KV is stored. `is_gone`: of a chunk
+        that was found some time ago, whether it was deleted since; then it is not stored."""
         self._encoder = encoder
         self._max_context = max_context
         self._run_alone = run_alone
         self._threshold = threshold
+        self._is_gone = is_gone
         self._lock = threading.Lock()
         self._table = AccessTable()
         self._waiting: set[ChunkId] = set()
-        self._queue: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Chunk, int | None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._idle = threading.Condition(self._lock)
 
     def saw(
-        self, chunks: Sequence[tuple[int, ...]], at_once: Collection[ChunkId] = frozenset()
+        self,
+        chunks: Sequence[tuple[int, ...]],
+        at_once: Collection[ChunkId] = frozenset(),
+        as_of: int | None = None,
     ) -> None:
         """A request with these chunks was answered. `at_once` are known to come back: the knowledge
-        tree has them behind another path."""
+        tree has them behind another path. `as_of` is when the chunks were found."""
         named = {make_chunk_id(ids): ids for ids in chunks}
         with self._lock:
             if self._closed:
@@ -68,7 +79,7 @@ class SeenChunks:
                 often = self._table.count(name) >= self._threshold
                 if (often or name in at_once) and self._has_room(name, ids):
                     self._waiting.add(name)
-                    self._queue.put(Chunk(name, "", "", ids))
+                    self._queue.put((Chunk(name, "", "", ids), as_of))
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="seen-chunks", daemon=True)
                 self._thread.start()
@@ -104,15 +115,23 @@ class SeenChunks:
         has_context = encoder.preparation.variant.kind == "filler"  # neighbours are the corpus's
         return has_context and bool(encoder.absent([chunk], encoder.key))
 
-    def _encode(self, chunk: Chunk) -> None:
-        if not self._closed:
-            self._encoder.encode([chunk])
+    def _encode(self, chunk: Chunk, as_of: int | None) -> None:
+        encoder = self._encoder
+        if self._closed or self._was_deleted(chunk, as_of):
+            return
+        encoder.encode([chunk])
+        if self._was_deleted(chunk, as_of):  # meanwhile: whoever did it was ahead of us
+            encoder.store.delete([encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids)])
+
+    def _was_deleted(self, chunk: Chunk, as_of: int | None) -> bool:
+        return as_of is not None and self._is_gone(chunk.id, as_of)
 
     def _work(self) -> None:
-        while (chunk := self._queue.get()) is not None:
+        while (item := self._queue.get()) is not None:
+            chunk, as_of = item
             try:
                 if self._is_absent(chunk):
-                    self._run_alone(partial(self._encode, chunk))
+                    self._run_alone(partial(self._encode, chunk, as_of))
             except Exception:  # what the device raises: answers go on, and it must be seen
                 log.exception("the KV of chunk %s, which requests brought, is not stored", chunk.id)
             finally:
@@ -122,7 +141,11 @@ class SeenChunks:
 
 
 def watch(
-    encoder: ChunkEncoder, max_context: int, answers: Answers, promotion: int
+    encoder: ChunkEncoder,
+    max_context: int,
+    answers: Answers,
+    promotion: int,
+    is_gone: IsGone = _never,
 ) -> SeenChunks | None:
     """Encodes when no answer needs the decoder, or has needed it for long. None: `promotion` is 0,
     and nothing of a request is to be kept."""
@@ -131,4 +154,6 @@ def watch(
         answers.wait_for_none(ALONE_WAIT_S)
         work()
 
-    return SeenChunks(encoder, max_context, when_quiet, promotion) if promotion else None
+    if not promotion:
+        return None
+    return SeenChunks(encoder, max_context, when_quiet, promotion, is_gone)

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.encoded import EncodedNotes
 from kvweave.errors import ConfigError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, NeighboursOf
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
@@ -70,12 +71,14 @@ class Upkeep:
         encoder: ChunkEncoder | None = None,
         *,
         encodes: bool = False,
+        only_new: bool = False,
         refresh: bool = False,
         forgotten: Forgotten | None = None,
     ) -> None:
         """`store` and `encoder` where they are open, so that copies in memory go too.
 
-        `forgotten` hears of chunks that are no more, for whoever else keeps KV of them.
+        `forgotten` hears of chunks that are no more, for whoever else keeps KV of them. `only_new`
+        leaves out chunks that the encoder was offered before, where that is known of all of them.
         `encodes` computes KV behind neighbours if that is the encoder's context; with `refresh` the
         chunks whose neighbours are others by now get new KV as well.
         """
@@ -86,6 +89,9 @@ class Upkeep:
         variant = encoder.preparation.variant if encoder is not None else None
         self._encoder = encoder if variant is not None and variant.kind == "neighbours" else None
         self._size = variant.size if variant is not None else 0
+        self._encoding = encoder if encodes else None  # what is computed in this run
+        self._only_new = only_new and not refresh
+        self._notes = EncodedNotes(self._folder)
         self._encodes = encodes
         self._forgotten = forgotten
         self._refresh = refresh
@@ -98,7 +104,7 @@ class Upkeep:
     @property
     def is_settled(self) -> bool:
         """Chunk KV agrees with the documents as they are now."""
-        return self._table is None or self._table.settled() == self._state()
+        return self._table is None or self._table.settled() == self.state()
 
     def before(self) -> None:
         """Finish what an interrupted run left undone. Quick if there was none."""
@@ -109,13 +115,36 @@ class Upkeep:
         num_deleted = self._delete(self._stray_keys()) if self._has_objects() else 0
         if num_deleted:
             log.warning("%d chunk KV of removed documents were left over: deleted", num_deleted)
-        self._table.settle(self._state())
+        self._table.settle(self.state())
 
-    def after(self, orphaned: Collection[ChunkId], tell: OnProgress | None = None) -> None:
-        """Forget the KV of chunks that are no more, and all that saw them; then compute anew."""
+    def is_encoded(self) -> bool:
+        """Every chunk that is there now was offered to the encoder, and all of it was saved."""
+        if self._encoding is None or not self._only_new:
+            return False
+        return self._notes.covers(self._encoding.context.context_id(), self.state())
+
+    def after(
+        self,
+        orphaned: Collection[ChunkId],
+        tell: OnProgress | None = None,
+        new: Collection[ChunkId] | None = None,
+    ) -> None:
+        """Forget the KV of chunks that are no more, and all that saw them; then compute anew: what
+        saw them and what is `new`, or whatever has none where `new` is None."""
+        touched = None
+        if new is not None and self._table is not None:
+            touched = [*new, *self._table.users_of(orphaned)]
         self.forget(orphaned)
         if self._encodes and self._encoder is not None and self._table is not None:
-            self._give_neighbours(self._encoder, self._table, tell)
+            self._give_neighbours(self._encoder, self._table, tell, touched)
+        if self._encoding is not None and not self._encoding.saves().dropped:
+            self._notes.put(self._encoding.context.context_id(), self.state())
+
+    def removed(self, before: str) -> None:
+        """Chunks went and none came since the catalogue was in state `before`. Where some saw
+        others, the next ingest looks at all: those have no KV any more."""
+        if self._table is None:
+            self._notes.move(before, self.state())
 
     def forget(self, chunk_ids: Collection[ChunkId]) -> int:
         """Delete the KV of these chunks and what saw them, whichever model computed it; returns
@@ -134,22 +163,30 @@ class Upkeep:
                 self._store.flush()  # what is still on its way must not land behind us
             num_deleted = self._delete([*keys_of_chunks(self._disk(), chunk_ids), *keys])
         if self._table is not None:
-            self._table.settle(self._state())
+            self._table.settle(self.state())
         return num_deleted
 
     # ── neighbours ───────────────────────────────────────────────────────────
 
     def _give_neighbours(
-        self, encoder: ChunkEncoder, table: NeighbourTable, tell: OnProgress | None
+        self,
+        encoder: ChunkEncoder,
+        table: NeighbourTable,
+        tell: OnProgress | None,
+        only: Sequence[ChunkId] | None = None,
     ) -> None:
+        """To chunks that have none, and KV to those that have none; `only` are looked at."""
         catalogue, size = self._kb.catalogue, self._size
         if self._refresh:
             self._drop_outdated(table)
         second = NeighbourEncoder(encoder, catalogue.chunks)
-        total, done = catalogue.num_chunks(), 0
+        total, done = catalogue.num_chunks() if only is None else len(only), 0
+        batches = (
+            catalogue.all_chunks(BATCH) if only is None else catalogue.some_chunks(only, BATCH)
+        )
         report = _teller(tell, total)
         report(0)
-        for batch in catalogue.all_chunks(BATCH):
+        for batch in batches:
             known = table.get_many(size, [chunk.id for chunk in batch])
             new = self._kb.nearest([c for c in batch if c.id not in known], size)
             if new:
@@ -183,7 +220,8 @@ class Upkeep:
 
     # ── documents and objects ────────────────────────────────────────────────
 
-    def _state(self) -> str:
+    def state(self) -> str:
+        """Of the documents: another one after every change."""
         catalogue = self._kb.catalogue
         return f"{catalogue.uid()}:{catalogue.generation()}"
 
@@ -226,9 +264,11 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], upkeep: Upkee
     """Remove documents with their vectors, words and chunk KV, and all KV that saw their text."""
     with kb.writing():
         upkeep.before()
+        before = upkeep.state()
         written = kb.catalogue.remove(ids)
         kb.publish()
         upkeep.forget(written.orphaned)
+        upkeep.removed(before)
     return written
 
 

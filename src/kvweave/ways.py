@@ -9,6 +9,7 @@ the answer's explain record says that it did not. Part of the composition root: 
 uses it. Any thread, unless a method says otherwise.
 """
 
+from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +34,7 @@ from kvweave.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from kvweave.library import Library
     from kvweave.plan.plan import Plan
+    from kvweave.plan.profile import MachineProfile
     from kvweave.planning import Planning
     from kvweave.seen_chunks import SeenChunks
 
@@ -135,7 +137,7 @@ class Ways:
         if self.planning is None:
             from kvweave.machine import find_machine
 
-            if find_machine(self._decoder) is None:
+            if self._asking.measured is None and find_machine(self._decoder) is None:
                 return NOT_MEASURED
         return None
 
@@ -156,7 +158,7 @@ class Ways:
         def hear(ticket: Ticket) -> None:
             on_first(ticket)
             if self._seen is not None:
-                self._seen.saw(prompt.chunks)
+                self._seen.saw(prompt.chunks, as_of=prompt.as_of)
 
         return hear
 
@@ -174,6 +176,23 @@ class Ways:
             note,
         )
 
+    def measure(self) -> None:
+        """Measure this machine, unless it was: seconds, in which the engine does nothing else."""
+        self._asking.engine.run_alone(self._open_machine)
+
+    def _open_machine(self) -> "MachineProfile":
+        """What things cost here, a copy of one's own. On the engine thread: may measure."""
+        from kvweave.encoders import CODEC
+        from kvweave.machine import find_machine, new_machine
+
+        asking = self._asking
+        kept = find_machine(self._decoder)  # with what answers taught it since
+        if kept is not None:
+            return kept
+        if asking.measured is None:
+            asking.measured = new_machine(self._decoder, CODEC)
+        return deepcopy(asking.measured)  # where nothing can be kept, others need it too
+
     def _open_planning(self) -> "Planning":
         """On the engine thread: the first time may measure the machine, with the decoder."""
         if self.planning is None:
@@ -184,6 +203,7 @@ class Ways:
                 self._decoder,
                 self.facts,
                 self.profile,
+                self._open_machine(),
                 engine=self._asking.engine,
                 seen=self._seen,
                 tenant=self._tenant,

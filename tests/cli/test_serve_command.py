@@ -55,8 +55,9 @@ def test_the_snippet_of_the_greeting_runs_and_control_c_stops(chat_model_folder:
 
 
 def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
-    chat_model_folder: Path, tmp_path: Path
+    chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     keys = tmp_path / "keys"
     keys.write_text("sk-secret-1:acme\n")
     args = ["--kb-root", tmp_path / "kbs", "--encoding", "isolated", "--log-format", "json"]
@@ -72,6 +73,8 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
     assert process.returncode == 0
     *lines, last = err.splitlines()
     assert last == "stopped"
+    assert lines[0].startswith("kvweave: measuring this machine"), "before it greets"
+    assert lines[1].startswith("kvweave: measured in ")
     logged = [json.loads(line) for line in lines if line.startswith("{")]
     assert [line["status"] for line in logged if line["request_id"] == "mine"] == [200]
     assert "sk-secret-1" not in err

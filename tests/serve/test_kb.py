@@ -169,8 +169,8 @@ def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: Shelf) -> N
     assert told["states"][0][1] == 0
     assert told["states"][-1][2] == reply["usage"]["prompt_tokens"]
     assert told["timeline_ms"]["total"] >= told["timeline_ms"]["first_token"] > 0
-    over = filled.libraries.get("", "cluster")
-    answer = over.ask("How do I drain a node?", k=2, reuse="reuse", sampling=_greedy())
+    with filled.libraries.use("", "cluster") as over:
+        answer = over.ask("How do I drain a node?", k=2, reuse="reuse", sampling=_greedy())
     assert reply["choices"][0]["message"]["content"] == answer.text
 
 
@@ -270,8 +270,8 @@ def test_a_second_start_serves_its_first_fused_answer_without_encoding(
                     post(url, "notes/documents", json=document)
             told = ask(url, question, **fields)
             answers.append(told["choices"][0]["message"]["content"])
-            store = libraries.get("", "notes").library.store
-            saved = store.metrics.value("kv_saves_total", tier="disk")
+            with libraries.use("", "notes") as over:
+                saved = over.library.store.metrics.value("kv_saves_total", tier="disk")
             assert saved == (2 if life == 1 else 0), "chunk KV is computed once, in the first life"
             assert {c["tier"] for c in told["explain"]["chunks"]} == {("host", "disk")[life - 1]}
             assert all(c["why"] is None for c in told["explain"]["chunks"])
@@ -284,10 +284,10 @@ def test_tenants_have_other_keys_for_the_same_chunk(weave: Any, tmp_path: Path) 
     libraries = make_libraries(weave, tmp_path)
     ids = tuple(range(10, 20))
     names = [Place("", "a"), Place("", "b"), Place("acme", "a"), Place("other", "a")]
-    keys = [
-        libraries.get(place.tenant, place.name, create=True).library.encoder.key(ids)
-        for place in names
-    ]
+    keys = []
+    for place in names:
+        with libraries.use(place.tenant, place.name, create=True) as over:
+            keys.append(over.library.encoder.key(ids))
     assert keys[0] == keys[1], "no tenant: they share"
     assert len(set(keys)) == 3
     assert (tmp_path / "@acme" / "a").is_dir()
@@ -377,10 +377,12 @@ def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
 def test_explain_says_what_was_guessed_while_searching(
     filled: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over = filled.libraries.get("", "cluster")
+    loan = filled.libraries.lend("", "cluster")  # it stays open, and so stays the one
+    over = loan.thing
     monkeypatch.setattr(over._replying._speculation, "_cfg", SpeculationConfig("off"))
     assert ask(filled.url, kb="cluster", k=1)["explain"]["speculation"] is None
     monkeypatch.setattr(over._replying._speculation, "_cfg", SpeculationConfig("on"))
     told = ask(filled.url, kb="cluster", k=1)["explain"]["speculation"]
     assert told["stages"] >= 1
     assert told["saved_tokens"] >= 0
+    loan.give_back()

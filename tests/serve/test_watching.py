@@ -70,8 +70,8 @@ def test_an_answer_shows_in_the_metrics(shelf: Shelf) -> None:
 
 def test_the_engine_shows_in_the_metrics_what_it_did_for_every_knowledge_base(shelf: Shelf) -> None:
     httpx.post(f"{shelf.url}/v1/kb/engined/documents", json=NOTE, timeout=60)
-    over = shelf.libraries.get("", "engined")
-    assert over.engine is shelf.weave.engine
+    with shelf.libraries.use("", "engined") as over:
+        assert over.engine is shelf.weave.engine
     before = scrape(shelf.url)
     told: Counter[str] = Counter()
     made = 0

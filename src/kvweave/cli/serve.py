@@ -68,6 +68,8 @@ def command(
     encoding: str | None,
     api_key_file: Path | None,
     log_format: str | None,
+    open_kbs: int,
+    host_gb: float,
     grace: float,
     lame: float,
     **numbers: float,
@@ -77,13 +79,16 @@ def command(
     from kvweave.libraries import Libraries, LibrariesConfig
     from kvweave.serve.auth import read_keys
     from kvweave.serve.logs import configure_logs
-    from kvweave.serve.server import Server
+    from kvweave.serve.server import Prepare, Server
 
     keys, limits = read_keys(api_key_file), make_limits(numbers)
-    config = LibrariesConfig(kb_root, parse_folders(folders), embedder, encoding)
+    named, host_bytes = parse_folders(folders), int(host_gb * (1 << 30))
+    config = LibrariesConfig(kb_root, named, embedder, encoding, open_kbs, host_bytes)
     with _listen(host, port) as listener:  # before the model: a taken port should not cost a load
         weave = open_weave(model=model, device=device, dtype=dtype, quant=quant)
         libraries = Libraries(weave, config)
+        # without knowledge bases nobody can ask for reuse, and nothing need be measured
+        measuring = Prepare("measuring this machine for reuse 'auto', once", weave.measure)
         url = url_of(host, listener.getsockname()[1])
         configure_logs("json" if log_format == "json" else "human" if log_format else None)
         server = Server(
@@ -93,6 +98,7 @@ def command(
             keys=keys,
             patience_s=grace,
             lame_s=lame,
+            prepare=measuring if kb_root is not None or named else None,
             on_ready=lambda: greet(weave, url, with_key=bool(keys)),
         )
         _run(server, weave, libraries, listener)

@@ -33,6 +33,15 @@ _OPTIONS = (
         "--timeout", type=click.FloatRange(0), default=600, help="Seconds per answer [600]."
     ),
     click.option(
+        "--open-kbs", type=click.IntRange(1), default=4, help="Knowledge bases open at a time [4]."
+    ),
+    click.option(
+        "--host-gb",
+        type=click.FloatRange(0.001),
+        default=8,
+        help="Host memory for chunk KV, an equal part for each of them [8].",
+    ),
+    click.option(
         "--grace",
         type=click.FloatRange(0),
         default=10,
@@ -48,7 +57,7 @@ _OPTIONS = (
 
 
 def limit_options(command: Command) -> Command:
-    """Add --running, --waiting, --max-body-mb, --max-upload-mb, --timeout, --grace, --lame."""
+    """Add --running, --waiting, --max-body-mb and so on: see `_OPTIONS`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

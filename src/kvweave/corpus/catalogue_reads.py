@@ -144,6 +144,15 @@ class CatalogueReads(Database):
             yield [_chunk(row[1:]) for row in rows]
             last = rows[-1][0]
 
+    def some_chunks(self, chunk_ids: Sequence[ChunkId], batch: int) -> Iterator[list[Chunk]]:
+        """Those of these that exist, each once, in their order, at most `batch` at a time."""
+        unique = list(dict.fromkeys(chunk_ids))
+        for start in range(0, len(unique), batch):
+            part = unique[start : start + batch]
+            found = self.chunks(part)
+            if found:
+                yield [found[each] for each in part if each in found]
+
     def with_vectors(self, chunk_ids: Sequence[ChunkId]) -> set[ChunkId]:
         """Which of these are embedded already."""
         rows = self._db.execute(

@@ -75,6 +75,7 @@ class Desk:
             room=min(request.sampling.max_tokens, self._most_tokens() - len(ids)),
             sampler=Sampler(request.sampling),
             kv=PagedKV(self._placing.pool),
+            as_of=self._placing.prefixes.as_of(request),
             path=path_of(request.namespace, request.preamble, request.chunks),
         )
         self.lives[ticket] = live

@@ -26,6 +26,7 @@ from kvweave.engine.prefixes import Cost, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
+from kvweave.engine.tombstones import Tombstones
 from kvweave.errors import EngineClosed
 from kvweave.fuse.encode import Prefix
 from kvweave.kv.tree import KnowledgeTree, TreeTier
@@ -94,7 +95,8 @@ class Engine:
         self._desk.check(prompt_ids)
 
     def forget(self, chunk_ids: Collection[ChunkId]) -> int:
-        """Chunks were deleted: nobody finds their exact KV from now on. Returns nodes that went."""
+        """Chunks were deleted: nobody finds their exact KV from now on, and no request that found
+        them before brings it back. Returns nodes that went."""
         return self.run_alone(lambda: self._placing.prefixes.forget(chunk_ids))
 
     def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
@@ -119,6 +121,11 @@ class Engine:
 
         self._post(work)
         return future.result()
+
+    @property
+    def tombstones(self) -> Tombstones:
+        """What was deleted. Others than the engine thread only read."""
+        return self._placing.prefixes.tombstones
 
     @property
     def tree(self) -> KnowledgeTree:

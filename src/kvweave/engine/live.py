@@ -28,6 +28,7 @@ class Live(Seq):
     room: int  # tokens the answer may have at most
     sampler: Sampler
     kv: PagedKV
+    as_of: int  # when its chunks were found: those deleted since are not offered
     path: tuple[ChunkRef, ...] = ()  # its preamble and chunks in the knowledge tree
     lease: TreeLease | None = None  # on the part of the path that it reads, or offers behind
     offered: int = 0  # chunks of the path that the tree has or was offered

@@ -141,7 +141,8 @@ class Placing:
             if live.computed < start + chunk.num_tokens:
                 return
             live.offered += 1
-            if not self.prefixes.offer(live.lease, chunk, start, live.kv):
+            gone = self.prefixes.is_gone(chunk, live.as_of)  # and so is what stands behind it
+            if gone or not self.prefixes.offer(live.lease, chunk, start, live.kv):
                 live.offered = len(live.path)
 
     def retire(self, live: Live) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.request import EngineChunk
+from kvweave.engine.request import EngineChunk, EngineRequest
+from kvweave.engine.tombstones import Tombstones
 from kvweave.fuse.encode import Prefix
 from kvweave.kv.tree import (
     ChunkRef,
@@ -116,7 +117,8 @@ class Prefixes:
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
         self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
-        self._pins: list[TreeLease] = []  # until a request needs the whole pool
+        self.tombstones = Tombstones()
+        self._pins: dict[Sequence[ChunkRef], TreeLease] = {}  # until one needs the whole pool
 
     def acquire(
         self, path: Sequence[ChunkRef], num_question_tokens: int, *, count: bool
@@ -151,6 +153,8 @@ class Prefixes:
         """Put a preamble that was computed elsewhere into the tree, to stay there. False: no room
         for it, or none to be had now."""
         path = path_of(namespace, preamble.token_ids, ())
+        if path in self._pins:
+            return True
         count = -(-len(preamble.token_ids) // self._page_tokens)
         lease = self.acquire(path, 0, count=False)
         if path and lease.num_tokens < len(preamble.token_ids):
@@ -167,20 +171,31 @@ class Prefixes:
             if not fits:
                 lease.release()
                 return False
-        self._pins.append(lease)
+        self._pins[path] = lease
         return True
 
     def unpin(self) -> None:
         """Preambles may go like other leaves. What was pinned is a copy: it is computed again."""
-        for lease in self._pins:
+        for lease in self._pins.values():
             lease.release()
         self._pins.clear()
 
     def forget(self, chunk_ids: Collection[ChunkId]) -> int:
-        """Chunks are no more: out of the tree with them and all that stands behind them."""
+        """Chunks are no more: out of the tree with them and all that stands behind them, for good:
+        who found them before does not bring them back."""
         wanted = set(chunk_ids)
+        self.tombstones.add(wanted)
         first = [ref for ref in self.tree.root.children if ref.partition("|")[2] in wanted]
         return sum(self.tree.forget(name) for name in (*first, *wanted))
+
+    def as_of(self, request: EngineRequest) -> int:
+        """When the chunks of a request that begins now were found."""
+        return self.tombstones.generation if request.as_of is None else request.as_of
+
+    def is_gone(self, chunk: ChunkRef, as_of: int) -> bool:
+        """Whether a part of a path found then has been deleted since. Its first may name the tenant
+        as well."""
+        return self.tombstones.is_gone(ChunkId(chunk.id.rpartition("|")[2]), as_of)
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
         """Let leaves that nobody uses go, the least valuable first, until there is enough."""

@@ -65,6 +65,7 @@ class EngineRequest:
     use_tree: bool = False
     fused: FusedPart | None = None
     namespace: str = ""  # tenants share exact KV only within one
+    as_of: int | None = None  # when its chunks were found (see tombstones.py); None: as it begins
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -10,10 +10,10 @@ from kvweave.types import Chunk, ChunkId
 class Encoder(Protocol):
     """Computes and stores the KV of chunks.
 
-    Called on the thread that ingests, after the chunks' vectors are committed, with every chunk of
-    the knowledge base in batches, at every ingest: `encode` must skip what its keys say is there,
-    quickly. May block. When it raises, ingest stops; what was committed stays, and the next run
-    offers the same chunks again.
+    Called on the thread that ingests, after the chunks' vectors are committed, in batches: with the
+    chunks that are new where `Upkeep.is_encoded` vouches for the others, else with every chunk of
+    the knowledge base. `encode` must skip what its keys say is there, quickly. May block. When it
+    raises, ingest stops; what was committed stays, and the next run offers the same chunks again.
     """
 
     def encode(self, chunks: Sequence[Chunk]) -> None: ...
@@ -29,8 +29,17 @@ class Upkeep(Protocol):
         """Before anything changes: finish what an interrupted run left undone."""
         ...
 
+    def is_encoded(self) -> bool:
+        """Behind `before`: every chunk that is there now was offered to the encoder earlier, so
+        that only those that come need be. False: nobody knows, or all are to be looked at."""
+        ...
+
     def after(
-        self, orphaned: Sequence[ChunkId], tell: Callable[[IngestProgress], None] | None = None
+        self,
+        orphaned: Sequence[ChunkId],
+        tell: Callable[[IngestProgress], None] | None = None,
+        new: Sequence[ChunkId] | None = None,
     ) -> None:
-        """All chunks can be searched and were offered to the encoder; `orphaned` are no more."""
+        """All chunks can be searched and were offered to the encoder; `orphaned` are no more.
+        `new` are those that came, where only they were offered; None: all were."""
         ...

@@ -23,6 +23,7 @@ from kvweave.ingest.sources import (
     FileBytes,
     FoundFile,
     Ignored,
+    Later,
     Selection,
     Source,
     TextSource,
@@ -36,7 +37,7 @@ SLICE = 256  # chunks embedded and kept at a time: what a kill can cost
 UPLOAD = "upload:"  # how sources begin that came as bytes with a name
 ENCODE_BATCH = 64  # chunks offered to the encoder at a time
 
-_Item = FoundFile | Ignored | Skipped | TextSource | FileBytes
+_Item = FoundFile | Ignored | Skipped | TextSource | FileBytes | Later
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def ingest(
     with kb.writing():
         if upkeep is not None:
             upkeep.before()
+        only_new = encoder is not None and upkeep is not None and upkeep.is_encoded()
         run.take_all(sources)
         run.flush()
         run.prune()
@@ -73,9 +75,9 @@ def ingest(
         kb.catalogue.drop_unused_vectors()
         kb.publish()
         if encoder is not None:
-            run.encode(encoder)
+            run.encode(encoder, only_new=only_new)
         if upkeep is not None:
-            upkeep.after(run.report().orphaned, progress)
+            upkeep.after(run.report().orphaned, progress, run.new_ids if only_new else None)
     return run.report()
 
 
@@ -115,6 +117,7 @@ class _Run:
         self._window_chunks = 0
         self._skipped: list[Skipped] = []
         self._orphaned: list[ChunkId] = []
+        self.new_ids: list[ChunkId] = []
         self._present: dict[str, str] = {}  # sources seen in this run; of texts the fingerprint
         self._folders: list[Path] = []
         self._added = self._updated = self._unchanged = self._removed = self._ignored = 0
@@ -137,7 +140,7 @@ class _Run:
                     self._take(item)
 
     def _find(self, source: Source) -> Iterable[_Item]:
-        if isinstance(source, TextSource | FileBytes):
+        if isinstance(source, TextSource | FileBytes | Later):
             return [source]
         if isinstance(source, tuple):
             return [TextSource(*source)]
@@ -157,6 +160,8 @@ class _Run:
                 self._take_text(item)
             case FileBytes(name, data):
                 self._take_bytes(f"{UPLOAD}{name}", Path(name), data)
+            case Later():
+                self._take(item.read())
             case FoundFile(path, _):
                 self._take_file(path)
 
@@ -271,6 +276,7 @@ class _Run:
         for pending in window:
             written = self._catalogue.put(pending.document, pending.fingerprint, pending.placed)
             self._new_chunks += len(written.new)
+            self.new_ids += written.new
             self._shared_chunks += len({p.chunk.id for p in pending.placed}) - len(written.new)
             self._orphaned += written.orphaned
             self._updated += pending.is_update
@@ -311,9 +317,16 @@ class _Run:
                 self._removed += len(self._catalogue.fingerprints(source))
                 self._orphaned += self._catalogue.forget_source(source).orphaned
 
-    def encode(self, encoder: Encoder) -> None:
+    def encode(self, encoder: Encoder, *, only_new: bool) -> None:
+        """Offer every chunk to the encoder, or those that came in this run and are still there."""
         self._cut_chunks = 0
-        for chunks in self._catalogue.all_chunks(ENCODE_BATCH):
+        catalogue = self._catalogue
+        batches = (
+            catalogue.some_chunks(self.new_ids, ENCODE_BATCH)
+            if only_new
+            else catalogue.all_chunks(ENCODE_BATCH)
+        )
+        for chunks in batches:
             encoder.encode(chunks)
             self._cut_chunks += len(chunks)
             self.tell("encode", "")
@@ -374,7 +387,7 @@ def _reason(error: Exception) -> str:
 
 
 def _size(item: _Item) -> int:
-    if isinstance(item, FoundFile):
+    if isinstance(item, FoundFile | Later):
         return item.size_bytes
     if isinstance(item, FileBytes):
         return len(item.data)

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,7 +39,16 @@ class FileBytes:
     data: bytes
 
 
-Source = str | Path | tuple[str, str] | TextSource | FileBytes
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A source that is read when its turn comes, on the thread that ingests, and let go behind it:
+    of many that wait, none is in memory."""
+
+    size_bytes: int
+    read: Callable[[], TextSource | FileBytes]
+
+
+Source = str | Path | tuple[str, str] | TextSource | FileBytes | Later
 
 
 class FoundFile(NamedTuple):

@@ -83,29 +83,35 @@ def _over(
     name = request.kb
 
     def start(sampling: Sampling) -> Answering:
-        over = weave
-        if libraries is not None and name is not None:
-            over = libraries.get(tenant, name)
+        if libraries is None or name is None:
+            return stream(weave, sampling)
+        loan = libraries.lend(tenant, name)  # it stays open until the answer is closed
         try:
-            return stream(over, sampling)
-        except ConfigError as error:  # a strategy that this model is not ready for
-            raise RequestError(str(error)) from error
+            answering = stream(loan.thing, sampling)
+        except BaseException:
+            loan.give_back()
+            raise
+        answering.when_closed(loan.give_back)
+        return answering
 
     def stream(over: Weave, sampling: Sampling) -> Answering:
-        return over.stream(
-            turns[-1]["content"],
-            documents=documents,
-            sampling=sampling,
-            system=system,
-            reuse=strategy,
-            ratio=ratio,
-            order=request.order or "keep",
-            history=turns[:-1],
-            conversation_id=conversation,
-            tenant=tenant,
-            k=TOP_K if k is None else k,
-            bound=BOUND if bound is None else bound,
-        )
+        try:
+            return over.stream(
+                turns[-1]["content"],
+                documents=documents,
+                sampling=sampling,
+                system=system,
+                reuse=strategy,
+                ratio=ratio,
+                order=request.order or "keep",
+                history=turns[:-1],
+                conversation_id=conversation,
+                tenant=tenant,
+                k=TOP_K if k is None else k,
+                bound=BOUND if bound is None else bound,
+            )
+        except ConfigError as error:  # a strategy that this model is not ready for
+            raise RequestError(str(error)) from error
 
     return [partial(start, sampling) for sampling in drawn]
 

@@ -1,15 +1,17 @@
-"""Refuses bodies that are large or never end, while they arrive, whatever their headers claim."""
+"""Refuses bodies that are large or never end, before they are read where their headers say so, and
+while they arrive, whatever their headers claim."""
 
 import asyncio
 import re
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
 
-# A client that is still sending does not read, and would see a reset instead of the 413. So a
-# little more is read and thrown away first.
+# A client that is still sending does not read, and would see a reset instead of the refusal. So a
+# little more is read and thrown away behind the reply.
 DRAINED_BODIES = 8
 UPLOADS = re.compile(r"/v1/kb/[^/]+/documents")
 
@@ -27,29 +29,72 @@ class BodyLimit:
             return
         is_upload = scope["method"] == "POST" and UPLOADS.fullmatch(scope["path"])
         limit_bytes = self._limits.upload_bytes if is_upload else self._limits.body_bytes
-        read_bytes, is_complete = 0, False
+        body = _Body(scope, receive, limit_bytes, self._limits.body_s)
 
-        async def counting() -> Message:
-            nonlocal read_bytes, is_complete
-            if is_complete:  # from here on it waits for the client to leave
-                return await receive()
-            message = await self._next(receive)
-            read_bytes += len(message.get("body", b""))
-            if read_bytes <= limit_bytes:
-                is_complete = not message.get("more_body", False)
-                return message
-            while message.get("more_body") and read_bytes < DRAINED_BODIES * limit_bytes:
-                message = await self._next(receive)
-                read_bytes += len(message.get("body", b""))
-            mebibytes = limit_bytes / (1 << 20)
-            raise ApiError(413, f"the body is larger than {mebibytes:g} MiB; send less")
+        async def sending(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            if not is_last or not body.is_on_its_way:
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            await body.drain()
+            await send({"type": "http.response.body", "body": b""})
 
-        await self._app(scope, counting, send)
+        await self._app(scope, body.receive, sending)
 
-    async def _next(self, receive: Receive) -> Message:
+
+class _Body:
+    """The body of one request as it arrives."""
+
+    def __init__(self, scope: Scope, receive: Receive, limit_bytes: int, wait_s: float) -> None:
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        self._announced_bytes = int(length) if length.isdigit() else 0
+        self._has_any = self._announced_bytes > 0 or b"transfer-encoding" in headers
+        self._is_asked_for = headers.get(b"expect", b"").lower() == b"100-continue"
+        self._receive = receive
+        self._limit_bytes = limit_bytes
+        self._wait_s = wait_s
+        self._read_bytes = 0
+        self._has_begun = False
+        self._is_over = False  # all of it came, or its client left
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """The client sends without having been asked to, and has not sent all of it."""
+        is_sent = self._has_begun or not self._is_asked_for
+        return self._has_any and is_sent and not self._is_over
+
+    async def receive(self) -> Message:
+        """ASGI's receive, within the limits."""
+        if self._is_over:  # from here on it waits for the client to leave
+            return await self._receive()
+        if self._announced_bytes > self._limit_bytes:
+            raise self._too_large()
         try:
-            return await asyncio.wait_for(receive(), self._limits.body_s)
+            message = await asyncio.wait_for(self._next(), self._wait_s)
         except TimeoutError:
             raise ApiError(
-                408, f"nothing of the body came for {self._limits.body_s:g} s; send it again"
+                408, f"nothing of the body came for {self._wait_s:g} s; send it again"
             ) from None
+        if self._read_bytes > self._limit_bytes:
+            raise self._too_large()
+        return message
+
+    async def drain(self) -> None:
+        """Throw away what still comes, within reason."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                while not self._is_over and self._read_bytes < DRAINED_BODIES * self._limit_bytes:
+                    await self._next()
+
+    async def _next(self) -> Message:
+        self._has_begun = True
+        message = await self._receive()
+        self._read_bytes += len(message.get("body", b""))
+        self._is_over = not message.get("more_body", False)
+        return message
+
+    def _too_large(self) -> ApiError:
+        mebibytes = self._limit_bytes / (1 << 20)
+        return ApiError(413, f"the body is larger than {mebibytes:g} MiB; send less")

@@ -14,14 +14,16 @@ from kvweave.serve.prometheus import ServerMetrics
 
 @dataclass(slots=True)
 class Context:
-    """Made once by `build_http`; `is_stopping` is the only thing that changes."""
+    """Made once by `build_http`; only the last two change."""
 
     weave: Weave
     libraries: Libraries
     limits: Limits
     bridge: Bridge
-    chores: Chores
+    chores: Chores  # searches, lists, embeddings
+    writing: Chores  # uploads and deletions
     metrics: ServerMetrics
+    preparing: str | None = None  # what is done before it is ready, if anything
     is_stopping: bool = False  # takes no new work; what runs may finish
 
 

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvweave.errors import EngineClosed, KVWeaveError, RequestError
-from kvweave.libraries import NoSuchKnowledgeBase
+from kvweave.libraries import AllInUse, NoSuchKnowledgeBase
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, NoSuchKnowledgeBase):
         return ApiError(404, str(error), code="not_found")
+    if isinstance(error, AllInUse):
+        return busy(str(error))
     if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may
         return ApiError(503, str(error), headers={"Retry-After": "5"})
     log.error("a request failed", exc_info=error)

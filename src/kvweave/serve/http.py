@@ -48,8 +48,9 @@ def build_http(
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
-    bridge, chores = Bridge(limits, metrics), Chores(limits)
-    context = Context(weave, libraries, limits, bridge, chores, metrics)
+    bridge = Bridge(limits, metrics)
+    chores, writing = Chores(limits, "searches or embeddings"), Chores(limits, "uploads")
+    context = Context(weave, libraries, limits, bridge, chores, writing, metrics)
     metrics.watch(Live(bridge.counts, libraries, weave.engine))
 
     @asynccontextmanager
@@ -57,6 +58,7 @@ def build_http(
         yield
         await bridge.close()
         await chores.close()
+        await writing.close()
 
     http = FastAPI(
         title="kvweave",
@@ -94,9 +96,12 @@ def _add_watching(http: FastAPI, context: Context) -> None:
 
     @http.get("/readyz", tags=["watching"], responses=refusals(503))
     async def readyz() -> Ready:
-        """The model is loaded and new work is taken."""
+        """The model is loaded, the machine measured if need be, and new work is taken."""
         if context.is_stopping:
             raise ApiError(503, "the server is stopping", headers={"Retry-After": "5"})
+        if context.preparing is not None:
+            message = f"{context.preparing}; ready in a moment"
+            raise ApiError(503, message, headers={"Retry-After": "1"})
         return Ready(model=context.weave.model_name)
 
     @http.get(

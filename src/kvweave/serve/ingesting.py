@@ -2,59 +2,58 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any
 
-from kvweave.serve.chores import Chores
+from kvweave.libraries import IngestProgress, IngestReport, OnProgress
+from kvweave.serve.chores import Admission
 from kvweave.serve.wire_kb import IngestOut, ProgressOut, SkippedOut
 
 
-class Progress(Protocol):
-    """As ingest tells it."""
+class Ingesting:
+    """An ingest that runs as a chore from now on. A client that leaves ends the events, not the
+    ingest. On the event loop."""
 
-    @property
-    def phase(self) -> Any: ...
-    @property
-    def done_bytes(self) -> int: ...
-    @property
-    def total_bytes(self) -> int | None: ...
-    @property
-    def num_documents(self) -> int: ...
-    @property
-    def num_chunks(self) -> int: ...
+    def __init__(
+        self,
+        admission: Admission,
+        ingest: Callable[[OnProgress], IngestReport],
+        on_done: Callable[[], None],
+    ) -> None:
+        """`on_done` is called once it is over, however it ended."""
+        self._loop = asyncio.get_running_loop()
+        self._latest: list[IngestProgress] = []  # one place: a slow reader hears the last alone
+        self._news = asyncio.Event()
+        self._work = admission.begin(lambda: ingest(self._tell), on_done)
+        self._work.add_done_callback(self._over)
 
+    async def report(self) -> IngestReport:
+        return await self._work
 
-async def ingest_events(
-    chores: Chores, ingest: Callable[..., Any]
-) -> AsyncIterator[dict[str, Any]]:
-    """Events of an ingest that runs as a chore; the last is its outcome.
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Events until it is over; the last is its outcome."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._latest:
+                yield _progress(self._latest.pop())
+            if self._work.done():
+                yield report_out(self._work.result()).model_dump()
+                return
 
-    A client that leaves ends the events, not the ingest.
-    """
-    loop = asyncio.get_running_loop()
-    # Only the last progress matters to a slow reader: one place.
-    latest: list[Progress] = []
-    news = asyncio.Event()
+    def _tell(self, progress: IngestProgress) -> None:  # on the ingesting thread
+        self._loop.call_soon_threadsafe(self._heard, progress)
 
-    def heard(progress: Progress) -> None:
-        latest[:] = [progress]
-        news.set()
+    def _heard(self, progress: IngestProgress) -> None:
+        self._latest[:] = [progress]
+        self._news.set()
 
-    def tell(progress: Progress) -> None:  # on the ingesting thread
-        loop.call_soon_threadsafe(heard, progress)
-
-    work = asyncio.ensure_future(chores.run(lambda: ingest(progress=tell)))
-    work.add_done_callback(lambda _: news.set())
-    while True:
-        await news.wait()
-        news.clear()
-        if latest:
-            yield _progress(latest.pop())
-        if work.done():
-            yield report_out(work.result()).model_dump()
-            return
+    def _over(self, work: "asyncio.Future[IngestReport]") -> None:
+        self._news.set()
+        if not work.cancelled():
+            work.exception()  # seen: whoever waited may have left
 
 
-def report_out(report: Any) -> IngestOut:
+def report_out(report: IngestReport) -> IngestOut:
     """An IngestReport in the wire format."""
     return IngestOut(
         added=report.added,
@@ -68,7 +67,7 @@ def report_out(report: Any) -> IngestOut:
     )
 
 
-def _progress(progress: Progress) -> dict[str, Any]:
+def _progress(progress: IngestProgress) -> dict[str, Any]:
     return ProgressOut(
         phase=progress.phase,
         done_bytes=progress.done_bytes,

@@ -15,7 +15,7 @@ class Limits:
     body_bytes: int = 8 << 20  # of one request; beyond that, 413
     upload_bytes: int = 64 << 20  # the same for uploads
     upload_files: int = 64  # in one upload
-    chores: int = 4  # uploads, searches, embeddings and the like at once
+    chores: int = 4  # searches, embeddings and the like at once; and as many uploads
     waiting_chores: int = 64  # admitted behind them; beyond that, 429
     body_s: float = 30.0  # between two pieces of a body; beyond that, 408
     request_s: float = 600.0  # for a whole answer; beyond that, 504, and the work is given up

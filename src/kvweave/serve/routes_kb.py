@@ -1,18 +1,25 @@
 """Knowledge bases: upload, list, delete, search."""
 
-from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Path, Request, Response
 
-from kvweave.libraries import IngestReport, Libraries
+from kvweave.libraries import (
+    IngestProgress,
+    IngestReport,
+    Later,
+    Libraries,
+    OnProgress,
+    check_name,
+)
 from kvweave.serve.context import Context, tenant_of
 from kvweave.serve.errors import ApiError
-from kvweave.serve.ingesting import ingest_events, report_out
+from kvweave.serve.ingesting import Ingesting, report_out
 from kvweave.serve.schema import KB_ERRORS, UPLOAD_BODY, or_events
+from kvweave.serve.spool import Spool
 from kvweave.serve.sse import EventStream, as_events
-from kvweave.serve.uploads import read_upload
+from kvweave.serve.uploads import UploadReader
 from kvweave.serve.wire import NAME_PATTERN
 from kvweave.serve.wire_kb import (
     DocumentList,
@@ -31,7 +38,7 @@ MOST_HITS = 1000
 
 def kb_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
-    libraries, chores = context.libraries, context.chores
+    libraries, chores, uploads = context.libraries, context.chores, UploadReader(context.limits)
     Name = Path(
         description="A knowledge base: letters, digits, - and _",
         json_schema_extra={"pattern": NAME_PATTERN},
@@ -52,20 +59,20 @@ def kb_routes(context: Context) -> APIRouter:
         tenant = tenant_of(request)
         if libraries.config.root is None and name not in libraries.names(tenant):
             raise ApiError(404, f"no knowledge base {name!r} here, and none can be made")
-        sources = await read_upload(request, context.limits)
-
-        def ingest(progress: Callable[[Any], None] | None = None) -> IngestReport:
-            def told(news: Any) -> None:
-                chores.check()
-                if progress is not None:
-                    progress(news)
-
-            return libraries.ingest(tenant, name, sources, progress=told)
-
+        check_name(name)
+        admission = context.writing.admit()  # before anything of the body is read
+        try:
+            with ExitStack() as spooled:
+                spool = spooled.enter_context(closing(Spool()))
+                sources = await uploads.read(request, spool)
+                ingest = partial(_ingest, context, tenant, name, sources)
+                work = Ingesting(admission, ingest, on_done=spool.close)
+                spooled.pop_all()  # from here on it goes when the work is over
+        finally:
+            admission.leave()
         if "text/event-stream" in request.headers.get("accept", ""):
-            events = ingest_events(chores, ingest)
-            return EventStream(as_events(events), on_close=lambda: None)
-        report = await chores.run(ingest)
+            return EventStream(as_events(work.events()), on_close=lambda: None)
+        report = await work.report()
         if report.skipped and len(report.skipped) == len(sources):
             reasons = "; ".join(f"{s.source}: {s.reason}" for s in report.skipped[:4])
             raise ApiError(400, f"nothing was taken in: {reasons}")
@@ -93,7 +100,7 @@ def kb_routes(context: Context) -> APIRouter:
     @routes.delete("/{name}/documents/{document_id}")
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
         remove = partial(libraries.remove, tenant_of(request), name, document_id)
-        return RemovedOut(id=document_id, chunks=await chores.run(remove))
+        return RemovedOut(id=document_id, chunks=await context.writing.run(remove))
 
     @routes.post("/{name}/search")
     async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
@@ -105,6 +112,16 @@ def kb_routes(context: Context) -> APIRouter:
         return await chores.run(partial(_search, libraries, tenant_of(request), name, body))
 
     return routes
+
+
+def _ingest(
+    context: Context, tenant: str, name: str, sources: list[Later], progress: OnProgress
+) -> IngestReport:
+    def told(news: IngestProgress) -> None:
+        context.writing.check()
+        progress(news)
+
+    return context.libraries.ingest(tenant, name, sources, progress=told)
 
 
 def _knowledge_bases(libraries: Libraries, tenant: str) -> KnowledgeBaseList:
@@ -123,7 +140,7 @@ def _knowledge_bases(libraries: Libraries, tenant: str) -> KnowledgeBaseList:
 
 
 def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -> HitList:
-    hits = libraries.get(tenant, name).library.kb.search(body.query, body.k, mode=body.mode)
+    hits = libraries.search(tenant, name, body.query, body.k, body.mode)
     return HitList(
         data=[
             HitOut(

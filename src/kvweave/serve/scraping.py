@@ -2,6 +2,7 @@
 
 the bridge   answers running and waiting
 stores       bytes, loads, misses, evictions of every tier of every open knowledge base
+kbs          open and in use
 the engine   whatever `engine.stats()` says; knowledge bases by name share it
 """
 
@@ -45,8 +46,23 @@ class Live(Collector):
         yield GaugeMetricFamily("kvweave_waiting", "Answers admitted, not begun", counts.waiting)
         pinned = self._libraries.num_pinned()
         yield GaugeMetricFamily("kvweave_kv_pinned", "Chunk KV that a lease holds", pinned)
+        yield from self._knowledge_bases()
         yield from self._stores()
         yield from engine_metrics(self._engine.stats())
+
+    def _knowledge_bases(self) -> Iterator[Metric]:
+        counts, config = self._libraries.counts(), self._libraries.config
+        for name, words, value in (
+            ("kb_open", "Knowledge bases that are open", counts.open),
+            ("kb_open_most", "Knowledge bases that may be open", config.open_most),
+            ("kb_in_use", "Knowledge bases that a request or an upload uses", counts.in_use),
+            ("kb_host_most_bytes", "Host memory for chunk KV of all of them", config.host_bytes),
+        ):
+            yield GaugeMetricFamily(f"kvweave_{name}", words, value)
+        opened = "Knowledge bases opened"
+        yield CounterMetricFamily("kvweave_kb_opened", opened, counts.opened)
+        closed = "Knowledge bases closed to make way for others"
+        yield CounterMetricFamily("kvweave_kb_closed", closed, counts.closed)
 
     def _stores(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}

@@ -1,25 +1,40 @@
 """uvicorn with manners: it says when it is ready, and answers in the making end in order.
 
+What is to be done before the first answer (`prepare`) is done while connections are taken already:
+/healthz says that the process is alive, /readyz that it is not ready yet.
+
 A stopping server first says so on /readyz and refuses new work, for load balancers to notice
 (`lame_s`). Then it takes no new connections and lets answers finish for a while (`patience_s`).
 Then it gives them up: each client gets its error in the usual shape instead of a broken connection.
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 
 from kvweave.app import Weave
+from kvweave.errors import EngineClosed
 from kvweave.libraries import Libraries
 from kvweave.serve.auth import Keys
 from kvweave.serve.context import Context
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
 
+log = logging.getLogger(__name__)
+
 LAST_WORDS_S = 5  # for the errors to go out, before connections are cut
+
+
+class Prepare(NamedTuple):
+    """What a server does before it is ready."""
+
+    words: str  # for /readyz
+    work: Callable[[], None]  # on a thread of its own
 
 
 class Server(uvicorn.Server):
@@ -34,6 +49,7 @@ class Server(uvicorn.Server):
         keys: Keys | None = None,
         patience_s: float = 10.0,  # answers may go on for this long after the signal
         lame_s: float = 0.0,  # connections are taken for this long after the signal
+        prepare: Prepare | None = None,
         on_ready: Callable[[], None] | None = None,  # called on the event loop
     ) -> None:
         http = build_http(weave, limits, libraries=libraries, keys=keys)
@@ -47,7 +63,10 @@ class Server(uvicorn.Server):
         self._context: Context = http.state.context
         self._patience_s = patience_s
         self._lame_s = lame_s
+        self._prepare = prepare
+        self._context.preparing = None if prepare is None else prepare.words
         self._on_ready = on_ready
+        self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def stop(self) -> None:
@@ -70,7 +89,19 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        if self._on_ready is not None:
+        self._readying = asyncio.create_task(self._get_ready())
+
+    async def _get_ready(self) -> None:
+        """Nobody who asks waits for this; who looks at /readyz does."""
+        if self._prepare is not None:
+            try:
+                await asyncio.to_thread(self._prepare.work)
+            except EngineClosed:
+                return  # stopped meanwhile
+            except Exception:  # what needs it does it, or says why it cannot
+                log.exception("%s failed", self._prepare.words)
+        self._context.preparing = None
+        if self._on_ready is not None and not self._context.is_stopping:
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -84,6 +115,7 @@ class Server(uvicorn.Server):
     def _give_up(self) -> None:
         self._context.bridge.abandon_all()
         self._context.chores.stop()
+        self._context.writing.stop()
 
     def _exit(self) -> None:
         self.should_exit = True

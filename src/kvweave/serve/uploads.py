@@ -1,41 +1,81 @@
 """The body of an upload: a JSON text or files of a form, as sources for ingest.
 
+The body goes to a temporary file as it comes and is read again when its turn to be taken in has
+come: however many wait, none of them is in memory.
+
 What a client calls a file is a name to show and never a path: its folders are cut off, and no file
 of that name is ever opened.
 """
 
+import asyncio
 import json
 import re
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from pydantic import ValidationError
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from kvweave.libraries import FileBytes, TextSource
+from kvweave.libraries import FileBytes, Later, TextSource
 from kvweave.serve.errors import ApiError, describe
+from kvweave.serve.forms import WANTS, FormFile, FormFiles
 from kvweave.serve.limits import Limits
+from kvweave.serve.spool import Spool
 from kvweave.serve.wire_kb import TextIn
 
 LONGEST_NAME = 200
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
-WANTS = "send a form with files, or JSON with text and title"
 
 
-async def read_upload(request: Request, limits: Limits) -> list[TextSource | FileBytes]:
-    """Sources, at least one. Raises ApiError."""
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        return await _files(request, limits)
-    if kind == "application/json":
-        return [_text(await request.body())]
-    raise ApiError(415, f"Content-Type {kind[:60]!r} is no upload; {WANTS}")
+class UploadReader:
+    """Reads the uploads of one server. On its event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._judging = asyncio.Semaphore(1)  # a text is in memory while it is judged
+
+    async def read(self, request: Request, spool: Spool) -> list[Later]:
+        """Sources, at least one, whose bytes are in `spool` until the caller closes it. Raises
+        ApiError, also for a client that leaves in the middle."""
+        content_type = request.headers.get("content-type", "")
+        kind = content_type.split(";")[0].strip().lower()
+        try:
+            if kind == "multipart/form-data":
+                return await self._files(request, content_type, spool)
+            if kind == "application/json":
+                return [await self._text(request, spool)]
+        except ClientDisconnect:
+            raise ApiError(499, "the client left in the middle of its upload") from None
+        raise ApiError(415, f"Content-Type {kind[:60]!r} is no upload; {WANTS}")
+
+    async def _text(self, request: Request, spool: Spool) -> Later:
+        async for piece in request.stream():
+            await spool.append(piece)
+        await spool.flush()
+        read = partial(_read_text, spool)
+        async with self._judging:  # a bad one is refused now, not when its turn comes
+            size = len((await asyncio.to_thread(read)).text)
+        return Later(size, read)
+
+    async def _files(self, request: Request, content_type: str, spool: Spool) -> list[Later]:
+        form = FormFiles(content_type, spool, self._limits.upload_files)
+        async for piece in request.stream():
+            await form.feed(piece)
+        await spool.flush()
+        return [
+            Later(file.end - file.start, partial(_read_file, spool, file, shown_name(file.name)))
+            for file in form.finish()
+        ]
 
 
-def _text(body: bytes) -> TextSource:
+def _read_file(spool: Spool, file: FormFile, name: str) -> FileBytes:
+    return FileBytes(name, spool.read(file.start, file.end))
+
+
+def _read_text(spool: Spool) -> TextSource:
     try:
-        given = TextIn.model_validate(json.loads(body))
+        given = TextIn.model_validate(json.loads(spool.read(0, spool.size_bytes)))
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             faults: list[Any] = [{**f, "loc": ("body", *f["loc"])} for f in error.errors()]
@@ -44,26 +84,6 @@ def _text(body: bytes) -> TextSource:
     if not given.text.strip():
         raise ApiError(400, "'text' is empty; send some", param="text")
     return TextSource(given.title, given.text, given.key)
-
-
-async def _files(request: Request, limits: Limits) -> list[TextSource | FileBytes]:
-    try:
-        form = await request.form(max_files=limits.upload_files, max_fields=16)
-    except ApiError:  # too large, or too slow
-        raise
-    except HTTPException as error:  # what the parser found
-        raise ApiError(400, f"the form does not parse: {error.detail}") from error
-    try:
-        parts = list(form.multi_items())
-        fields = [name for name, part in parts if not isinstance(part, UploadFile)]
-        if fields:
-            raise ApiError(400, f"'{fields[0][:60]}' is no file; {WANTS}", param=fields[0][:60])
-        files = [part for _, part in parts if isinstance(part, UploadFile)]
-        if not files:
-            raise ApiError(400, f"the form has no file; {WANTS}")
-        return [FileBytes(shown_name(file.filename or ""), await file.read()) for file in files]
-    finally:
-        await form.close()
 
 
 def shown_name(name: str) -> str:

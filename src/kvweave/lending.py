@@ -1,0 +1,239 @@
+"""Knowledge bases that are open: a few at a time, lent to whoever uses them.
+
+An open knowledge base has memory of its own (its host tier, its index, file handles). So there is
+room for some; the one that nobody has used for the longest time makes way for the next. One that is
+lent never does, nor one of whose chunk KV a lease is left: who finds all of them in use waits a
+while and is then refused.
+
+Part of the composition root: only `libraries.py` uses it. Any thread.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from kvweave.errors import CorpusError, EngineClosed
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 0.05  # between two looks at a lease that a request has left behind
+
+Place = TypeVar("Place")
+
+
+class AllInUse(CorpusError):
+    """No knowledge base can make way now. Try again later."""
+
+
+class Lendable(Protocol):
+    """What is lent: a Weave over a knowledge base."""
+
+    def is_at_rest(self) -> bool:
+        """Nothing that was begun with it still holds its chunk KV. May wait for a step."""
+        ...
+
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=Lendable)
+
+
+class Counts(NamedTuple):
+    """How many are open and used now, and how often one was opened and closed."""
+
+    open: int
+    in_use: int
+    opened: int
+    closed: int
+
+
+class _Copy(Generic[T]):
+    """One knowledge base that is open, being opened or being closed."""
+
+    def __init__(self) -> None:
+        self.thing: T | None = None  # None: it is being opened
+        self.num_loans = 0
+        self.is_closing = False
+        self.writing = threading.Lock()  # one writer; the others wait
+
+    @property
+    def is_idle(self) -> bool:
+        return self.thing is not None and not self.num_loans and not self.is_closing
+
+
+class Loan(Generic[T]):
+    """One use of an open knowledge base. Give it back; twice is harmless."""
+
+    def __init__(self, thing: T, writing: threading.Lock, give_back: Callable[[], None]) -> None:
+        self.thing = thing
+        self.writing = writing
+        self._give_back = give_back
+        self._lock = threading.Lock()
+        self._is_back = False
+
+    def give_back(self) -> None:
+        with self._lock:
+            is_back, self._is_back = self._is_back, True
+        if not is_back:
+            self._give_back()
+
+
+class Lending(Generic[Place, T]):
+    """See the module."""
+
+    def __init__(self, open_one: Callable[[Place], T], most: int, wait_s: float) -> None:
+        """`open_one` may take a while and is called by whoever is first to ask."""
+        self._open_one = open_one
+        self._most = most
+        self._wait_s = wait_s
+        self._changed = threading.Condition()  # guards the rest; never held for long
+        self._copies: OrderedDict[Place, _Copy[T]] = OrderedDict()  # used last, last
+        self._closed = False
+        self._num_opened = self._num_closed = 0
+
+    def lend(self, place: Place) -> Loan[T]:
+        """A loan, for which the knowledge base is opened if it is not. Raises AllInUse if there is
+        no room and none is to be had, EngineClosed after `close`, and what opening raises."""
+        give_up_s = time.monotonic() + self._wait_s
+        while True:
+            with self._changed:
+                self._refuse_if_closed()
+                copy = self._copies.get(place)
+                if copy is not None and copy.thing is not None and not copy.is_closing:
+                    copy.num_loans += 1
+                    return self._loan(place, copy, copy.thing)
+                if copy is None and len(self._copies) < self._most:
+                    copy = self._copies[place] = _Copy()
+                    break
+                if copy is not None:  # somebody opens or closes it, however long that takes
+                    self._changed.wait()
+                    continue
+                idle = self._oldest_idle()
+                if idle is None:
+                    if not self._wait_for_change(give_up_s):
+                        raise self._all_in_use()
+                    continue
+                idle[1].is_closing = True
+            if not self._make_room(*idle):  # a lease is left: it will not be long
+                if time.monotonic() >= give_up_s:
+                    raise self._all_in_use()
+                time.sleep(LEASE_S)
+        return self._open(place, copy)
+
+    @contextmanager
+    def all_open(self) -> Iterator[list[tuple[Place, T]]]:
+        """What is open now; none of it closes meanwhile."""
+        with self._changed:
+            found = [
+                (place, copy, copy.thing)
+                for place, copy in self._copies.items()
+                if copy.thing is not None and not copy.is_closing
+            ]
+            for _, copy, _ in found:
+                copy.num_loans += 1
+        try:
+            yield [(place, thing) for place, _, thing in found]
+        finally:
+            for place, copy, _ in found:
+                self._returned(place, copy, was_used=False)
+
+    def counts(self) -> Counts:
+        with self._changed:
+            copies = list(self._copies.values())
+            in_use = sum(copy.num_loans > 0 for copy in copies)
+            return Counts(len(copies), in_use, self._num_opened, self._num_closed)
+
+    def stop(self) -> None:
+        """Lend no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Lend no more and close all, lent or not: whoever still uses one fails."""
+        self.stop()
+        with self._changed:
+            things = [c.thing for c in self._copies.values() if c.thing and not c.is_closing]
+            self._copies.clear()
+        for thing in things:
+            thing.close()
+
+    # ── opening and closing ──────────────────────────────────────────────────
+
+    def _open(self, place: Place, copy: _Copy[T]) -> Loan[T]:
+        """Open what has its room already; others who want it wait, others yet do not."""
+        try:
+            thing = self._open_one(place)
+        except BaseException:
+            self._gone(place)
+            raise
+        with self._changed:
+            if not self._closed:
+                copy.thing, copy.num_loans = thing, 1
+                self._num_opened += 1
+                self._changed.notify_all()
+                return self._loan(place, copy, thing)
+        thing.close()
+        raise EngineClosed("the knowledge bases were closed")
+
+    def _make_room(self, place: Place, copy: _Copy[T]) -> bool:
+        """Close one that nobody has borrowed. False: it is needed after all."""
+        thing = copy.thing
+        assert thing is not None, "it is open"
+        try:
+            is_at_rest = thing.is_at_rest()
+        except BaseException:
+            self._go_on(copy)
+            raise
+        if not is_at_rest:
+            self._go_on(copy)
+            return False
+        try:
+            thing.close()
+        except Exception:  # no fault of whoever needs the room: it is gone either way
+            log.exception("the knowledge base %s was not closed in order", place)
+        finally:
+            self._gone(place)
+        return True
+
+    def _go_on(self, copy: _Copy[T]) -> None:
+        with self._changed:
+            copy.is_closing = False
+            self._changed.notify_all()
+
+    def _gone(self, place: Place) -> None:
+        with self._changed:
+            copy = self._copies.pop(place, None)
+            if copy is not None and copy.thing is not None:
+                self._num_closed += 1
+            self._changed.notify_all()
+
+    def _oldest_idle(self) -> tuple[Place, _Copy[T]] | None:
+        """Lock is held."""
+        return next(((p, copy) for p, copy in self._copies.items() if copy.is_idle), None)
+
+    def _wait_for_change(self, until_s: float) -> bool:
+        """Lock is held. False: nothing changed until then."""
+        return self._changed.wait(max(0.0, until_s - time.monotonic()))
+
+    def _all_in_use(self) -> AllInUse:
+        return AllInUse(f"all {self._most} knowledge bases that may be open are in use")
+
+    def _refuse_if_closed(self) -> None:
+        """Lock is held."""
+        if self._closed:
+            raise EngineClosed("the knowledge bases were closed")
+
+    def _loan(self, place: Place, copy: _Copy[T], thing: T) -> Loan[T]:
+        return Loan(thing, copy.writing, lambda: self._returned(place, copy))
+
+    def _returned(self, place: Place, copy: _Copy[T], *, was_used: bool = True) -> None:
+        with self._changed:
+            copy.num_loans -= 1
+            if was_used and place in self._copies:
+                self._copies.move_to_end(place)
+            self._changed.notify_all()

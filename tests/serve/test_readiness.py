@@ -1,0 +1,120 @@
+"""What is measured before a server is ready, so that nobody who asks waits for it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvweave.app import Weave
+from kvweave.libraries import Libraries
+from kvweave.machine import find_machine
+from kvweave.model.load import load_decoder
+from kvweave.serve.server import Prepare, Server
+from kvweave.tokenizer import Tokenizer
+from serving import GatedDecoder, make_libraries, make_weave, user
+
+NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
+
+
+@contextmanager
+def preparing(
+    weave: Weave, prepare: Prepare, libraries: Libraries | None = None
+) -> Iterator[tuple[str, threading.Event]]:
+    """A server that prepares itself: its address, and when it said that it is ready."""
+    listener, said = socket.create_server(("127.0.0.1", 0)), threading.Event()
+    server = Server(weave, libraries=libraries, patience_s=0.5, prepare=prepare, on_ready=said.set)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", said
+    finally:
+        server.stop()
+        thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def ask(url: str) -> dict[str, Any]:
+    body = {"messages": user("drain?"), "kb": "notes", "reuse": "auto", "explain": True}
+    reply = httpx.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": 2}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def test_a_server_that_measures_is_alive_and_not_ready_until_it_has(
+    chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    decoder = GatedDecoder(load_decoder(chat_model_folder, device="cpu"))
+    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.")
+    with preparing(weave, Prepare("measuring this machine", weave.measure)) as (url, said):
+        assert httpx.get(f"{url}/healthz", timeout=10).status_code == 200
+        reply = httpx.get(f"{url}/readyz", timeout=10)
+        assert reply.status_code == 503
+        assert "measuring this machine; ready in a moment" in reply.json()["error"]["message"]
+        assert reply.headers["Retry-After"] == "1"
+        assert not said.is_set()
+        decoder.permits.release(10_000)
+        assert said.wait(60)
+        assert httpx.get(f"{url}/readyz", timeout=10).status_code == 200
+    weave.close()
+
+
+def test_the_first_request_for_auto_measures_nothing_once_the_server_is_ready(
+    chat_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    for life in (1, 2):
+        weave = make_weave(chat_model_folder)
+        libraries = make_libraries(weave, tmp_path / "kbs")
+        prepare = Prepare("measuring", weave.measure)
+        with preparing(weave, prepare, libraries) as (url, said):
+            assert said.wait(60)
+            assert find_machine(weave._decoder) is not None
+            told = capfd.readouterr().err
+            assert ("measuring this machine" in told) is (life == 1), "the second life knows"
+            httpx.post(f"{url}/v1/kb/notes/documents", json=NOTE, timeout=60)
+            assert ask(url)["explain"]["decision"]["chosen"]
+        assert "measuring" not in capfd.readouterr().err
+        libraries.close()
+        weave.close()
+
+
+def test_where_nothing_can_be_kept_it_is_measured_once_for_all_knowledge_bases(
+    chat_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "home").write_text("a file where a folder should be")
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    weave = make_weave(chat_model_folder)
+    libraries = make_libraries(weave, tmp_path / "kbs")
+    weave.measure()
+    for name in "ab":
+        with libraries.use("", name, create=True) as over:
+            over.ingest(("Drain", f"To drain {name}, cordon it first."), chunk_kv=True)
+            assert over.ask("drain?", k=1).decision is not None, "a default may price, too"
+    libraries.close()
+    weave.close()
+    assert capfd.readouterr().err.count("measuring this machine") == 1
+
+
+def test_what_fails_while_preparing_is_logged_and_the_server_goes_on(
+    weave: Weave, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no such device")
+
+    with preparing(weave, Prepare("measuring", fail)) as (url, said):
+        assert said.wait(30)
+        assert httpx.get(f"{url}/readyz", timeout=10).status_code == 200
+    assert "measuring failed" in caplog.text
+    assert "no such device" in caplog.text
