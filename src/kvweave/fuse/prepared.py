@@ -15,17 +15,13 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.fuse import select_rows, work_of
-from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.selectors.base import InFlightSelector, Selector
 from kvweave.fuse.stitched import Stitched
-from kvweave.kernels.host import on_device
-from kvweave.kernels.rope import rotate
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +54,8 @@ class Prepared:
         first, last = bisect_left(hits, rows[start]), bisect_left(hits, rows[end - 1] + 1)
         if not self.drift or first == last:
             return None
-        drift = Drift(self.decoder, self.request, hits[first:last], self.drift)
-        return SliceMover(self.decoder, drift, rows[start:end], hits[first:last])
+        drift = Drift(self.decoder, self.request, hits[first:last], self.drift, at_once=True)
+        return SliceMover(drift, rows[start:end])
 
 
 @torch.inference_mode()
@@ -108,39 +104,15 @@ def _bonds(request: FuseRequest, rows: list[int]) -> list[tuple[int, int]]:
 class SliceMover:
     """Drift of the chunks of one slice. A `Mover` of kvweave.model. Made once per slice."""
 
-    def __init__(
-        self, decoder: Decoder, drift: Drift, rows: list[int], chosen: tuple[int, ...]
-    ) -> None:
-        """`rows` are the positions of the slice, `chosen` the recomputed hits among them."""
+    def __init__(self, drift: Drift, rows: list[int]) -> None:
+        """`rows` are the positions of the slice."""
         self._drift = drift
         self._running = torch.tensor(rows)
-        self._chosen = torch.tensor(chosen)
-        self._at = on_device(torch.searchsorted(self._running, self._chosen), decoder.device)
-        self._places = on_device(self._chosen, decoder.device)
-        self._angles = decoder.angles(self._places)
-        self._moved: set[int] = (
-            set()
-        )  # layers: a slice that failed and runs again moves nothing twice
+        # layers: a slice that failed and runs again moves nothing twice
+        self._moved: set[int] = set()
 
     def move(self, layer: int, fresh: Projected, kv: KVBuffer) -> None:
         """Move one layer before the slice's rows are written over it."""
-        if layer == 0 or layer in self._moved:
-            return  # layer 0 depends on the tokens alone: nothing drifts
-        self._moved.add(layer)
-        if self._drift.at_once:
+        if layer not in self._moved:
+            self._moved.add(layer)
             self._drift.move(layer, self._running, fresh, kv)
-            return
-        k, v = fresh.k[self._at], fresh.v[self._at]
-        stored = kv.keys(layer)[self._places], kv.values(layer)[self._places]
-        turned = rotate(k, self._angles)
-        look = LayerLook(layer, self._chosen, _Chosen(fresh.q, k, v), turned, *stored)
-        self._drift.apply(look, kv)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chosen:
-    """Projections of the chosen rows alone: drift looks at no other. Its queries are nobody's."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
