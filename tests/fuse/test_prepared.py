@@ -17,6 +17,7 @@ from tiny_models import make_model_folder
 IN_FLIGHT = ("cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare")
 SLICED = ["reuse", *(name for name in SELECTING if name not in IN_FLIGHT)]
 EXACT = 1e-10  # float64: another order of adding and nothing more
+DRIFTED = 1e-4  # the mean of changes is float32, and is added to rows that later layers look at
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +25,11 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return make_decoder(make_model_folder(tmp_path_factory.mktemp("models"), "llama-yarn"))
 
 
-def assert_same(ours: Prefilled, want: Prefilled) -> None:
-    torch.testing.assert_close(ours.logits, want.logits, atol=1e-5, rtol=1e-5)  # in float32
-    assert_same_kv(ours, want, tolerance=EXACT)
+def assert_same(ours: Prefilled, want: Prefilled, name: str) -> None:
+    tolerance = DRIFTED if name == "weave" else EXACT
+    logits = max(tolerance, 1e-5)  # they are float32
+    torch.testing.assert_close(ours.logits, want.logits, atol=logits, rtol=logits)
+    assert_same_kv(ours, want, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -43,7 +46,7 @@ def test_slices_leave_the_kv_of_one_pass(decoder: Decoder, name: str, seed: int)
     assert ours.prepared.work == fused.work
     while ours.left.left:
         logits = decoder.forward([ours.rows(rng.randint(1, 12))])
-    assert_same(ours.result(logits[0]), want)
+    assert_same(ours.result(logits[0]), want, name)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -73,7 +76,7 @@ def test_slices_of_many_prompts_run_in_one_pass_with_others(decoder: Decoder, se
         step += 1
     for ours, world, name, logits in zip(fused, worlds, names, done, strict=True):
         assert logits is not None
-        assert_same(ours.result(logits), world.fuse(name, 0.4)[1])
+        assert_same(ours.result(logits), world.fuse(name, 0.4)[1], name)
     want = full_prefill(decoder, plain[:step])
     for layer in range(decoder.spec.num_layers):
         torch.testing.assert_close(full.keys(layer), want.keys[layer], atol=EXACT, rtol=EXACT)
@@ -95,9 +98,9 @@ def test_a_chunk_that_drifts_is_never_cut_because_it_would_drift_otherwise(
     assert [end - start > 1 for start, end in bonds] == [True, True]
     for start, end in bonds:
         whole = computed(InPages(world, "weave", 0.5, make_pool(decoder), 0), decoder, [end])
-        assert_same(whole, want)
+        assert_same(whole, want, "weave")
         cut = computed(InPages(world, "weave", 0.5, make_pool(decoder), 0), decoder, [start + 1])
-        assert (cut.keys[2] - want.keys[2]).abs().max() > 1e-6
+        assert (cut.keys[2] - want.keys[2]).abs().max() > 100 * DRIFTED
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -120,7 +123,7 @@ def test_a_slice_that_failed_and_runs_again_moves_nothing_twice(
         decoder.forward([rows])
     monkeypatch.undo()
     assert ours.prepared.mover(0, len(rows.positions)) is rows.mover
-    assert_same(ours.result(decoder.forward([rows])[0]), want)
+    assert_same(ours.result(decoder.forward([rows])[0]), want, "weave")
 
 
 @pytest.mark.parametrize("name", IN_FLIGHT)
