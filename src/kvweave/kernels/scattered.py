@@ -101,10 +101,7 @@ def _attend_part(
         totals[:, rows] += weights.sum(2)
         if not first and not totals.amax() <= TOTALS[1]:  # NaN is not either
             return None
-        if start:  # products into a part of memory would be done head by head
-            attended[:, rows] += torch.bmm(weights, taken[:, first:last])
-        else:
-            attended.baddbmm_(weights, taken[:, first:last])
+        attended[:, rows].baddbmm_(weights, taken[:, first:last])
     low, high = totals.aminmax()
     if not (TOTALS[0] <= low and high <= TOTALS[1]):
         return None
