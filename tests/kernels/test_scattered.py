@@ -41,10 +41,10 @@ def test_rows_see_what_stands_at_or_before_them_and_nothing_else(
     monkeypatch.setattr(scattered, "BLOCK_WEIGHTS", weights)
     for keys in ("BLOCK_KEYS", "RUN_KEYS"):
         monkeypatch.setattr(scattered, keys, (fewest, most))
-    scattered._blocks.cache_clear()
+    scattered._parts.cache_clear()
     world = make_world(positions)
     done = attend_scattered(*world, SCALE)
-    scattered._blocks.cache_clear()
+    scattered._parts.cache_clear()
     assert done is not None
     torch.testing.assert_close(done, by_definition(*world), atol=1e-5, rtol=1e-5)
 
@@ -128,19 +128,20 @@ def test_hostile_logits_are_attended_to_exactly_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("positions", [[0], [*range(280, 300)], [*range(0, 300, 7), 297, 298, 299]])
 @pytest.mark.parametrize("weights", [1, 2000, 1 << 19])
-def test_blocks_hold_every_row_with_every_key_it_sees_once(
+def test_parts_hold_every_row_with_every_key_it_sees_once(
     positions: list[int], weights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scattered, "BLOCK_WEIGHTS", weights)
-    scattered._blocks.cache_clear()
-    blocks = scattered._blocks(tuple(positions), KV_HEADS, 1)
-    scattered._blocks.cache_clear()
+    scattered._parts.cache_clear()
+    parts = scattered._parts(tuple(positions), HEADS, 1)
+    scattered._parts.cache_clear()
     seen = torch.zeros(len(positions), KEYS)
-    for start, end, first, last, edge in blocks:
-        part = torch.ones(end - start, last - first)
-        if edge is not None:
-            part[: len(edge), last - first - edge.shape[1] :] = edge
-        seen[start:end, first:last] += part
+    for start, end, blocks in parts:
+        for nth, first, last, edge in blocks:
+            part = torch.ones(end - start - nth, last - first)
+            if edge is not None:
+                part[: len(edge), last - first - edge.shape[1] :] = edge
+            seen[start + nth : end, first:last] += part
     assert torch.equal(seen, (torch.arange(KEYS) <= torch.tensor(positions)[:, None]).float())
 
 
@@ -166,4 +167,4 @@ def test_rows_as_many_but_elsewhere_have_blocks_of_their_own() -> None:
         done = attend_scattered(*world, SCALE)
         assert done is not None
         torch.testing.assert_close(done, by_definition(*world), atol=1e-5, rtol=1e-5)
-    assert scattered._blocks.cache_info().maxsize == 4
+    assert scattered._parts.cache_info().maxsize == 4

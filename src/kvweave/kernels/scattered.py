@@ -15,6 +15,7 @@ Shapes: R rows, N keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head dim; a 
 and n keys, and M = r G rows of each KV head.
 """
 
+import math
 from bisect import bisect_left
 from functools import lru_cache
 from typing import NamedTuple
@@ -34,15 +35,21 @@ RUN_KEYS = (128, 1024)
 
 
 class _Block(NamedTuple):
-    """Some keys, and neighbouring rows that look at them."""
+    """Some keys, and neighbouring rows of a part that look at them."""
 
-    start: int  # first row that sees one of the keys
-    end: int
+    start: int  # first row that sees one of the keys; all behind it do
     first_key: int
     last_key: int  # one past it
-    edge: (
-        Tensor | None
-    )  # [M of rows that do not see all, keys behind the first row] 1: seen, 0: not
+    # [M of rows that do not see all, keys behind the first row] 1 where a row sees a key, else 0
+    edge: Tensor | None
+
+
+class _Part(NamedTuple):
+    """Neighbouring rows, done together, and the keys they see, block by block."""
+
+    start: int
+    end: int
+    blocks: tuple[_Block, ...]
 
 
 def attend_scattered(
@@ -52,66 +59,81 @@ def attend_scattered(
 
     Key j of `keys` [N, Hk, D] stands at position j. None: the logits are too large to do it so.
     """
-    (num_rows, num_heads, head_dim), kv_heads = q.shape, keys.shape[1]
+    (num_heads, head_dim), kv_heads = q.shape[1:], keys.shape[1]
     group = num_heads // kv_heads
-    by_kv_head = q.view(num_rows, kv_heads, group, head_dim).transpose(0, 1)
-    asking = torch.mul(by_kv_head, scale, out=q.new_empty(by_kv_head.shape))  # [Hk, R, G, D]
-    asking = asking.view(kv_heads, -1, head_dim)  # [Hk, R G, D]
+    parts = _parts(tuple(positions.tolist()), num_heads, group)
+    out = q.new_empty(q.shape)
+    most = max(b.last_key - b.first_key for part in parts for b in part.blocks)
+    room = q.new_empty(most * max(part.end - part.start for part in parts) * num_heads)
+    for start, end, blocks in parts:
+        # [r, Hq, D] -> [Hk, r, G, D]
+        rows = (x[start:end].view(-1, kv_heads, group, head_dim).transpose(0, 1) for x in (q, out))
+        asking, answer = rows
+        scaled = torch.mul(asking, scale, out=q.new_empty(asking.shape)).flatten(1, 2)
+        attended = _attend_part(scaled, blocks, group, keys, values, room)
+        if attended is None:
+            return None
+        answer.copy_(attended.view(asking.shape))
+    return out
+
+
+def _attend_part(
+    asking: Tensor,
+    blocks: tuple[_Block, ...],
+    group: int,
+    keys: Tensor,
+    values: Tensor,
+    room: Tensor,
+) -> Tensor | None:
+    """Attention output of `asking` [Hk, M, D], scaled. Weights are laid into `room`."""
+    kv_heads, num_rows = asking.shape[:2]
     attended = torch.zeros_like(asking)
-    totals = q.new_zeros(kv_heads, num_rows * group)
+    totals = asking.new_zeros(kv_heads, num_rows)
     looked_at, taken = keys.permute(1, 2, 0), values.transpose(0, 1)  # [Hk, D, N], [Hk, N, D]
-    blocks = _blocks(tuple(positions.tolist()), kv_heads, group)
-    most = max((b.end - b.start) * (b.last_key - b.first_key) for b in blocks)
-    room = q.new_empty(most * num_heads)
-    for start, end, first, last, edge in blocks:
-        rows = slice(start * group, end * group)
-        weights = room[: num_heads * (end - start) * (last - first)]
-        weights = weights.view(kv_heads, (end - start) * group, last - first)  # [Hk, M, n]
+    for start, first, last, edge in blocks:
+        rows = slice(start * group, num_rows)
+        shape = kv_heads, num_rows - start * group, last - first
+        weights = room[: math.prod(shape)].view(shape)  # [Hk, M, n]
         torch.bmm(asking[:, rows], looked_at[:, :, first:last], out=weights)
         weights.exp_()
         if edge is not None:
             weights[:, : len(edge), last - first - edge.shape[1] :].mul_(edge)
         totals[:, rows] += weights.sum(2)
-        if not first and not totals[:, rows].amax() <= TOTALS[1]:  # NaN is not either
+        if not first and not totals.amax() <= TOTALS[1]:  # NaN is not either
             return None
         attended[:, rows].baddbmm_(weights, taken[:, first:last])
     low, high = totals.aminmax()
     if not (TOTALS[0] <= low and high <= TOTALS[1]):
         return None
-    attended.div_(totals[..., None])
-    # [Hk, R, G, D] -> [R, Hk, G, D]
-    attended = attended.view(kv_heads, num_rows, group, head_dim).transpose(0, 1)
-    return attended.reshape(num_rows, num_heads, head_dim)
+    return attended.div_(totals[..., None])
 
 
 @lru_cache(maxsize=4)  # the same rows run through every layer
-def _blocks(positions: tuple[int, ...], kv_heads: int, group: int) -> tuple[_Block, ...]:
+def _parts(positions: tuple[int, ...], num_heads: int, group: int) -> tuple[_Part, ...]:
     """Every row with every key it sees, once."""
     is_run = positions[-1] - positions[0] == len(positions) - 1
     fewest, most = RUN_KEYS if is_run else BLOCK_KEYS
-    heads = kv_heads * group
-    parts = -(-len(positions) * heads * fewest // BLOCK_WEIGHTS)  # of the rows, as even as can be
-    num_rows = -(-len(positions) // parts)
-    num_keys = min(most, max(fewest, BLOCK_WEIGHTS // (num_rows * heads) // 64 * 64))
-    blocks: list[_Block] = []
+    num_parts = -(-len(positions) * num_heads * fewest // BLOCK_WEIGHTS)  # as even as can be
+    num_rows = -(-len(positions) // num_parts)
+    num_keys = min(most, max(fewest, BLOCK_WEIGHTS // (num_rows * num_heads) // 64 * 64))
+    parts: list[_Part] = []
     for start in range(0, len(positions), num_rows):
-        end = min(start + num_rows, len(positions))
-        seen = positions[end - 1] + 1
-        blocks += [
-            _block(positions, start, end, first, min(first + num_keys, seen), group)
+        mine = positions[start : start + num_rows]
+        seen = mine[-1] + 1
+        blocks = [
+            _block(mine, first, min(first + num_keys, seen), group)
             for first in range(0, seen, num_keys)
         ]
-    return tuple(blocks)
+        parts.append(_Part(start, start + len(mine), tuple(blocks)))
+    return tuple(parts)
 
 
-def _block(
-    positions: tuple[int, ...], start: int, end: int, first: int, last: int, group: int
-) -> _Block:
-    start = bisect_left(positions, first, start, end)
-    behind = bisect_left(positions, last - 1, start, end)  # from here on rows see every key
+def _block(positions: tuple[int, ...], first: int, last: int, group: int) -> _Block:
+    start = bisect_left(positions, first)
+    behind = bisect_left(positions, last - 1)  # from here on rows see every key
     if start == behind:
-        return _Block(start, end, first, last, None)
+        return _Block(start, first, last, None)
     at = torch.tensor(positions[start:behind]).repeat_interleave(group)
     # hidden weights are set to 0 behind the exponential: that of -inf is slow on a CPU
     edge = (torch.arange(positions[start] + 1, last) <= at[:, None]).float()
-    return _Block(start, end, first, last, edge)
+    return _Block(start, first, last, edge)
