@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from fuseworld import SELECTING, World, make_ids
-from kvweave.kernels.column_scores import causal_column_mass, column_scores
+from kvweave.kernels.column_scores import (
+    causal_column_mass,
+    column_scores,
+    layer_column_scores,
+)
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
 
@@ -65,6 +69,27 @@ def test_column_scores_on_the_gpu_equal_the_cpu(normaliser: str) -> None:
             others=[(own.to(device), causal.to(device))],
             chunks=[(0, 300), (300, 700)],
             normaliser=normaliser,  # type: ignore[arg-type]
+        ).cpu()
+        for device in ("cpu", "cuda")
+    ]
+    torch.testing.assert_close(scores[1], scores[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", ["sum", "mean", "max"])
+@pytest.mark.parametrize("normaliser", ["full", "context", "chunk"])
+def test_layers_scored_together_on_the_gpu_equal_the_cpu(normaliser: str, rows: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(4, 37, 6, 16, generator=g), torch.randn(4, 700, 2, 16, generator=g)
+    own, front = torch.randn(4, 37, 2, 16, generator=g), torch.randn(4, 5, 2, 16, generator=g)
+    causal = torch.ones(37, 37).tril().bool()
+    scores = [
+        layer_column_scores(
+            list(q.to(device)),
+            list(keys.to(device)),
+            others=[(list(own.to(device)), causal.to(device)), (list(front.to(device)), None)],
+            chunks=[(0, 300), (300, 700)],
+            normaliser=normaliser,  # type: ignore[arg-type]
+            rows=rows,  # type: ignore[arg-type]
         ).cpu()
         for device in ("cpu", "cuda")
     ]

@@ -229,6 +229,27 @@ def test_column_scores_are_what_float64_says() -> None:
         torch.testing.assert_close(found.double(), exact.sum((0, 1)), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("unit", "rows"), [(16, 70), (1, 9)])
+def test_layers_that_lie_anywhere_are_scored_in_one_go(unit: int, rows: int) -> None:
+    """Keys of three layers apart by a multiple of 16 elements, or not; NaN between them."""
+    held = torch.full((3, 333 * 2 * 64 + 16 + unit), torch.nan, device=DEVICE)
+    keys = [held[i, : 333 * 2 * 64].view(333, 2, 64) for i in (1, 2, 0)]
+    for k in keys:
+        k.copy_(randn(333, 2, 64))
+    stack = columns.Stack.of(keys)
+    assert stack.unit == unit
+    q = randn(3, rows, 6, 64)
+    lse = columns.split_lse(q, stack)
+    assert len(lse) > 1, "of several parts, merged by the second kernel"
+    for how in ("sum", "max"):
+        found = columns.columns_reduce(q, stack, lse, how)  # type: ignore[arg-type]
+        for i, k in enumerate(keys):
+            wide = k.double().repeat_interleave(3, 1)
+            p = (torch.einsum("qhd,nhd->hqn", q[i].double(), wide) / 8).softmax(-1)
+            want = p.sum(1) if how == "sum" else p.amax(1)
+            torch.testing.assert_close(found[i].double(), want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_norm_gate_and_rotation_are_their_definitions(dtype: torch.dtype) -> None:
     near = {"atol": 1e-5, "rtol": 1e-5} if dtype == FP32 else {"atol": 4e-2, "rtol": 2e-2}
@@ -237,6 +258,11 @@ def test_norm_gate_and_rotation_are_their_definitions(dtype: torch.dtype) -> Non
         exact = F.rms_norm(x.double(), w.shape, w.double(), 1e-5)
         poison(x.numel() // 2, x.numel())
         torch.testing.assert_close(elementwise.rms_norm(x, w, 1e-5).double(), exact, **near)
+        whole = x if x.dim() == 2 else x._base  # in place: what lies beside the heads stays
+        beside = None if whole is x else whole[:, :2].clone()
+        elementwise.rms_norm(x, w, 1e-5, x)
+        torch.testing.assert_close(x.double(), exact, **near)
+        assert beside is None or torch.equal(whole[:, :2], beside)
     x = randn(5, 2 * 1536, dtype=dtype)
     exact = F.silu(x[:, :1536].double()) * x[:, 1536:].double()
     torch.testing.assert_close(elementwise.silu_mul(x).double(), exact, **near)

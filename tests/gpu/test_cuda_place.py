@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
-from kvweave.kernels.gpu.place import change_rows, place_rows
-from kvweave.kernels.place import changes, place
+from kvweave.kernels.gpu.place import mean_change_rows, place_rows
+from kvweave.kernels.place import Owners, mean_changes, place
 from kvweave.kernels.rope import Angles, make_angles
 
 pytestmark = pytest.mark.gpu
@@ -50,15 +50,27 @@ def test_placed_rows_equal_the_definition(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_changes_equal_the_definition(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_mean_changes_equal_the_definition(
+    shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """Chunks of one row and of more than a program looks at together."""
     (_, k, v), turn, rows = fresh(*shape, dtype)
     keys, values = torch.full((2, TOKENS, shape[1], shape[2]), torch.nan, dtype=dtype)
     keys[rows], values[rows] = torch.randn(2, len(rows), *shape[1:3], dtype=dtype)
-    chosen = torch.tensor([0, 3, 4, 20])
+    chosen = torch.tensor([0, *range(2, 20)])
     own = Angles(turn.cos[chosen], turn.sin[chosen])
-    want = changes(k, v, chosen, own, rows[chosen], keys, values)
+    owners = Owners(torch.tensor([0, 1, 18, 19], dtype=torch.int32), torch.rand(3))
+    want = mean_changes(k, v, chosen, own, rows[chosen], keys, values, owners)
     there_k, there_v, there_chosen = there(k, v, chosen)
     at, there_keys, there_values = there(rows[chosen], keys, values)
-    angles = Angles(*there(*own))
-    got = change_rows(there_k, there_v, there_chosen, angles, at, there_keys, there_values)
-    torch.testing.assert_close(got.cpu(), want, atol=1e-5, rtol=1e-5)
+    got = mean_change_rows(
+        there_k,
+        there_v,
+        there_chosen,
+        Angles(*there(*own)),
+        at,
+        there_keys,
+        there_values,
+        Owners(*there(*owners)),
+    )
+    torch.testing.assert_close(got.cpu(), want, atol=1e-4, rtol=1e-4)

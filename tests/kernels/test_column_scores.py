@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kvweave.kernels import column_scores as module
-from kvweave.kernels.column_scores import causal_column_mass, column_scores, reduce
+from kvweave.kernels.column_scores import (
+    causal_column_mass,
+    column_scores,
+    layer_column_scores,
+    reduce,
+)
 
 REDUCES = ["sum", "mean", "max"]
 HEADS = [(4, 4), (6, 2), (8, 1)]  # query heads, KV heads
@@ -167,6 +172,23 @@ def test_scores_do_not_depend_on_the_block(
     )
     want = dense(q, keys, others, chunks, normaliser, rows, "sum")
     torch.testing.assert_close(ours.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normaliser", ["full", "context", "chunk"])
+def test_layers_scored_together_are_scored_each_by_itself(normaliser: str) -> None:
+    cases = [make_case(7, 30, (6, 2), seed=seed) for seed in range(3)]
+    how = {"chunks": [(0, 9), (9, 30)], "normaliser": normaliser, "rows": "mean", "heads": "max"}
+    together = layer_column_scores(
+        [q for q, _, _ in cases],
+        [keys for _, keys, _ in cases],
+        others=[([each[i][0] for _, _, each in cases], cases[0][2][i][1]) for i in range(2)],
+        **how,  # type: ignore[arg-type]
+    )
+    for (q, keys, others), found in zip(cases, together, strict=True):
+        torch.testing.assert_close(
+            found,
+            column_scores(q, keys, others=others, **how),  # type: ignore[arg-type]
+        )
 
 
 def test_a_long_question_is_never_scored_in_one_piece() -> None:

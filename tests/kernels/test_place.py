@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvweave.kernels.place import changes, place
+from kvweave.kernels.place import Owners, changes, mean_changes, place
 from kvweave.kernels.rope import Angles, make_angles, rotate
 
 ROWS = torch.tensor([2, 3, 7, 11])
@@ -43,3 +43,14 @@ def test_changes_are_what_was_added_before_rope(rotary: int, scale: float) -> No
     found = changes(k, v, chosen, turn, at, keys, values)
     torch.testing.assert_close(found[0], added_k, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[1], added_v, atol=1e-5, rtol=1e-5)
+
+
+def test_changes_count_for_their_own_chunk_by_their_weight() -> None:
+    _, k, v, cos, sin, keys, values = fresh(16)
+    chosen, turn = torch.tensor([0, 2, 3]), Angles(cos[[0, 2, 3]], sin[[0, 2, 3]])
+    owners = Owners(torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([0.5, 0.2]))
+    case = (k, v, chosen, turn, ROWS[chosen], keys, values)
+    each = changes(*case)
+    found = mean_changes(*case, owners)
+    torch.testing.assert_close(found[:, 0], 0.5 * each[:, 0])
+    torch.testing.assert_close(found[:, 1], 0.2 * (each[:, 1] + each[:, 2]))

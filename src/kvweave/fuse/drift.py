@@ -20,7 +20,7 @@ from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, Span, State
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.host import on_device
-from kvweave.kernels.place import changes
+from kvweave.kernels.place import Owners, mean_changes
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.shift import shift
 
@@ -42,7 +42,7 @@ class _Moved:
 class MovedAtOnce(NamedTuple):
     """All such chunks together, for a device where many small steps cost more than the work."""
 
-    mean: Tensor  # [C, chosen] float32: takes changes to each chunk's weighted mean
+    owners: Owners  # of the chosen rows: take changes to each chunk's weighted mean
     chunk: Tensor  # [N] of every row of these chunks
     row: Tensor  # [N] its position
     angles: Angles  # of these rows
@@ -50,26 +50,21 @@ class MovedAtOnce(NamedTuple):
     @classmethod
     def of(cls, decoder: Decoder, spans: Sequence[tuple[Span, int, float]]) -> "MovedAtOnce":
         """`spans` with their number of chosen rows and weight; all chosen rows belong to them."""
-        counts = torch.tensor([count for _, count, _ in spans])
-        owner = torch.repeat_interleave(torch.arange(len(spans)), counts)  # of each chosen row
-        mean = torch.zeros(len(spans), len(owner))
+        bounds = torch.tensor([0, *(count for _, count, _ in spans)]).cumsum(0, dtype=torch.int32)
         weights = torch.tensor([weight / count for _, count, weight in spans])
-        mean[owner, torch.arange(len(owner))] = weights[owner]
         sizes = torch.tensor([span.num_tokens for span, _, _ in spans])
         chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)
         row = positions_of([range(span.start, span.end) for span, _, _ in spans])
         there = on_device(row, decoder.device)
-        to_mean, owns = (on_device(x, decoder.device) for x in (mean, chunk))
-        return cls(to_mean, owns, there, decoder.angles(there))
+        owners = Owners(*(on_device(x, decoder.device) for x in (bounds, weights)))
+        return cls(owners, on_device(chunk, decoder.device), there, decoder.angles(there))
 
     def add(self, change_k: Tensor, change_v: Tensor, keys: Tensor, values: Tensor) -> None:
         """Move these rows of keys and values [T, Hk, D] by the mean of their chunk's changes."""
-        self.add_all(torch.stack([change_k, change_v]).float(), keys, values)
+        self.add_means(self.owners.sums(torch.stack([change_k, change_v]).float()), keys, values)
 
-    def add_all(self, change: Tensor, keys: Tensor, values: Tensor) -> None:
-        """As `add`, changes of keys and values as one [2, C, Hk, D] float32."""
-        by = torch.bmm(self.mean.expand(2, -1, -1), change.flatten(2))
-        by = by.view(2, -1, *change.shape[2:])
+    def add_means(self, by: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `add`, from the mean of every chunk: keys and values, [2, chunks, Hk, D] float32."""
         shift(keys, values, by[0], by[1], self.chunk, self.row, self.angles)
 
 
@@ -130,13 +125,14 @@ class Drift:
         return self._at_once is not None
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
-        """As `apply`, in three steps. For `at_once` alone."""
+        """As `apply`, in two steps. For `at_once` alone."""
         if layer == 0 or self._at_once is None:
             return
         keys, values = kv.keys(layer), kv.values(layer)
         rows = self._among(positions)
-        change = changes(fresh.k, fresh.v, rows, self._turn, self._at, keys, values)
-        self._at_once.add_all(change, keys, values)
+        owners = self._at_once.owners
+        by = mean_changes(fresh.k, fresh.v, rows, self._turn, self._at, keys, values, owners)
+        self._at_once.add_means(by, keys, values)
 
     def _among(self, positions: Tensor) -> Tensor:
         """The chosen among the running rows. They run from the start: always the same."""

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
@@ -97,13 +98,13 @@ def fused_pass(
     assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"
     running = _Running.of(decoder, positions)
     own_ids = torch.tensor([ids[i] for i in positions.tolist()])
-    h = decoder.embed(on_device(own_ids, decoder.device))
+    steps = steps_of(decoder, decoder.embed(on_device(own_ids, decoder.device)))
+    projected = steps.first()
     last = decoder.spec.num_layers - 1
     counts = []
     for layer in range(last + 1):
         stitched.lay(layer)
         counts.append(len(running.positions))
-        projected = decoder.qkv(layer, h)
         keys, values = kv.keys(layer), kv.values(layer)
         keep = None
         if drift is not None and drift.at_once and in_flight is None:
@@ -119,13 +120,16 @@ def fused_pass(
         q = place(q, k, v, running.angles, running.on_device, keys, values)
         if layer == last:  # behind the last keys only the last row matters
             recomputed = running.positions
-            running, q, h = running.last(), q[-1:], h[-1:].clone()
+            running, q = running.last(), q[-1:]
         elif keep is not None:
             at = on_device(keep, decoder.device)
-            running, q, h = running.only(keep, at), q[at], h[at]
+            running, q = running.only(keep, at), q[at]
+            steps = steps_of(decoder, steps.hidden[at])
         seen = running.positions if mask == "exact" else _bottom_right(running, len(ids))
-        o = attend(q, seen, [Segment(0, len(seen), keys, values)])
-        h = decoder.finish(layer, h, o)
+        segments = [Segment(0, len(seen), keys, values)]
+        if layer < last:
+            projected = steps.next(layer, attend(q, seen, segments, out=steps.room))
+    h = decoder.finish(last, steps.hidden[-1:].clone(), attend(q, seen, segments))
     return Passed(decoder.logits(h)[0], tuple(recomputed.tolist()), tuple(counts))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.captured_probe import recordings_of
+from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Captures, Decoder, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
@@ -34,7 +35,7 @@ class ContextView(Protocol):
         ...
 
     def with_question(self, layer: int, fresh: Projected, turn: Angles) -> "Whole | None":
-        """The whole prompt, position by position, with these as the question's rows.
+        """The whole context with these as the question's rows, right behind it.
 
         None if the view cannot lay them side by side without a copy; `context` is then asked.
         """
@@ -42,12 +43,13 @@ class ContextView(Protocol):
 
 
 class Whole(NamedTuple):
-    """One layer of a whole prompt with its question laid behind the context."""
+    """One layer of a whole context with its question laid behind it."""
 
     q: Tensor  # [U, Hq, D] of the question, turned
     k: Tensor  # [U, Hk, D] of the question, turned: a part of `keys`
-    keys: Tensor  # [T, Hk, D]
-    values: Tensor  # [T, Hk, D]
+    keys: Tensor  # [N + U, Hk, D]
+    values: Tensor  # [N + U, Hk, D]
+    at: Tensor  # [U] on the host: where the question's rows stand in them
 
 
 class Probed(NamedTuple):
@@ -93,11 +95,11 @@ def probe(
     positions = torch.arange(start, start + len(rows))  # on the host
     angles = decoder.angles(on_device(positions, decoder.device))
     ids = torch.tensor(request.prompt_ids[rows.start : rows.stop])
-    h = decoder.embed(on_device(ids, decoder.device))
+    steps = steps_of(decoder, decoder.embed(on_device(ids, decoder.device)))
+    projected = steps.first()
     found: dict[int, Probed] = {}
     deepest = max(layers)
     for layer in range(deepest + 1):
-        projected = decoder.qkv(layer, h)
         # above the deepest layer nobody attends: what stands there is not asked for
         whole = view.with_question(layer, projected, angles) if layer < deepest else None
         if whole is None:
@@ -109,10 +111,10 @@ def probe(
         if layer == deepest:
             break
         if whole is None:
-            segment = _segment(view, layer, k, projected.v, positions)
+            segment, at = _segment(view, layer, k, projected.v, positions), positions
         else:
-            segment = Segment(0, len(k), whole.keys, whole.values)
-        h = decoder.finish(layer, h, attend(q, positions, [segment]))
+            segment, at = Segment(0, len(k), whole.keys, whole.values), whole.at
+        projected = steps.next(layer, attend(q, at, [segment], out=steps.room))
     return found
 
 

@@ -81,6 +81,11 @@ class Captures(Decoder, Protocol):
         """Inside, nothing the decoder keeps from call to call is written to."""
         ...
 
+    def qkv(self, layer: int, h: Tensor, out: Tensor | None = None) -> Projected:
+        """As a decoder's; with `out` [R, (Hq + 2 Hk) D] written there, q, k and v of a row side by
+        side, and answered by views of it."""
+        ...
+
 
 class KVBuffer(Protocol):
     """A request's own keys (rotated) and values, dense by position."""

@@ -39,17 +39,23 @@ class Segment(NamedTuple):
 
 
 def attend(
-    q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None = None
+    q: Tensor,
+    positions: Tensor,
+    segments: Sequence[Segment],
+    scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention output [R, Hq, D] for rotated queries q [R, Hq, D] at `positions` [R].
 
     `positions` lie in host memory and ascend within a segment. Every row must see at least one key.
+    Written into `out` [R, Hq, D] if given.
     """
     if kernels_fit(q, [x for s in segments for x in (s.keys, s.values)]):
         from kvweave.kernels.gpu.attention import attend_segments
 
-        return attend_segments(q, positions, segments, scale)
-    return attend_reference(q, positions, segments, scale)
+        return attend_segments(q, positions, segments, scale, out)
+    attended = attend_reference(q, positions, segments, scale)
+    return attended if out is None else out.copy_(attended)
 
 
 def kernels_fit(q: Tensor, held: Sequence[Tensor]) -> bool:

@@ -42,7 +42,8 @@ def column_scores(
     """
     beside = others if normaliser == "full" else ()
     if _kernels_can(q, keys) and normaliser != "chunk" and len(q) and len(keys):
-        return reduce(_by_kernel(q, keys, beside, rows), heads, dim=0)
+        found = _by_kernel([q], [keys], [([k], seen) for k, seen in beside], rows)
+        return reduce(found[0], heads, dim=0)
     if q.is_cuda:  # a loop over heads and chunks would order more than it computes
         each = chunks if normaliser == "chunk" else None
         return reduce(batched_scores(q, keys, beside, each, rows), heads, dim=0)
@@ -79,6 +80,36 @@ def column_scores(
     return reduce(torch.cat(per_head), heads, dim=0)
 
 
+def layer_column_scores(
+    q: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    *,
+    others: Sequence[tuple[Sequence[Tensor], Tensor | None]] = (),
+    chunks: Sequence[tuple[int, int]] = (),
+    normaliser: Normaliser = "full",
+    rows: Reduce = "sum",
+    heads: Reduce = "sum",
+) -> Tensor:
+    """`column_scores` of several layers, [S, N] float32: on a GPU in as many orders as one takes.
+
+    Queries, keys and each of `others` are of every layer; a mask is the same for all of them.
+    """
+    beside = others if normaliser == "full" else ()
+    alike = len({(k.shape, k.stride(), k.dtype) for k in keys}) == 1
+    if alike and _kernels_can(q[0], keys[0]) and normaliser != "chunk" and q[0].numel():
+        return reduce(_by_kernel(q, keys, beside, rows), heads, dim=1)
+    found = []
+    for i, (asking, held) in enumerate(zip(q, keys, strict=True)):
+        own = [(more[i], seen) for more, seen in beside]
+        found.append(
+            column_scores(
+                asking, held, others=own, chunks=chunks, normaliser=normaliser, rows=rows,
+                heads=heads,
+            )
+        )  # fmt: skip
+    return torch.stack(found)
+
+
 def causal_column_mass(q: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
     """Attention that each of `keys` [N, Hk, D] gets from rows at `positions`: [N] float32.
 
@@ -110,21 +141,35 @@ def _kernels_can(q: Tensor, keys: Tensor) -> bool:
 
 
 def _by_kernel(
-    q: Tensor, keys: Tensor, others: Sequence[tuple[Tensor, Tensor | None]], rows: Reduce
+    q: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    others: Sequence[tuple[Sequence[Tensor], Tensor | None]],
+    rows: Reduce,
 ) -> Tensor:
-    """[Hq, N] of `column_scores`. `others` are few (the question, the preamble): plain products."""
-    from kvweave.kernels.gpu.columns import LOG2_E, column_reduce, row_lse
+    """[S, Hq, N] of some layers, for `column_scores`. `others` are few (the question, the
+    preamble): plain products."""
+    from kvweave.kernels.gpu.columns import LOG2_E, Stack, columns_reduce, merged, split_lse
 
-    total = row_lse(q, keys)  # [Hq, Q], to the base 2
-    group = q.shape[1] // keys.shape[1]
-    for more, seen in others:
-        asking = q.float().view(len(q), -1, group, q.shape[2]) * (q.shape[2] ** -0.5 * LOG2_E)
-        extra = torch.einsum("qhgd,uhd->hgqu", asking, more.float()).flatten(0, 1)
-        if seen is not None:
-            extra = extra.masked_fill(~seen, float("-inf"))
-        total = torch.logaddexp2(total, (extra / LOG2_E).logsumexp(-1) * LOG2_E)
-    found = column_reduce(q, keys, total, "max" if rows == "max" else "sum")
-    return found / len(q) if rows == "mean" else found
+    asking, stack = _stacked(q), Stack.of(keys)
+    total = split_lse(asking, stack)  # [parts, S, Hq, Q], to the base 2
+    if others:
+        total = merged(total)
+        layers, num_rows, heads, dim = asking.shape
+        kv_heads = keys[0].shape[1]
+        wide = asking.float().view(layers, num_rows, kv_heads, heads // kv_heads, dim)
+        for held, seen in others:
+            extra = torch.einsum("sqhgd,suhd->shgqu", wide, _stacked(held).float()) * dim**-0.5
+            if seen is not None:
+                extra = extra.masked_fill(~seen, float("-inf"))
+            found = extra.flatten(1, 2).logsumexp(-1)  # [S, Hq, Q]
+            total = torch.logaddexp2(total, found * LOG2_E)
+        total = total[None]
+    found = columns_reduce(asking, stack, total, "max" if rows == "max" else "sum")
+    return found / asking.shape[1] if rows == "mean" else found
+
+
+def _stacked(each: Sequence[Tensor]) -> Tensor:
+    return each[0][None] if len(each) == 1 else torch.stack(list(each))
 
 
 def reduce(x: Tensor, how: Reduce, dim: int) -> Tensor:

@@ -10,13 +10,17 @@ from torch import Tensor
 from kvweave.kernels.dispatch import has_kernels
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., E] divided by its root mean square, times weight [E]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x [..., E] divided by its root mean square, times weight [E].
+
+    Written into `out` if given, which may be x itself.
+    """
     if has_kernels(x) and x.dim() in (2, 3) and x.stride(-1) == 1:
         from kvweave.kernels.gpu import elementwise
 
-        return elementwise.rms_norm(x, weight, eps)
+        return elementwise.rms_norm(x, weight, eps, out)
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing in between
     scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
-    return torch.mul(wide, scale).to(x.dtype).mul_(weight)
+    y = torch.mul(wide, scale).to(x.dtype).mul_(weight)
+    return y if out is None else out.copy_(y)

@@ -1,11 +1,13 @@
 """Fresh rows between projection and attention: turned, and keys and values laid in place.
 
-On a GPU one launch where rotating and writing them one by one takes four; `changes` is what stood
-there before against what comes, for drift.
+On a GPU one launch where rotating and writing them one by one takes four; `mean_changes` is what
+stood there before against what comes, by chunk, for drift.
 
-Shapes: R rows, C of them chosen, T rows of the request's KV, Hq query heads, Hk KV heads, D head
-dim, r rotary dims.
+Shapes: R rows, C of them chosen, M chunks, T rows of the request's KV, Hq query heads, Hk KV heads,
+D head dim, r rotary dims.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +41,41 @@ def changes(
     [T, Hk, D]; `turn` [C, 1, r/2] is of that position. Keys are compared where they stand: what the
     angles are rounded to cancels out.
     """
-    if has_kernels(k) and all(x.stride(-1) == 1 for x in (k, v, keys, values)):
-        from kvweave.kernels.gpu.place import change_rows
-
-        return change_rows(k, v, rows, turn, at, keys, values)
     cos, sin = turn.cos.float(), turn.sin.float()
     apart = rotate(k[rows].float(), Angles(cos, sin)) - keys[at].float()
     scale = cos.square() + sin.square()  # YaRN's factor, and rounding
     back = Angles(cos / scale, -sin / scale)
     return torch.stack([rotate(apart, back), v[rows].float() - values[at].float()])
+
+
+class Owners(NamedTuple):
+    """Which chunk each chosen row belongs to: those of a chunk lie behind each other."""
+
+    bounds: Tensor  # [M + 1] int32: chunk m has the rows [bounds[m], bounds[m + 1])
+    weights: Tensor  # [M] float32: what a row's change counts for
+
+    def sums(self, change: Tensor) -> Tensor:
+        """[2, M, Hk, D] of changes [2, C, Hk, D]: weighted and summed by chunk."""
+        count, num = len(self.weights), change.shape[1]
+        chunks = torch.arange(count, device=change.device)
+        owner = torch.repeat_interleave(chunks, self.bounds.diff(), output_size=num)
+        total = change.new_zeros(2, count, *change.shape[2:]).index_add_(1, owner, change)
+        return total.mul_(self.weights[:, None, None])
+
+
+def mean_changes(
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    turn: Angles,
+    at: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    owners: Owners,
+) -> Tensor:
+    """`changes`, weighted and summed by chunk: [2, M, Hk, D] float32."""
+    if has_kernels(k) and all(x.stride(-1) == 1 for x in (k, v, keys, values)):
+        from kvweave.kernels.gpu.place import mean_change_rows
+
+        return mean_change_rows(k, v, rows, turn, at, keys, values, owners)
+    return owners.sums(changes(k, v, rows, turn, at, keys, values))

@@ -127,15 +127,19 @@ class Decoder:
         """Hidden states [R, E] of token ids [R]."""
         return F.embedding(ids, self.weights.embedding)
 
-    def qkv(self, layer: int, h: Tensor) -> QKV:
-        """What layer `layer` makes of hidden states [R, E]."""
+    def qkv(self, layer: int, h: Tensor, out: Tensor | None = None) -> QKV:
+        """What layer `layer` makes of hidden states [R, E].
+
+        With `out` [R, (Hq + 2 Hk) D] it is written there, and the answer is views of it.
+        """
         spec, w = self.spec, self.weights.layers[layer]
-        fused = w.qkv(self._norm(h, w.input_norm))
+        fused = w.qkv(self._norm(h, w.input_norm), out)
         fused = fused.view(len(h), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         q, k, v = torch.split(fused, sizes, dim=1)
         if w.q_norm is not None and w.k_norm is not None:
-            q, k = self._norm(q, w.q_norm), self._norm(k, w.k_norm)
+            into = (None, None) if out is None else (q, k)
+            q, k = self._norm(q, w.q_norm, into[0]), self._norm(k, w.k_norm, into[1])
         return QKV(q, k, v)
 
     def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
@@ -165,8 +169,8 @@ class Decoder:
             self._scratch = self._scratch.new_empty(num_rows * width)
         return self._scratch[: num_rows * width].view(num_rows, width)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.spec.norm_eps)
+    def _norm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        return rms_norm(x, weight, self.spec.norm_eps, out)
 
 
 def _flat(parts: Sequence[Sequence[int]]) -> Tensor:

@@ -5,9 +5,11 @@ from torch import Tensor
 
 from kvweave.errors import RequestError
 from kvweave.fuse.anchors import Anchors, extra_name, look_into, unpack_anchors
+from kvweave.fuse.probe import Whole
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selectors.base import Scene
 from kvweave.kernels.host import on_device
+from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.keys import ChunkKey
 
@@ -15,69 +17,92 @@ from kvweave.kv.keys import ChunkKey
 class AnchorView:
     """Anchors at their true positions in this prompt. Reads nothing but the extras.
 
-    On the way to a GPU all layers below `depth` are copied at once, ahead of any chunk KV.
+    All layers below `depth` are laid at once, with room for the question behind them: on a GPU a
+    few orders instead of a dozen per layer, and ahead of any chunk KV.
+
+    Shapes: A anchors of all chunks, P preamble tokens, U question rows, Hk KV heads, D head dim.
     """
 
     def __init__(self, scene: Scene, rule: str, depth: int) -> None:
-        self._scene = scene
-        name = extra_name(rule)
-        blobs = scene.stitched.tensors_beside(name)
-        found: dict[ChunkKey, Anchors] = {}
-        if blobs is None:
-            beside = scene.stitched.beside(name)
-            found = {key: unpack_anchors(blob) for key, blob in beside.items()}
-        else:
-            found = {key: look_into(blob) for key, blob in blobs.items()}
-        if any(span.key not in found for span in scene.request.placed):
-            raise RequestError(
-                f"strategy 'qcfuse' needs {rule} anchors beside the chunk KV; "
-                f"store them with `kvweave ingest --kv --extras {name}`"
-            )
-        self._chunks = [(span.start, found[span.key]) for span in scene.request.placed]
-        device = scene.decoder.device
-        self._there: tuple[Tensor, Tensor] | None = None  # [depth, all anchors, Hk, D] each
-        if device.type == "cuda" and depth and self._chunks:
-            all_ = [anchors for _, anchors in self._chunks]
-            self._there = (
-                _side_by_side([a.keys[:depth] for a in all_], device),
-                _side_by_side([a.values[:depth] for a in all_], device),
-            )
+        request = scene.request
+        found = _stored(scene, rule)
+        chunks = [(span.start, found[span.key]) for span in request.placed]
+        positions = [start + anchors.indices[:depth] for start, anchors in chunks]
+        front = torch.arange(request.preamble_len).expand(depth, -1)
+        self._positions = torch.cat([front, *positions], dim=1)  # [depth, P + A] on the host
+        self._question = len(request.prompt_ids) - request.question_start
+        self._at: tuple[Tensor, Tensor] | None = None  # its rows behind them: host, device
+        self._keys, self._values = self._lay(scene, [anchors for _, anchors in chunks], depth)
         scene.stitched.begin()
 
-    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> None:
-        return None  # anchors are compact
+    def _lay(self, scene: Scene, chunks: list[Anchors], depth: int) -> tuple[Tensor, Tensor]:
+        """[depth, P + A + U, Hk, D] each, keys turned; nothing yet where the question comes."""
+        decoder, front = scene.decoder, scene.request.preamble_len
+        end = self._positions.shape[1]
+        shape = (2, depth, end + self._question, decoder.spec.num_kv_heads, decoder.spec.head_dim)
+        keys, values = torch.empty(shape, dtype=decoder.dtype, device=decoder.device)
+        before = [scene.stitched.preamble(layer) for layer in range(depth)] if front else []
+        for laid, stored in (
+            (keys, [kv.k for kv in before if kv is not None]),
+            (values, [kv.v for kv in before if kv is not None]),
+        ):
+            if stored:
+                torch._foreach_copy_([x[:front] for x in laid], stored)
+        if depth and end > front:
+            here = _side_by_side(
+                [a.keys[:depth] for a in chunks], [a.values[:depth] for a in chunks], decoder.device
+            )
+            at = on_device(self._positions[:, front:].flatten(), decoder.device)
+            turned = rotate(here[0].to(decoder.dtype).flatten(0, 1), decoder.angles(at))
+            keys[:, front:end] = turned.view(depth, end - front, *shape[3:])
+            values[:, front:end] = here[1]
+        return keys, values
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        request, stitched = self._scene.request, self._scene.stitched
-        positions = [torch.arange(request.preamble_len)]
-        positions += [start + anchors.indices[layer] for start, anchors in self._chunks]
-        at = torch.cat(positions)
-        if not len(at):
+        end = self._positions.shape[1]
+        if not end:
             return None
-        decoder, num_front = self._scene.decoder, request.preamble_len
-        front = stitched.preamble(layer)
-        dtype = None if front is None else front.k.dtype
-        if self._there is not None:
-            keys, values = (x[layer] for x in self._there)
-        else:
-            keys = torch.cat([anchors.keys[layer] for _, anchors in self._chunks])
-            values = torch.cat([anchors.values[layer] for _, anchors in self._chunks])
-        angles = decoder.angles(on_device(at[num_front:], decoder.device))
-        dtype = dtype or angles.cos.dtype
-        turned = rotate(keys.to(decoder.device, dtype), angles)
-        values = values.to(decoder.device, dtype)
-        if front is None:
-            return turned, values, at
-        return torch.cat([front.k, turned]), torch.cat([front.v, values]), at
+        return self._keys[layer, :end], self._values[layer, :end], self._positions[layer]
+
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> Whole | None:
+        """All anchors stand before the question: laid side by side, a row sees what is left of it,
+        wherever the anchors of a layer come from."""
+        if len(fresh.k) != self._question:
+            return None
+        keys, values = self._keys[layer], self._values[layer]
+        if self._at is None:
+            rows = torch.arange(self._positions.shape[1], len(keys))
+            self._at = rows, on_device(rows, keys.device)
+        q = place(fresh.q, fresh.k, fresh.v, turn, self._at[1], keys, values)
+        return Whole(q, keys[-self._question :], keys, values, self._at[0])
 
 
-def _side_by_side(parts: list[Tensor], device: torch.device) -> Tensor:
+def _stored(scene: Scene, rule: str) -> dict[ChunkKey, Anchors]:
+    """The anchors of every placed chunk. Raises RequestError if some have none."""
+    name = extra_name(rule)
+    blobs = scene.stitched.tensors_beside(name)
+    if blobs is None:
+        found = {key: unpack_anchors(blob) for key, blob in scene.stitched.beside(name).items()}
+    else:
+        found = {key: look_into(blob) for key, blob in blobs.items()}
+    if any(span.key not in found for span in scene.request.placed):
+        raise RequestError(
+            f"strategy 'qcfuse' needs {rule} anchors beside the chunk KV; "
+            f"store them with `kvweave ingest --kv --extras {name}`"
+        )
+    return found
+
+
+def _side_by_side(
+    keys: list[Tensor], values: list[Tensor], device: torch.device
+) -> tuple[Tensor, Tensor]:
     """[L, A, Hk, D] of every chunk, on the host, as [L, all A, Hk, D] on the device."""
-    layers, _, heads, dim = parts[0].shape
-    total = sum(part.shape[1] for part in parts)
-    out = torch.empty(layers, total, heads, dim, dtype=parts[0].dtype, device=device)
-    at = 0
-    for part in parts:
-        out[:, at : at + part.shape[1]].copy_(part, non_blocking=True)
-        at += part.shape[1]
-    return out
+    parts = [*keys, *values]
+    if device.type != "cpu":  # as they lie, and put in order there
+        sizes = [part.numel() for part in parts]
+        landed = torch.empty(sum(sizes), dtype=parts[0].dtype, device=device)
+        pieces = torch.split(landed, sizes)
+        there = [x.view(part.shape) for x, part in zip(pieces, parts, strict=True)]
+        torch._foreach_copy_(there, parts, non_blocking=True)
+        parts = there
+    return torch.cat(parts[: len(keys)], dim=1), torch.cat(parts[len(keys) :], dim=1)

@@ -5,6 +5,7 @@ stored key then gets from the question, at some layers, is its score. The points
 the layers, the keys that share a softmax, and how rows, heads and layers are put together.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,12 +17,15 @@ from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, top_positions
 from kvweave.fuse.stitched import positions_of
-from kvweave.kernels.column_scores import Normaliser, Reduce, column_scores, reduce
+from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 
 View = Literal["question", "anchors", "full"]
+# Scored together, fewer for long questions: where a chunk is missing the keys of all are copied,
+# and what the question sees of itself is held for all.
+LAYERS_AT_ONCE, FEW_ROWS = 12, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,12 @@ class QueryAttention:
             rows=request.asked if at_zero else None,
             first_position=0 if at_zero else None,
         )
-        per_layer = [self._columns(scene, layer, probed[layer]) for layer in layers]
-        return of_hits(scene, torch.stack(per_layer))
+        rows = len(request.prompt_ids) - request.question_start
+        some = max(1, LAYERS_AT_ONCE * FEW_ROWS // max(FEW_ROWS, rows))
+        parts = [
+            self._columns(scene, layers[i : i + some], probed) for i in range(0, len(layers), some)
+        ]
+        return of_hits(scene, torch.cat(parts))
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":
@@ -83,16 +91,17 @@ class QueryAttention:
         deepest = max(resolve_layers(self.layers, scene.decoder.spec.num_layers))
         return AnchorView(scene, self.anchors, deepest)
 
-    def _columns(self, scene: Scene, layer: int, question: Probed) -> Tensor:
-        """Scores of all placed tokens at one layer, [N]."""
+    def _columns(self, scene: Scene, layers: Sequence[int], probed: Mapping[int, Probed]) -> Tensor:
+        """Scores of all placed tokens at some layers, [layers, N]."""
         request, at_zero = scene.request, self.keys_at == "encoding"
         first = request.asked.start if at_zero else request.question_start
         words = request.asked if self.asks == "user" else range(first, len(request.prompt_ids))
         asked = slice(words.start - first, words.stop - first)
-        return column_scores(
-            question.q[asked],
-            encoded_keys(scene, layer) if at_zero else placed_keys(scene, layer),
-            others=self._others(scene, layer, question, asked),
+        keys = encoded_keys if at_zero else placed_keys
+        return layer_column_scores(
+            [probed[layer].q[asked] for layer in layers],
+            [keys(scene, layer) for layer in layers],
+            others=self._others(scene, layers, probed, asked),
             chunks=placed_bounds(scene),
             normaliser=self.normaliser,
             rows=self.rows,
@@ -100,16 +109,17 @@ class QueryAttention:
         )
 
     def _others(
-        self, scene: Scene, layer: int, question: Probed, asked: slice
-    ) -> list[tuple[Tensor, Tensor | None]]:
+        self, scene: Scene, layers: Sequence[int], probed: Mapping[int, Probed], asked: slice
+    ) -> list[tuple[list[Tensor], Tensor | None]]:
         """Keys besides the chunks' that a full softmax runs over: preamble and question."""
         if self.normaliser != "full":
             return []
-        num_rows, device = len(question.k), question.k.device
+        own = [probed[layer].k for layer in layers]
+        num_rows, device = len(own[0]), own[0].device
         seen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril()[asked]
-        others: list[tuple[Tensor, Tensor | None]] = [(question.k, seen)]
-        front = scene.stitched.preamble(layer)
-        return others if front is None else [*others, (front.k, None)]
+        before = [scene.stitched.preamble(layer) for layer in layers]
+        front = [kv.k for kv in before if kv is not None]
+        return [(own, seen), (front, None)] if front else [(own, seen)]
 
 
 class FullView:
@@ -121,7 +131,7 @@ class FullView:
         self._positions = torch.cat([before, scene.stitched.placed])
         self._num_tokens = len(scene.request.prompt_ids)
         self._whole = len(self._positions) == scene.request.question_start
-        self._rows: Tensor | None = None  # of the question, on the device
+        self._at: tuple[Tensor, Tensor] | None = None  # the question's rows: host, device
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         if not len(self._positions):
@@ -138,10 +148,11 @@ class FullView:
         if not self._whole or len(fresh.k) != end - start:
             return None
         keys, values = self._stitched.keys(layer), self._stitched.values(layer)
-        if self._rows is None:
-            self._rows = torch.arange(start, end, device=keys.device)
-        q = place(fresh.q, fresh.k, fresh.v, turn, self._rows, keys, values)
-        return Whole(q, keys[start:end], keys, values)
+        if self._at is None:
+            rows = torch.arange(start, end)
+            self._at = rows, on_device(rows, keys.device)
+        q = place(fresh.q, fresh.k, fresh.v, turn, self._at[1], keys, values)
+        return Whole(q, keys[start:end], keys, values, self._at[0])
 
 
 def placed_keys(scene: Scene, layer: int) -> Tensor:

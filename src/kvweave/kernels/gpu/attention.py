@@ -104,12 +104,17 @@ class PagedSegment(Protocol):
 
 
 def attend_segments(
-    q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None
+    q: Tensor,
+    positions: Tensor,
+    segments: Sequence[Segment],
+    scale: float | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """kernels/attention.attend on a GPU."""
     own = [s for s in segments if s.end > s.start]
     if len(own) == 1 and _is_causal(q, positions, own[0]):
-        return _causal(q, own[0], scale)
+        attended = _causal(q, own[0], scale)
+        return attended if out is None else out.copy_(attended)
     at = positions.numpy()
     limits = np.empty(len(q), dtype=np.int32)
     for s in own:
@@ -118,7 +123,7 @@ def attend_segments(
             seen = np.searchsorted(s.key_positions.cpu().numpy(), at[s.start : s.end], "right")
         limits[s.start : s.end] = np.minimum(seen, len(s.keys))
     held = Held([(s.keys, s.values) for s in own])
-    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
+    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale, out)
 
 
 def attend_pages(
@@ -167,21 +172,31 @@ def _causal(q: Tensor, segment: Segment, scale: float | None) -> Tensor:
     return o[0].transpose(0, 1)
 
 
-def attend(q: Tensor, limits: Limits, bounds: Bounds, held: Held, scale: float | None) -> Tensor:
-    """Attention output [R, Hq, D]; row r sees the first limits[r] keys of its sequence."""
+def attend(
+    q: Tensor,
+    limits: Limits,
+    bounds: Bounds,
+    held: Held,
+    scale: float | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention output [R, Hq, D]; row r sees the first limits[r] keys of its sequence.
+
+    Written into `out` if given: contiguous, and not q.
+    """
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "attention over positions on the host cannot be recorded: a replay would see the old "
             "ones; record gpu/decode.attend_decode instead"
         )
     if len({(_strides(k), _strides(v)) for k, v in held.tensors}) > 1:  # one launch has one layout
-        return torch.cat(
-            [
-                attend(q[i:j], limits[i:j], ((0, j - i),), Held([pair]), scale)
-                for (i, j), pair in zip(bounds, held.tensors, strict=True)
-            ]
-        )
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        each = [
+            attend(q[i:j], limits[i:j], ((0, j - i),), Held([pair]), scale)
+            for (i, j), pair in zip(bounds, held.tensors, strict=True)
+        ]
+        return torch.cat(each) if out is None else torch.cat(each, out=out)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not len(q):
         return out
     assert int(limits.min()) > 0, "a row sees no key at all"

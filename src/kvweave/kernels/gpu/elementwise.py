@@ -12,7 +12,7 @@ from torch import Tensor
 
 @triton.jit
 def _norm(
-    x_ptr, weight_ptr, out_ptr, heads, x_row, x_head, eps,
+    x_ptr, weight_ptr, out_ptr, heads, x_row, x_head, out_row, out_head, eps,
     E: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -23,18 +23,24 @@ def _norm(
     scale = tl.rsqrt(tl.sum(x * x, 0) / E + eps)
     y = (x * scale).to(out_ptr.dtype.element_ty)
     w = tl.load(weight_ptr + e, inside, other=0.0)
-    tl.store(out_ptr + row * E + e, (y.to(tl.float32) * w.to(tl.float32)), inside)
+    out_at = out_ptr + row // heads * out_row + row % heads * out_head
+    tl.store(out_at + e, (y.to(tl.float32) * w.to(tl.float32)), inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """kernels/norm.rms_norm for x [R, E] or [R, H, E]; the last axis has stride 1."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """kernels/norm.rms_norm for x [R, E] or [R, H, E]; the last axis has stride 1.
+
+    A program has read its row before it writes it: `out` may be x.
+    """
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return out
     heads = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(x.shape[-1])
     _norm[(x.shape[0] * heads,)](
-        x, weight, out, heads, x.stride(0), x.stride(1) if x.dim() == 3 else 0, eps,
+        x, weight, out, heads, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
+        out.stride(0), out.stride(1) if out.dim() == 3 else 0, eps,
         E=x.shape[-1], BLOCK_E=block, num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return out

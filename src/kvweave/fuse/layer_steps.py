@@ -1,0 +1,68 @@
+"""What lies between one attention and the next: a layer finished, the next one's projections.
+
+    hidden states ─► first ─► attention of layer 0 ─► next ─► attention of layer 1 ─► next ─► …
+
+None of it touches the memory of a request, so it can be recorded and played for any (see
+recorded_layers.py). Plain steps are the decoder's own calls, one by one.
+
+Shapes: R rows, E hidden dim, Hq query heads, D head dim.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kvweave.fuse.protocol import Captures, Decoder, Projected
+from kvweave.fuse.recorded_layers import recordings_of
+
+
+class Steps(Protocol):
+    """Some rows on their way through the layers. One pass at a time, on its thread."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """[R, E] of the rows where they are. Valid until the next step."""
+        ...
+
+    @property
+    def room(self) -> Tensor | None:
+        """[R, Hq, D] where attention may write its output; elsewhere it is copied from there."""
+        ...
+
+    def first(self) -> Projected:
+        """Of layer 0. Valid until the next step, as all projections here."""
+        ...
+
+    def next(self, layer: int, attended: Tensor) -> Projected:
+        """Finish `layer` with its attention output [R, Hq, D]: projections of the one above."""
+        ...
+
+
+class Plain:
+    """The decoder's own calls."""
+
+    room: Tensor | None = None
+
+    def __init__(self, decoder: Decoder, h: Tensor) -> None:
+        """Overwrites h [R, E]."""
+        self._decoder = decoder
+        self.hidden = h
+
+    def first(self) -> Projected:
+        return self._decoder.qkv(0, self.hidden)
+
+    def next(self, layer: int, attended: Tensor) -> Projected:
+        self.hidden = self._decoder.finish(layer, self.hidden, attended)
+        return self._decoder.qkv(layer + 1, self.hidden)
+
+
+def steps_of(decoder: Decoder, h: Tensor) -> Steps:
+    """Steps for rows with hidden states h [R, E]: recorded where that serves.
+
+    Takes the steps of another pass over the same decoder away: those may not be used any more.
+    """
+    if isinstance(decoder, Captures) and decoder.can_capture:
+        recorded = recordings_of(decoder).begin(decoder, h)
+        if recorded is not None:
+            return recorded
+    return Plain(decoder, h)

@@ -1,0 +1,232 @@
+"""Steps between attentions: recorded over buffers of their own, they compute what plain ones do.
+
+What CUDA does is left out: here a recording is the work itself. See tests/gpu for the rest.
+"""
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fuseworld import World, assert_same, make_ids
+from kvweave.fuse import layer_steps, recorded_layers
+from kvweave.fuse.layer_steps import Plain, steps_of
+from kvweave.fuse.recorded_layers import (
+    KEPT,
+    MOST_ROWS,
+    Graphs,
+    Play,
+    Recorded,
+    Recordings,
+    Room,
+    compute,
+    padded_rows,
+)
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from tiny_models import make_model_folder
+
+
+@pytest.fixture(scope="module", params=["llama-biases", "qwen3"])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = make_model_folder(tmp_path_factory.mktemp("models"), request.param)
+    made: Decoder = load_decoder(folder, device="cpu", dtype="float32")
+    return made
+
+
+class Again:
+    """Plays by doing the work again, as a graph does, and counts."""
+
+    recorded, played = 0, 0
+
+    def __init__(self, decoder: Decoder, room: Room) -> None:
+        assert len(room.hidden) == MOST_ROWS
+        compute(decoder, room, 1)
+
+    def record(self, decoder: Decoder, work: Play) -> Play:
+        type(self).recorded += 1
+
+        def play() -> None:
+            type(self).played += 1
+            work()
+
+        return play
+
+
+@pytest.fixture
+def recorder() -> type[Again]:
+    return type("Counted", (Again,), {"recorded": 0, "played": 0})
+
+
+def climb(steps: object, num_layers: int, attended: list[Tensor]) -> list[Tensor]:
+    """All projections on the way up, with the same attention outputs for everybody."""
+    found = [torch.cat([x.flatten(1) for x in _qkv(steps.first())], 1)]
+    for layer in range(num_layers - 1):
+        o = attended[layer]
+        if steps.room is not None and layer % 2:  # attention may write there, or not
+            o = steps.room.copy_(o)
+        found.append(torch.cat([x.flatten(1) for x in _qkv(steps.next(layer, o))], 1))
+    return [*found, steps.hidden.clone()]
+
+
+def _qkv(fresh: object) -> tuple[Tensor, Tensor, Tensor]:
+    return fresh.q, fresh.k, fresh.v
+
+
+def rows(decoder: Decoder, count: int, seed: int) -> tuple[Tensor, list[Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    spec = decoder.spec
+    h = torch.randn(count, spec.hidden_dim, generator=g)
+    shape = (count, spec.num_heads, spec.head_dim)
+    return h, [torch.randn(shape, generator=g) for _ in range(spec.num_layers)]
+
+
+@torch.inference_mode()
+def test_recorded_steps_are_plain_ones_whatever_stood_in_the_buffers(
+    decoder: Decoder, recorder: type[Again]
+) -> None:
+    recordings, layers = Recordings(recorder), decoder.spec.num_layers
+    for nth, count in enumerate([40, 5, 37, 16, 5, 33, 1, 40, 130]):
+        h, attended = rows(decoder, count, nth)
+        steps = recordings.begin(decoder, h)
+        assert steps is not None
+        got = climb(steps, layers, attended)
+        want = climb(Plain(decoder, h.clone()), layers, attended)
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    assert recorder.recorded == 2 * layers, "of 48 and 16 rows, which came twice"
+    assert recorder.played == 6 * layers, "all but the first of either"
+
+
+@torch.inference_mode()
+def test_rows_that_fill_up_change_nothing_even_if_they_are_no_numbers(
+    decoder: Decoder, recorder: type[Again]
+) -> None:
+    recordings = Recordings(recorder)
+    h, attended = rows(decoder, 19, 1)
+    want = climb(Plain(decoder, h.clone()), decoder.spec.num_layers, attended)
+    for _ in range(3):
+        steps = recordings.begin(decoder, h)
+        assert steps is not None
+        for x in recordings._room or ():
+            x[19:] = torch.nan
+        got = climb(steps, decoder.spec.num_layers, attended)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_are_filled_up_to_a_multiple_of_16_or_64() -> None:
+    assert [padded_rows(n) for n in (1, 16, 17, 128, 129, 1290)] == [16, 16, 32, 128, 192, 1344]
+    assert padded_rows(MOST_ROWS) == MOST_ROWS
+    assert padded_rows(MOST_ROWS + 1) is None
+    assert padded_rows(0) is None
+
+
+def test_only_so_many_numbers_of_rows_are_kept(decoder: Decoder, recorder: type[Again]) -> None:
+    recordings = Recordings(recorder)
+    for count in [*range(16, 129, 16), *range(192, 192 + 64 * KEPT, 64)]:
+        assert recordings.begin(decoder, torch.zeros(count, decoder.spec.hidden_dim)) is not None
+    assert len(recordings._sizes) == KEPT
+    assert 16 not in recordings._sizes
+
+
+def test_steps_that_lost_their_buffers_to_another_pass_say_so(
+    decoder: Decoder, recorder: type[Again]
+) -> None:
+    recordings = Recordings(recorder)
+    h, _ = rows(decoder, 3, 0)
+    first = recordings.begin(decoder, h)
+    recordings.begin(decoder, h)
+    assert first is not None
+    with pytest.raises(AssertionError, match="another pass"):
+        first.first()
+
+
+@pytest.mark.parametrize("when", ["opening", "recording"])
+@torch.inference_mode()
+def test_layers_that_cannot_be_recorded_are_named_once_and_computed_all_the_same(
+    decoder: Decoder, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    class Refuses(Again):
+        def __init__(self, decoder: Decoder, room: Room) -> None:
+            if when == "opening":
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        def record(self, decoder: Decoder, work: Play) -> Play:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    recordings = Recordings(Refuses)
+    h, attended = rows(decoder, 20, 3)
+    want = climb(Plain(decoder, h.clone()), decoder.spec.num_layers, attended)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            steps = recordings.begin(decoder, h)
+            assert steps is not None
+            got = climb(steps, decoder.spec.num_layers, attended)
+            for mine, theirs in zip(got, want, strict=True):
+                torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    assert caplog.text.count("cannot be recorded") == 1
+
+
+def test_a_decoder_without_a_gpu_takes_plain_steps(decoder: Decoder) -> None:
+    assert isinstance(steps_of(decoder, torch.zeros(3, decoder.spec.hidden_dim)), Plain)
+
+
+@pytest.fixture
+def as_on_a_gpu(
+    decoder: Decoder, recorder: type[Again], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Recordings]:
+    """Let this decoder take recorded steps from here on."""
+
+    def switch() -> Recordings:
+        recordings = Recordings(recorder)
+        monkeypatch.setattr(layer_steps, "recordings_of", lambda _: recordings)
+        monkeypatch.setattr(type(decoder), "can_capture", property(lambda _: True))
+        # the recorded question is another matter
+        monkeypatch.setattr("kvweave.fuse.probe.recordings_of", lambda _: _NoQuestions())
+        return recordings
+
+    return switch
+
+
+class _NoQuestions:
+    def probe(self, *_: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    "name", ["reuse", "fusionrag", "weave", "prophetkv", "qcfuse", "cacheblend-gradual", "kvshare"]
+)
+def test_a_prompt_fused_over_recorded_layers_is_the_one_fused_plainly(
+    decoder: Decoder,
+    recorder: type[Again],
+    as_on_a_gpu: Callable[[], Recordings],
+    name: str,
+) -> None:
+    worlds = [World(decoder, chunks=make_ids(seed, 30, 1, 40, 25), missing={2}) for seed in (1, 2)]
+    ratios = (0.2, 0.5, 0.2)
+    plain = [[world.fuse(name, ratio) for ratio in ratios] for world in worlds]
+    as_on_a_gpu()
+    for world, wanted in zip(worlds, plain, strict=True):
+        for ratio, (want, want_kv) in zip(ratios, wanted, strict=True):
+            got, got_kv = world.fuse(name, ratio)
+            assert got.recomputed == want.recomputed
+            assert got.rows_per_layer == want.rows_per_layer
+            assert_same(got_kv, want_kv)
+    assert recorder.played > 0
+
+
+def test_recordings_go_with_their_decoder(tmp_path: object) -> None:
+    folder = make_model_folder(tmp_path, "llama")
+    decoder = load_decoder(folder, device="cpu", dtype="float32")
+    recordings = recorded_layers.recordings_of(decoder)
+    assert isinstance(recordings.begin(decoder, torch.zeros(3, 32)), Recorded)
+    assert recordings._new_recorder is Graphs
+    gone = weakref.ref(recordings)
+    del recordings, decoder
+    gc.collect()
+    assert gone() is None
