@@ -9,6 +9,7 @@ allowed: what the knowledge tree has of the prompt, and the rest woven at `--rat
 """
 
 import argparse
+import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,9 @@ class ShapeWorld:
         with Engine(self._decoder, self._cfg) as self._engine:
             yield
         self._engine = None
+        gc.collect()  # its pool goes now: two do not fit
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def stream(self, count: int, seed: int) -> list[int]:
         ranks = list(range(self._args.topics))

@@ -30,12 +30,16 @@ class EngineConfig:
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
+    recorded_rows: int = 64  # on a GPU, steps in which up to so many sequences decode and nothing
+    # else happens are played from CUDA graphs; 0: none
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:
         for name in ("page_tokens", "max_running", "step_rows", "alone_rows", "guess_rows"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"EngineConfig.{name} must be at least 1")
+        if self.recorded_rows < 0:
+            raise ConfigError("EngineConfig.recorded_rows must be at least 0")
         if not 0.0 <= self.tree_share <= 1.0:
             raise ConfigError("EngineConfig.tree_share must lie in [0, 1]")
         _check_room(self.pool_tokens, self.page_tokens or 1)

@@ -30,6 +30,7 @@ from kvweave.errors import EngineClosed
 from kvweave.fuse.encode import Prefix
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
+from kvweave.model.recorded_decode import open_recorded
 from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Engine:
         self.cfg = for_device(cfg or EngineConfig(), decoder.device)
         self._decoder = decoder
         self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s)
+        self._recorded = open_recorded(decoder, self._placing.pool, self.cfg.recorded_rows)
         self._scheduler: Scheduler[Live] = Scheduler(
             self.cfg,
             self._placing.lengths,
@@ -201,7 +203,7 @@ class Engine:
             self._desk.weave(works[0].seq)
             return True
         started_s = time.perf_counter()
-        ran = run(self._decoder, works)
+        ran = run(self._decoder, works, self._recorded)
         seconds = time.perf_counter() - started_s
         for each in ran:
             self._desk.hand_out(each, seconds, shared=len(works) > 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvweave.engine.live import Live, is_plainly_greedy
 from kvweave.engine.scheduler import Work
 from kvweave.model.decoder import Decoder
+from kvweave.model.recorded_decode import RecordedDecode, is_decode
 
 log = logging.getLogger(__name__)
 
@@ -23,26 +24,34 @@ class Ran(NamedTuple):
     error: BaseException | None
 
 
-def run(decoder: Decoder, works: Sequence[Work[Live]]) -> list[Ran]:
+def run(
+    decoder: Decoder, works: Sequence[Work[Live]], recorded: RecordedDecode | None = None
+) -> list[Ran]:
     """Compute the rows of all works. What fails together is tried one by one: whoever is to blame
-    fails alone. Rows may run twice; they write what they wrote before."""
+    fails alone. Rows may run twice; they write what they wrote before.
+
+    Logits of a step that was `recorded` are valid until the next step."""
     try:
-        return _run(decoder, works)
+        return _run(decoder, works, recorded)
     except Exception as error:
         if len(works) == 1:
             return [Ran(works[0], None, None, error)]
         log.warning("a step of %d requests failed; trying each alone: %s", len(works), error)
-        return [ran for work in works for ran in run(decoder, [work])]
+        return [ran for work in works for ran in run(decoder, [work], recorded)]
 
 
 @torch.inference_mode()
-def _run(decoder: Decoder, works: Sequence[Work[Live]]) -> list[Ran]:
+def _run(
+    decoder: Decoder, works: Sequence[Work[Live]], recorded: RecordedDecode | None
+) -> list[Ran]:
     batch = [work.seq.rows(work.num_rows) for work in works]
-    logits = decoder.forward(batch)  # [wanted, V]
+    played = recorded.play(batch) if recorded is not None and is_decode(batch) else None
+    logits = decoder.forward(batch) if played is None else played.logits  # [wanted, V]
     through = [work.seq for work, rows in zip(works, batch, strict=True) if rows.wanted]
     likeliest: list[int] = []
     if through and is_plainly_greedy(through):
-        likeliest = logits.argmax(-1).tolist()  # one wait for the device, not one per request
+        found = logits.argmax(-1) if played is None else played.likeliest
+        likeliest = found.tolist()  # one wait for the device, not one per request
     ran, at = [], 0
     for work, rows in zip(works, batch, strict=True):
         if not rows.wanted:

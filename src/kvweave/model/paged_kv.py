@@ -20,7 +20,11 @@ from kvweave.model.spec import ModelSpec
 
 
 class KVPool:
-    """The memory of all pages. Allocated once; on a CPU it costs nothing until it is written."""
+    """The memory of all pages. Allocated once; on a CPU it costs nothing until it is written.
+
+    Pages [0, num_pages) can be given to sequences. The one behind them, `scratch_page`, is
+    nobody's: rows that only fill up a batch write there, and nothing there is ever read.
+    """
 
     def __init__(
         self,
@@ -30,20 +34,21 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (spec.num_layers, num_pages, page_tokens, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.num_layers, num_pages + 1, page_tokens, spec.num_kv_heads, spec.head_dim)
         self.page_tokens = page_tokens
         self.num_pages = num_pages
-        self.keys = room_for(shape, dtype, device)  # [L, P, page, Hk, D]
+        self.scratch_page = num_pages
+        self.keys = room_for(shape, dtype, device)  # [L, P + 1, page, Hk, D]
         self.values = room_for(shape, dtype, device)
         self._flat = (-1, spec.num_kv_heads, spec.head_dim)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, keys and values."""
-        return 2 * self.keys.nbytes // self.num_pages
+        return 2 * self.keys.nbytes // self.keys.shape[1]
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """One layer token by token: keys and values [pages * page_tokens, Hk, D], as views."""
+        """One layer token by token: keys and values [slots, Hk, D], as views."""
         return self.keys[layer].view(self._flat), self.values[layer].view(self._flat)
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:

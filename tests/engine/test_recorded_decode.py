@@ -1,0 +1,229 @@
+"""Recorded decode steps: which steps are played, what fills them up, and where that writes.
+
+What CUDA does is left out here, and attention runs in plain PyTorch: tests/gpu has the rest.
+"""
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engineworld import SMALL, alone, ids, plain, tokens
+from kvweave.engine.config import EngineConfig
+from kvweave.engine.engine import Engine
+from kvweave.engine.pages import PageAllocator
+from kvweave.errors import ConfigError
+from kvweave.model import recorded_decode
+from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.recorded_decode import (
+    PageArrays,
+    Played,
+    RecordedDecode,
+    is_decode,
+    open_recorded,
+    padded_rows,
+)
+from recordings import without_kernels
+
+TINY = replace(SMALL, pool_tokens=4 * 24)  # pages run out
+
+
+def make_pool(decoder: Decoder, num_pages: int = 12, page_tokens: int = 4) -> KVPool:
+    return KVPool(decoder.spec, num_pages, page_tokens, decoder.dtype, decoder.device)
+
+
+def decoding(pool: KVPool, pages: Sequence[int], position: int, token: int = 5) -> Rows:
+    return Rows([token], [position], PagedKV(pool, pages), [0])
+
+
+class Watched(RecordedDecode):
+    """Remembers the steps it was asked for, and which of them it played."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, most_rows: int = 64) -> None:
+        super().__init__(decoder, pool, most_rows)
+        self.asked: list[list[int]] = []  # rows of each sequence, by step
+
+    def play(self, batch: Sequence[Rows]) -> Played | None:
+        self.asked.append([len(rows.token_ids) for rows in batch])
+        return super().play(batch)
+
+
+def watched(engine: Engine, decoder: Decoder) -> Watched:
+    engine._recorded = made = Watched(decoder, engine._placing.pool)
+    return made
+
+
+def test_batches_are_filled_up_to_a_few_sizes() -> None:
+    sizes = [padded_rows(n) for n in range(1, 65)]
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert all(n <= size < n + 8 for n, size in enumerate(sizes, 1))
+    assert [padded_rows(size) for size in sizes] == sizes
+
+
+def test_only_steps_of_one_wanted_row_in_pages_are_decode_steps(decoder: Decoder) -> None:
+    pool = make_pool(decoder)
+    one = decoding(pool, [3], 2)
+    assert is_decode([one, decoding(pool, [4, 1], 6)])
+    assert not is_decode([])
+    assert not is_decode([one, Rows([5, 6], [0, 1], PagedKV(pool, [2]), [1])])
+    assert not is_decode([one, replace(one, wanted=[])]), "a prompt in the middle"
+    assert not is_decode([replace(one, kv=decoder.new_kv(4))]), "dense KV"
+
+
+def test_nothing_is_recorded_without_a_gpu_or_its_kernels(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(decoder)
+    monkeypatch.setattr(recorded_decode, "has_triton", lambda: True)
+    assert open_recorded(decoder, pool, 64) is None, "a CPU"
+    monkeypatch.setattr(Decoder, "can_capture", True)
+    assert open_recorded(decoder, pool, 64) is None, "float64 has no kernel"
+    monkeypatch.setattr(decoder, "dtype", torch.float32)
+    assert open_recorded(decoder, pool, 64) is not None
+    assert open_recorded(decoder, pool, 0) is None, "it was switched off"
+    monkeypatch.setattr(recorded_decode, "has_triton", lambda: False)
+    assert open_recorded(decoder, pool, 64) is None, "no Triton"
+
+
+def test_a_negative_number_of_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="recorded_rows"):
+        EngineConfig(recorded_rows=-1)
+
+
+def test_nobody_is_given_the_scratch_page(decoder: Decoder) -> None:
+    pool = make_pool(decoder, num_pages=12)
+    pages = PageAllocator(pool.num_pages)
+    assert pages.take(12) == list(range(12))
+    assert pages.take(1) is None
+    assert pool.scratch_page not in range(12)
+    assert pool.keys.shape[1] == pool.values.shape[1] == 13, "but there is memory behind it"
+    spec = decoder.spec
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 8
+    assert pool.page_bytes == 4 * token_bytes
+
+
+def test_the_second_step_of_a_size_is_played_and_fills_up_into_the_scratch_page(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a padded step computes and writes is what the plain one does, nothing else."""
+    without_kernels(monkeypatch)
+    torch.manual_seed(0)
+    plainly, pool = make_pool(decoder), make_pool(decoder)
+    for part in (plainly.keys, plainly.values):
+        part.normal_()
+    pool.keys.copy_(plainly.keys)
+    pool.values.copy_(plainly.values)
+    recorded = RecordedDecode(decoder, pool, 64)
+    tables, positions = [[3, 0], [11], [5, 6, 2]], [7, 2, 8]
+
+    def batch(where: KVPool) -> list[Rows]:
+        pairs = zip(tables, positions, strict=True)
+        return [decoding(where, table, at, 40 + at) for table, at in pairs]
+
+    assert recorded.play(batch(pool)) is None, "the first of its size"
+    assert recorded.sizes == []
+    played = recorded.play(batch(pool))
+    assert played is not None
+    assert recorded.sizes == [4]
+    wanted = decoder.forward(batch(plainly))
+    torch.testing.assert_close(played.logits, wanted)
+    assert played.likeliest.tolist() == wanted.argmax(-1).tolist()
+    owned = slice(0, pool.scratch_page)
+    torch.testing.assert_close(pool.keys[:, owned], plainly.keys[:, owned])
+    torch.testing.assert_close(pool.values[:, owned], plainly.values[:, owned])
+    assert not torch.equal(pool.keys[:, -1], plainly.keys[:, -1]), "padding wrote somewhere else"
+
+
+def test_a_step_of_more_rows_than_allowed_is_not_recorded(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_kernels(monkeypatch)
+    pool = make_pool(decoder)
+    recorded = RecordedDecode(decoder, pool, 8)
+    for count in [9, 8, 7, 9, 3, 2, 1] * 3:
+        batch = [decoding(pool, [page], 1) for page in range(count)]
+        assert (recorded.play(batch) is None) == (padded_rows(count) not in recorded.sizes)
+    assert recorded.sizes == [1, 2, 4, 8]
+
+
+def test_what_cannot_be_recorded_is_named_once_and_costs_no_answer(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorded_decode, "_Recording", fails)
+    request = plain(ids(random.Random(0), 9), max_tokens=8)
+    with caplog.at_level(logging.WARNING), Engine(decoder, SMALL) as engine:
+        recorded = watched(engine, decoder)
+        both = [engine.submit(request), engine.submit(request)]
+        wanted = [choice.token_id for choice in alone(decoder, request)]
+        assert [tokens(ticket) for ticket in both] == [wanted, wanted]
+    assert len(recorded.asked) > 3
+    assert recorded.num_played == 0
+    assert caplog.text.count("cannot be recorded") == 1
+
+
+def test_page_tables_are_followed_as_they_grow(decoder: Decoder) -> None:
+    kv, arrays = PagedKV(make_pool(decoder), [4, 2]), PageArrays()
+    first = arrays.of(kv)
+    assert arrays.of(kv) is first
+    kv.append([7])
+    assert arrays.of(kv).tolist() == [4, 2, 7]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_engine_answers_the_same_when_it_plays_decode_steps(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Sequences that grow, leave, join and are preempted; prompts go the plain way."""
+    without_kernels(monkeypatch)
+    rng = random.Random(seed)
+    cfg = replace(rng.choice([SMALL, TINY]), step_rows=rng.choice([4, 8, 50]))
+    requests = [
+        plain(
+            ids(rng, rng.randint(1, 30)),
+            max_tokens=rng.randint(1, 30),
+            **({"temperature": 0.9, "seed": seed} if rng.random() < 0.3 else {}),
+        )
+        for _ in range(9)
+    ]
+    with Engine(decoder, cfg) as engine:
+        recorded = watched(engine, decoder)
+        tickets = [engine.submit(request) for request in requests]
+        for ticket, request in zip(tickets, requests, strict=True):
+            assert list(ticket) == alone(decoder, request)
+        engine.run_alone(engine.check_integrity)
+    assert recorded.num_played > 5
+    assert len(recorded.sizes) > 1
+    assert all(rows == 1 for step in recorded.asked for rows in step)
+
+
+def test_a_held_prompt_keeps_its_logits_through_later_steps(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of a recording are overwritten by the next step."""
+    without_kernels(monkeypatch)
+    overwriting = RecordedDecode.play
+    last: list[Played] = []
+
+    def play(self: RecordedDecode, batch: Sequence[Rows]) -> Played | None:
+        for found in last:
+            found.logits.fill_(float("nan"))
+        last[:] = filter(None, [overwriting(self, batch)])
+        return last[0] if last else None
+
+    monkeypatch.setattr(Watched, "play", play)
+    short, longer = plain([7], max_tokens=4), plain([9], max_tokens=40)
+    with Engine(decoder, SMALL) as engine:
+        watched(engine, decoder)
+        warm = [engine.submit(plain([3], max_tokens=3)) for _ in range(2)]
+        assert all(len(tokens(ticket)) == 3 for ticket in warm)
+        held, other = engine.submit(short, held=True), engine.submit(longer)
+        assert list(other) == alone(decoder, longer)
+        held.release()
+        assert list(held) == alone(decoder, short)

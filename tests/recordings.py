@@ -1,0 +1,73 @@
+"""Decode steps as the engine records them, for machines without CUDA graphs or without kernels."""
+
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from kvweave.kernels.paged_attention import PagedSegment, attend_paged_ref
+from kvweave.model import recorded_decode
+from kvweave.model.decoder import Decoder
+from kvweave.model.recorded_decode import Played
+
+
+class EagerGraph:
+    """Computes anew at every replay. Steps of nobody came first, as in a recording."""
+
+    def __init__(
+        self, decoder: Decoder, compute: Callable[[], Played], beside: "EagerGraph | None"
+    ) -> None:
+        self._compute = compute
+        compute()
+
+    def replay(self) -> Played:
+        return self._compute()
+
+
+class PlainTables:
+    """As kernels/gpu/decode.DecodeTables, which needs Triton."""
+
+    def __init__(self, num_sequences: int, max_pages: int, **how: object) -> None:
+        self.num_sequences = num_sequences
+        self.room = num_sequences * max_pages
+
+    def update(
+        self, num_keys: Sequence[int], page_tables: Sequence[ArrayLike], rows: ArrayLike
+    ) -> None:
+        self.num_keys = list(num_keys)
+        self.page_tables = [np.asarray(table).tolist() for table in page_tables]
+        assert sum(map(len, self.page_tables)) <= self.room
+        self.rows = torch.tensor(rows, dtype=torch.int32)
+
+
+def attend_plainly(
+    q: Tensor, tables: PlainTables, key_pages: Tensor, value_pages: Tensor
+) -> Tensor:
+    """As kernels/gpu/decode.attend_decode."""
+    assert len(q) == tables.num_sequences
+    num = len(tables.num_keys)
+    out = torch.zeros_like(q)
+    if num:
+        segments = [PagedSegment(i, i + 1, table) for i, table in enumerate(tables.page_tables)]
+        positions = torch.tensor(tables.num_keys) - 1
+        out[:num] = attend_paged_ref(q[:num], positions, segments, key_pages, value_pages)
+    return out
+
+
+def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings compute anew at every step."""
+    monkeypatch.setattr(recorded_decode, "_Graph", EagerGraph)
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, and attention runs in plain PyTorch."""
+    without_graphs(monkeypatch)
+    stand_in = ModuleType("kvweave.kernels.gpu.decode")
+    stand_in.DecodeTables = PlainTables  # type: ignore[attr-defined]
+    stand_in.attend_decode = attend_plainly  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.decode", stand_in)
