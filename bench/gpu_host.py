@@ -1,7 +1,8 @@
 """Where does the host's time go in a pass that the device could do faster than it is told to?
 
-One prompt from host memory, as bench/ttft_cuda.py makes it. Per way: wall time, how long the device
-was busy, orders per layer by kind, and the functions that cost the host most.
+One prompt from host memory, as bench/ttft_cuda.py makes it. Per way: wall time with recorded layers
+and without, how long the device was busy, orders per layer by kind, and the functions that cost the
+host most.
 
     python bench/gpu_host.py --sizes 8k=16 --out bench/results/gpu_host-h200.json
 """
@@ -20,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from common import finish, result_header
+from kvweave.fuse import recorded_layers
 from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.strategy import open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
@@ -30,6 +32,7 @@ from ttft_world import Size, World, versions
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 SHOWN = 12  # functions
+MORE_WAYS = (("prophetkv", 0.15),)
 
 
 def main() -> None:
@@ -42,7 +45,7 @@ def main() -> None:
         for chunk in packed:
             store.save(chunk)
         for size in world.sizes:
-            for name, ratio in WAYS:
+            for name, ratio in chosen_ways(args.ways):
                 run = way(world, store, size, name, ratio)
                 results[f"{size.name}_{name}"] = found = look(run, world, args.repeats)
                 print(f"{size.name} {name} {ratio:g}: {found['numbers']}", flush=True)
@@ -64,7 +67,23 @@ def way(world: World, store: KVStore, size: Size, name: str, ratio: float) -> Ca
     return run
 
 
+def chosen_ways(names: str) -> list[tuple[str, float]]:
+    return [way for way in (*WAYS, *MORE_WAYS) if not names or way[0] in names.split(",")]
+
+
 def look(run: Callable[[], None], world: World, repeats: int) -> dict[str, Any]:
+    most, recorded_layers.MOST_ROWS = recorded_layers.MOST_ROWS, 0  # nothing is recorded
+    try:
+        plain_ms = wall_ms(run, repeats)
+    finally:
+        recorded_layers.MOST_ROWS = most
+    numbers = {"wall_ms": wall_ms(run, repeats), "wall_unrecorded_ms": plain_ms}
+    if world.device.type == "cuda":
+        numbers |= orders(run, world.spec.num_layers)
+    return {"numbers": numbers, "functions": functions(run, repeats)}
+
+
+def wall_ms(run: Callable[[], None], repeats: int) -> float:
     for _ in range(3):  # kernels, plans and recordings
         run()
     times = []
@@ -72,10 +91,7 @@ def look(run: Callable[[], None], world: World, repeats: int) -> dict[str, Any]:
         started_s = time.perf_counter()
         run()
         times.append(time.perf_counter() - started_s)
-    numbers = {"wall_ms": round(statistics.median(times) * 1e3, 2)}
-    if world.device.type == "cuda":
-        numbers |= orders(run, world.spec.num_layers)
-    return {"numbers": numbers, "functions": functions(run, repeats)}
+    return round(statistics.median(times) * 1e3, 2)
 
 
 def orders(run: Callable[[], None], num_layers: int) -> dict[str, float]:
@@ -122,6 +138,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--sizes", default="8k=16,32k=64", help="name=chunks, comma separated")
+    parser.add_argument("--ways", default="", help="comma separated; all by default")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
