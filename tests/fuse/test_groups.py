@@ -164,21 +164,20 @@ def test_layers_asked_for_in_any_order_are_the_layers_that_were_stored(
         torch.testing.assert_close(source.layer(layer).v, world.source.layer(layer).v)
 
 
-def test_a_group_that_made_room_comes_again_and_what_was_taken_of_it_does_not(
-    world: World,
+@pytest.mark.parametrize(("taken", "again"), [([], [5, 6]), ([5], [6, 7])])
+def test_a_group_that_made_room_comes_again_without_what_was_taken_of_it(
+    world: World, taken: list[int], again: list[int]
 ) -> None:
     ring = Watched(PAIRS)
     source = pipelined(world, ring)
-    brought = [layer for group in ring.groups for layer in group]
-    far = LAYERS - 1
-    assert far not in brought
-    source.layer(brought[-1])  # of the last group that fits: half of it is taken
-    taken = brought[-1]
-    while len(ring.groups) < LAYERS and ring.groups[-1] != [far]:
-        source.layer(far)
-    for layer in range(LAYERS):
+    first = [[0], [1, 2], [3, 4], [5, 6]]
+    assert ring.groups == first, "as much as there is room for"
+    for layer in (*taken, 12):
+        source.layer(layer)
+    assert ring.groups == [*first, [12], again]
+    for layer in range(12):
         torch.testing.assert_close(source.layer(layer).k, world.source.layer(layer).k)
-    assert sum(group.count(taken) for group in ring.groups) == 2, "once by itself, when asked again"
+    assert sum(group.count(12) for group in ring.groups) == 1, "it had its turn"
 
 
 def test_layers_that_are_still_arriving_come_one_by_one(

@@ -49,10 +49,9 @@ class Ahead:
     def next_group(self) -> range:
         """The layers to bring next: neighbours at the head of the order. They stay there."""
         first, size = self._order[0], 1
-        if first not in self._alone:
-            most = min(self._grown, (len(self._order) + 1) // 2)
-            while size < most and self._order[size] == first + size:
-                size += 1
+        most = min(self._grown, (len(self._order) + 1) // 2)
+        while size < most and self._order[size] == first + size:
+            size += 1
         return range(first, first + size)
 
     def took(self, group: range) -> None:
