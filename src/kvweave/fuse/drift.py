@@ -10,6 +10,7 @@ Shapes: R running rows, C chosen rows, Hk KV heads, D head dim.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -55,9 +56,9 @@ class MovedAtOnce(NamedTuple):
         sizes = torch.tensor([span.num_tokens for span, _, _ in spans])
         chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)
         row = positions_of([range(span.start, span.end) for span, _, _ in spans])
-        there = on_device(row, decoder.device)
+        chunk, row = on_device(torch.stack([chunk, row]), decoder.device).unbind()
         owners = Owners(*(on_device(x, decoder.device) for x in (bounds, weights)))
-        return cls(owners, on_device(chunk, decoder.device), there, decoder.angles(there))
+        return cls(owners, chunk, row, decoder.angles(row))
 
     def add(self, change_k: Tensor, change_v: Tensor, keys: Tensor, values: Tensor) -> None:
         """Move these rows of keys and values [T, Hk, D] by the mean of their chunk's changes."""
@@ -88,13 +89,13 @@ class Drift:
         self._device = decoder.device
         self._at = on_device(self._chosen, decoder.device)
         self._turn = decoder.angles(self._at)
-        self._back = backwards(self._turn)
         self._moved: list[_Moved] = []
         spans: list[tuple[Span, int, float]] = []
-        for span in request.spans:
-            bounds = torch.searchsorted(self._chosen, torch.tensor([span.start, span.end]))
-            first, last = (int(b) for b in bounds)
-            if span.state is not State.REUSED or first == last:
+        reused = [span for span in request.spans if span.state is State.REUSED]
+        edges = torch.tensor([(span.start, span.end) for span in reused], dtype=torch.int64)
+        bounds: list[list[int]] = torch.searchsorted(self._chosen, edges).tolist()
+        for span, (first, last) in zip(reused, bounds, strict=True):
+            if first == last:
                 continue
             weight = strength * (last - first) / (last - first + DOUBT)
             spans.append((span, last - first, weight))
@@ -103,6 +104,11 @@ class Drift:
                 self._moved.append(_Moved(span, slice(first, last), angles, weight))
         self._at_once = MovedAtOnce.of(decoder, spans) if at_once and spans else None
         self._rows: Tensor | None = None  # of the chosen among the running ones
+
+    @cached_property
+    def _back(self) -> Angles:
+        """For `apply` alone: `move` needs none of these orders."""
+        return backwards(self._turn)
 
     def apply(self, look: LayerLook, kv: KVBuffer) -> None:
         """Move one layer, before the fresh rows are written over it."""
