@@ -140,10 +140,12 @@ def test_a_slot_is_units_side_by_side_that_nobody_else_has() -> None:
     assert [slot.units for slot in (first, second, third)] == [range(1), range(1, 3), range(3, 5)]
     ring.release(first)
     assert ring.slot(range(2)) is None, "units 0 and 5 are free, but apart"
-    assert (last := ring.slot(range(1))) is not None
+    last = ring.slot(range(1))
+    assert last is not None
     assert last.units == range(5, 6), "free for longest"
     ring.release(second)
-    assert (group := ring.slot(range(3))) is not None
+    group = ring.slot(range(3))
+    assert group is not None
     assert group.units == range(3)
 
 

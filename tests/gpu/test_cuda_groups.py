@@ -115,3 +115,43 @@ def test_fusion_of_groups_equals_fusion_of_what_was_computed(
     torch.testing.assert_close(got.logits, want.logits, atol=1e-3, rtol=1e-3)
     for mine, theirs in zip((*got.keys, *got.values), (*want.keys, *want.values), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+
+
+def test_a_kept_ring_fills_while_the_device_is_busy_with_something_else(world: World) -> None:
+    """A probe is ordered before the first copy, which must not wait for it."""
+    ring = Ring(world.decoder.device, 1 << 20)
+    ring.cut(4096, 2)
+    ring.finish()
+    here = torch.ones(4096, dtype=torch.uint8).pin_memory()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    ring.cut(4096, 2)
+    slot = ring.slot(range(1))
+    assert slot is not None
+    ring.copy(slot, [slot.data], [here])
+    ring.finish()
+    assert not busy.query()
+    ring.wait(slot)
+    assert bool((slot.data == 1).all())
+
+
+def test_the_next_request_does_not_write_what_the_last_one_still_reads(world: World) -> None:
+    ring = Ring(world.decoder.device, 1 << 20)
+    ones, twos = (torch.full((1 << 16,), i, dtype=torch.uint8).pin_memory() for i in (1, 2))
+    ring.cut(1 << 16, 2)
+    slot = ring.slot(range(1))
+    assert slot is not None
+    ring.copy(slot, [slot.data], [ones])
+    ring.wait(slot)
+    torch.cuda._sleep(100_000_000)
+    seen = slot.data.clone()  # read late, and never released
+    ring.finish()
+    ring.cut(1 << 16, 2)
+    again = ring.slot(range(1))
+    assert again is not None
+    assert again.data.data_ptr() == slot.data.data_ptr()
+    ring.copy(again, [again.data], [twos])
+    ring.finish()
+    assert bool((seen == 1).all())

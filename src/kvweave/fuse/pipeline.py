@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.groups import Ahead, group_for, taking_order
-from kvweave.fuse.placement import Placement, strides_of
+from kvweave.fuse.placement import Placement, parts_of, strides_of
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
 from kvweave.fuse.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
@@ -92,6 +92,7 @@ class PipelinedChunks:
         self._num_layers = decoder.spec.num_layers
         self._ahead = Ahead(range(self._num_layers) if order is None else order)
         self._start_s = start_s
+        self._strides: dict[ChunkKey, int] | None = None  # once the first layer is there
         self._placement: Placement | None = None
         self._whole: Sequence[Tensor] | None = None  # all layers of each chunk, if all are there
         self._brought: dict[int, Slot] = {}  # layers in the ring, the next to be taken first
@@ -175,7 +176,7 @@ class PipelinedChunks:
             group = self._ahead.next_group()
             if self._whole is None and not self._layers.is_ready(group.start):
                 return
-            arrived = self._open(group.start) if self._placement is None else None
+            arrived = self._open(group.start) if self._strides is None else None
             slot = self._ring.slot(group)
             if slot is None:
                 return
@@ -184,7 +185,7 @@ class PipelinedChunks:
 
     def _bring(self, layer: int) -> None:
         """Begin to copy a layer that is asked for now. Blocks and raises as `_fill`."""
-        arrived = self._open(layer) if self._placement is None else None
+        arrived = self._open(layer) if self._strides is None else None
         slot = self._ring.slot(range(layer, layer + 1))
         if slot is None:  # asked for out of order: what would be taken last makes room
             last = self._brought[next(reversed(self._brought))]
@@ -198,27 +199,26 @@ class PipelinedChunks:
         self._fill(slot, arrived)
 
     def _open(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]:
-        """Wait for a first layer, and plan by its shapes where all of them go."""
+        """Wait for a first layer, and cut the ring by its sizes."""
         arrived = self._layers.wait_layer(layer)
         check_arrived(self._decoder, self._placed, arrived)
-        strides, ring = strides_of(self._placed, arrived), self._ring
-        size = sum(strides.values())
+        strides = self._strides = strides_of(self._placed, arrived)
+        size, ring = sum(strides.values()), self._ring
         whole = self._layers.whole(strides)
         lengths = [self._num_layers * stride for stride in strides.values()]
         if whole is not None and list(map(len, whole)) == lengths:
             self._whole = whole
             self._ahead.most = group_for(size, ring.ring_bytes)
         group, num_layers = self._ahead.most, self._num_layers
-        self._placement = Placement(self._decoder, self._placed, arrived, group)
         speed, most_bytes = ring.bytes_per_s, ring.ring_bytes
         ring.cut(size, depth_for(size, speed, self._start_s, num_layers, most_bytes, group))
         return arrived
 
     def _fill(self, slot: Slot, arrived: Mapping[ChunkKey, EncodedLayer] | None = None) -> None:
         """Begin to copy a slot's layers; blocks until they are in host memory. Raises ChunkLost."""
-        assert self._placement is not None
-        strides = self._placement.strides
-        there = self._placement.parts(slot.data, len(slot.layers))
+        assert self._strides is not None, "a layer was there"
+        strides = self._strides
+        there = parts_of(slot.data, strides, len(slot.layers))
         if self._whole is not None:
             at, size = slot.layers.start, len(slot.layers)
             pairs = zip(self._whole, strides.values(), strict=True)
@@ -231,6 +231,9 @@ class PipelinedChunks:
             there = [part[: len(data)] for part, data in zip(there, here, strict=True)]
         self._ring.copy(slot, there, here)
         self._brought.update(dict.fromkeys(slot.layers, slot))
+        if self._placement is None:  # while the first bytes travel
+            assert arrived is not None, "it is the first layer"
+            self._placement = Placement(self._decoder, self._placed, arrived, self._ahead.most)
 
 
 def _place(slot: Slot, layer: int) -> tuple[int, int]:

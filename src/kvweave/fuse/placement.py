@@ -54,6 +54,11 @@ def strides_of(
     return {span.key: round_up(arrived[span.key].data.numel(), ALIGN) for span in placed}
 
 
+def parts_of(data: Tensor, strides: Mapping[ChunkKey, int], size: int) -> list[Tensor]:
+    """Each chunk's part of a buffer for `size` layers."""
+    return list(data.split_with_sizes([size * stride for stride in strides.values()]))
+
+
 class Placement:
     """The plan of one request: immutable, used by the thread that runs the pass."""
 
@@ -65,8 +70,7 @@ class Placement:
         group: int = 1,
     ) -> None:
         """For groups of up to `group` layers. `arrived` as in `strides_of`."""
-        self.strides = strides_of(placed, arrived)
-        self.num_bytes = sum(self.strides.values())  # of one layer
+        self._strides = strides_of(placed, arrived)
         self.num_tokens = sum(span.num_tokens for span in placed)
         self._device = decoder.device
         self._group_layers = group
@@ -78,10 +82,6 @@ class Placement:
             by_packing.setdefault(packing, []).append((start, span))
             start += span.num_tokens
         self._groups = [self._group(decoder, p, spans) for p, spans in by_packing.items()]
-
-    def parts(self, data: Tensor, size: int) -> list[Tensor]:
-        """Each chunk's part of a buffer for `size` layers, in the order of `strides`."""
-        return list(data.split_with_sizes([size * stride for stride in self.strides.values()]))
 
     def lay(self, data: Tensor, at: tuple[int, int], keys: Tensor, values: Tensor) -> None:
         """Write all placed tokens of one layer to their positions, keys turned.
@@ -121,8 +121,8 @@ class Placement:
 
     def _bases(self, spans: Sequence[tuple[int, Span]]) -> np.ndarray:
         """[places in groups, spans] first byte of a chunk's layer, in the order of `_number`."""
-        strides = np.array(list(self.strides.values()))
-        nth = {key: i for i, key in enumerate(self.strides)}
+        strides = np.array(list(self._strides.values()))
+        nth = {key: i for i, key in enumerate(self._strides)}
         chunks = [nth[span.key] for _, span in spans]
         first, stride = (np.cumsum(strides) - strides)[chunks], strides[chunks]
         places = [(size, i) for size in range(1, self._group_layers + 1) for i in range(size)]

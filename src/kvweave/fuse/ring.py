@@ -73,6 +73,7 @@ class Ring:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._compute: torch.cuda.Stream | None = None  # of the request that has the ring
+        self._last_read: torch.cuda.Event | None = None  # of the one that had it before
         self._data = torch.empty(0, dtype=torch.uint8)
         self._unit_bytes = 0
         self._free: list[bool] = []
@@ -88,13 +89,19 @@ class Ring:
                 self._data = torch.empty(unit_bytes * count, dtype=torch.uint8, device=self.device)
             if self._stream is not None:
                 self._data.record_stream(self._stream)
+            self._last_read = None
         self._unit_bytes = unit_bytes
         self._free = [True] * count
         self._taken = [None] * count
         self._next = 0
-        if self._stream is not None:  # earlier work may still read this memory
-            self._compute = torch.cuda.current_stream(self.device)
+        if self._stream is None:
+            return
+        self._compute = torch.cuda.current_stream(self.device)
+        if self._last_read is None:  # fresh memory: whatever was told before may still use it
             self._stream.wait_stream(self._compute)
+        else:  # but what a probe was told for this request is nothing to wait for
+            self._stream.wait_event(self._last_read)
+            self._last_read = None
 
     def slot(self, layers: range) -> Slot | None:
         """Units for a group of layers, those that have been free for longest; None: not now."""
@@ -118,9 +125,11 @@ class Ring:
             return
         began, copied = new_event(), new_event()
         with torch.cuda.stream(self._stream):
-            for taken in dict.fromkeys(self._taken[slot.units.start : slot.units.stop]):
-                if taken is not None:
+            before = None
+            for taken in self._taken[slot.units.start : slot.units.stop]:
+                if taken is not None and taken is not before:  # groups have one for all units
                     self._stream.wait_event(taken)
+                before = taken
             began.record(self._stream)
             torch._foreach_copy_(there, here, non_blocking=True)  # a loop, but not in Python
             copied.record(self._stream)
@@ -142,9 +151,15 @@ class Ring:
             self._taken[slot.units.start : slot.units.stop] = [taken] * len(slot.units)
 
     def finish(self) -> None:
-        """Wait until nothing is being copied: the bytes on the host may go after that."""
+        """Wait until nothing is being copied: the bytes on the host may go after that.
+
+        The request has given its last order that reads the ring.
+        """
         if self._stream is None:
             return
+        if self._compute is not None:
+            self._last_read = new_event(timed=False)
+            self._last_read.record(self._compute)
         self._stream.synchronize()
         timed, self._timed = self._timed, []
         seconds = sum(seconds_between(began, copied) for _, began, copied in timed)
