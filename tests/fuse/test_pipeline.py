@@ -168,7 +168,9 @@ def test_a_few_slots_at_least_and_as_many_as_arrive_before_the_pass() -> None:
     assert [depth(0.0), depth(2.5), depth(99.0), depth(math.inf)] == [3, 6, 8, 8]
     assert depth(99.0, ring_bytes=45) == 4
     assert depth(99.0, ring_bytes=1) == 2
-    assert depth_for(10, 10.0, 2.5, num_layers=32, ring_bytes=1000, group=4) == 15
+    assert (
+        depth_for(10, 10.0, 2.5, num_layers=32, ring_bytes=1000, group=4) == 1 + 2 + 4 + 4 + 4 + 3
+    )
 
 
 def test_layers_that_rows_are_chosen_by_come_first() -> None:

@@ -43,10 +43,11 @@ def depth_for(
     A link slower than compute never gets further ahead than what came before the start, and for a
     faster one a group that is read, one that is copied and one that waits keep both busy. More
     would hold memory, and make the first layer wait for orders about the last. `start_s` is how
-    long rows are chosen before the pass takes its first layer.
+    long rows are chosen before the pass takes its first layer. Groups double up to `group` layers:
+    all of those together count as the first one.
     """
     layer_s = layer_bytes / bytes_per_s
-    wanted = 3 * group + math.ceil(start_s / layer_s) if math.isfinite(start_s) else num_layers
+    wanted = 4 * group - 1 + math.ceil(start_s / layer_s) if math.isfinite(start_s) else num_layers
     return max(2, min(wanted, num_layers, ring_bytes // max(1, layer_bytes)))
 
 
