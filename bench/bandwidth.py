@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from torch import Tensor
 from bandwidth_plot import plot
 from common import finish, result_header
 from kvweave.fuse.fuse import fuse
-from kvweave.fuse.pipeline import open_source, taking_order
+from kvweave.fuse.groups import taking_order
+from kvweave.fuse.pipeline import open_source
 from kvweave.fuse.request import classify
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.stitched import Stitched
@@ -98,6 +99,9 @@ class Throttled:
     def wait_layer(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]:
         self._sleep_until(self._due[layer])
         return self._transfer.wait_layer(layer)
+
+    def whole(self, keys: Iterable[ChunkKey]) -> None:
+        """Never: layers come one by one."""
 
     def extras(self, name: str) -> Mapping[ChunkKey, memoryview]:
         self._sleep_until(self._extras_due)

@@ -1,7 +1,7 @@
 """Small worlds for tests of fusion: a tiny model, a prompt of a few chunks, and their KV."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -23,7 +23,14 @@ from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer, PackedChunk, extra_of, extra_tensor, layer_of
+from kvweave.kv.objects import (
+    EncodedLayer,
+    PackedChunk,
+    extra_of,
+    extra_tensor,
+    layer_of,
+    layers_of,
+)
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.sequence_kv import SequenceKV
 
@@ -198,6 +205,10 @@ class Packed:
 
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
         return {key: layer_of(p.header, p.memory, layer) for key, p in self.chunks.items()}
+
+    def whole(self, keys: Iterable[ChunkKey]) -> list[Tensor] | None:
+        found = [self.chunks.get(key) for key in keys]
+        return None if None in found else [layers_of(p.header, p.memory) for p in found if p]
 
     def extras(self, name: str) -> dict[ChunkKey, memoryview]:
         found = {key: extra_of(p.header, p.memory, name) for key, p in self.chunks.items()}

@@ -1,13 +1,16 @@
 """Layers through a ring: whatever order they are asked for in, what is laid is what was stored."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
 
 from fuseworld import CHUNKS, SELECTING, Packed, World, assert_same
-from kvweave.fuse.pipeline import PipelinedChunks, taking_order
+from kvweave.fuse.groups import taking_order
+from kvweave.fuse.pipeline import PipelinedChunks
 from kvweave.fuse.ring import Ring, RingPool, depth_for
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.sources import ChunkLost
@@ -28,7 +31,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @dataclass
 class Arriving(Packed):
-    """Chunks of which only the first `there` layers have arrived before anybody waits."""
+    """Chunks of which only the first `there` layers have arrived before anybody waits.
+
+    Never whole: layers come one by one. Groups are tested in test_groups.py.
+    """
 
     there: int = 99
     waited: list[int] = field(default_factory=list)
@@ -39,6 +45,9 @@ class Arriving(Packed):
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
         self.waited.append(layer)
         return super().wait_layer(layer)
+
+    def whole(self, keys: Iterable[ChunkKey]) -> None:
+        """Not yet."""
 
 
 def stored(world: World, codec: str = "raw", there: int = 99) -> Arriving:
@@ -112,11 +121,32 @@ def test_nothing_comes_ahead_before_it_may(decoder: Decoder) -> None:
     assert layers.waited[:3] == [2, 0, 1]
 
 
-def test_slots_of_one_request_are_large_enough_for_the_next() -> None:
+def test_a_ring_is_cut_anew_for_each_request() -> None:
     ring = Ring(CPU)
-    ring.slots(100, 2)
-    ring.slots(10, 5)
-    assert [len(slot.data) >= 100 for slot in ring.slots(100, 4)] == [True] * 4
+    for unit_bytes, count in ((100, 2), (10, 5), (100, 4)):
+        ring.cut(unit_bytes, count)
+        slots = [ring.slot(range(i, i + 1)) for i in range(count)]
+        assert [len(slot.data) for slot in slots if slot] == [unit_bytes] * count
+        starts = sorted(slot.data.data_ptr() for slot in slots if slot)
+        assert [b - a for a, b in pairwise(starts)] == [unit_bytes] * (count - 1)
+        assert ring.slot(range(1)) is None
+
+
+def test_a_slot_is_units_side_by_side_that_nobody_else_has() -> None:
+    ring = Ring(CPU)
+    ring.cut(10, 6)
+    taken = [ring.slot(range(n)) for n in (1, 2, 2)]
+    first, second, third = (slot for slot in taken if slot is not None)
+    assert [slot.units for slot in (first, second, third)] == [range(1), range(1, 3), range(3, 5)]
+    ring.release(first)
+    assert ring.slot(range(2)) is None, "units 0 and 5 are free, but apart"
+    last = ring.slot(range(1))
+    assert last is not None
+    assert last.units == range(5, 6), "free for longest"
+    ring.release(second)
+    group = ring.slot(range(3))
+    assert group is not None
+    assert group.units == range(3)
 
 
 def test_a_chunk_lost_on_the_way_is_named_whenever_that_happens(decoder: Decoder) -> None:
@@ -138,6 +168,9 @@ def test_a_few_slots_at_least_and_as_many_as_arrive_before_the_pass() -> None:
     assert [depth(0.0), depth(2.5), depth(99.0), depth(math.inf)] == [3, 6, 8, 8]
     assert depth(99.0, ring_bytes=45) == 4
     assert depth(99.0, ring_bytes=1) == 2
+    assert (
+        depth_for(10, 10.0, 2.5, num_layers=32, ring_bytes=1000, group=4) == 1 + 2 + 4 + 4 + 4 + 3
+    )
 
 
 def test_layers_that_rows_are_chosen_by_come_first() -> None:

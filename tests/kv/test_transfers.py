@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
+from kvweave.kv.layout import ALIGN
 from kvweave.kv.places import make_place
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
@@ -174,3 +175,31 @@ def test_a_layer_past_the_last_is_a_chunk_that_is_not_of_this_model(
             assert transfer.wait_layer(LAYERS - 1).keys() == {KEY}
             assert transfer.wait_layer(LAYERS) == {}
             assert transfer.lost == {KEY: Miss.CORRUPT}
+
+
+def test_chunks_are_whole_when_the_last_layer_is_there_and_lie_one_layer_behind_the_other(
+    tmp_path: Path,
+) -> None:
+    store, _ = open_store(slow_disk(tmp_path), delay_s=0.02)
+    with store, store.acquire([KEY]) as lease:
+        transfer = store.load(lease)
+        transfer.wait_layer(0)
+        assert transfer.whole([KEY]) is None, "the others are on their way"
+        arrived = [transfer.wait_layer(layer)[KEY] for layer in range(LAYERS)]
+        (data,) = transfer.whole([KEY]) or ()
+        stride = len(data) // LAYERS
+        for layer, encoded in enumerate(arrived):
+            assert data[layer * stride :].data_ptr() == encoded.data.data_ptr()
+        assert stride - ALIGN < len(encoded.data) <= stride
+        assert transfer.whole([KEY, make_key(1)]) is None, "nobody asked for that one"
+        transfer.lost[KEY] = Miss.CORRUPT
+        assert transfer.whole([KEY]) is None
+
+
+def test_a_chunk_in_host_memory_is_whole_at_once(tmp_path: Path) -> None:
+    with KVStore(make_config(tmp_path)) as store:
+        chunk = make_chunk(0)
+        store.save(chunk)
+        with store.acquire([KEY]) as lease:
+            (data,) = store.load(lease).whole([KEY]) or ()
+            assert bytes(data.numpy()) == bytes(chunk.view[chunk.header.layers[0].offset :])

@@ -79,10 +79,11 @@ class Drift:
 
 def _moved(request: FuseRequest, chosen: Tensor, strength: float) -> Iterator[_Moved]:
     """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
-    for span in request.spans:
-        bounds = torch.searchsorted(chosen, torch.tensor([span.start, span.end]))
-        first, last = (int(b) for b in bounds)
-        if span.state is State.REUSED and first < last:
+    reused = [span for span in request.spans if span.state is State.REUSED]
+    edges = torch.tensor([(span.start, span.end) for span in reused], dtype=torch.int64)
+    bounds: list[list[int]] = torch.searchsorted(chosen, edges).tolist()
+    for span, (first, last) in zip(reused, bounds, strict=True):
+        if first < last:
             yield _Moved(span, chosen[first:last], strength / (last - first + DOUBT))
 
 
@@ -96,8 +97,9 @@ def _all_at_once(decoder: Decoder, spans: Sequence[Span]) -> _Move:
     """For a device where many small steps cost more than the work: every row knows its chunk."""
     sizes = torch.tensor([span.num_tokens for span in spans])
     chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)  # [N]
-    row = on_device(positions_of([range(s.start, s.end) for s in spans]), decoder.device)  # [N]
-    chunk, turn = on_device(chunk, decoder.device), decoder.angles(row)
+    row = positions_of([range(s.start, s.end) for s in spans])  # [N]
+    chunk, row = on_device(torch.stack([chunk, row]), decoder.device).unbind()
+    turn = decoder.angles(row)
     return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
 
 

@@ -87,9 +87,10 @@ def fused_pass(
     ids = request.prompt_ids
     positions = torch.as_tensor(rows, dtype=torch.int64)
     assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"
-    running = _Running.of(decoder, positions)
     own_ids = torch.tensor([ids[i] for i in positions.tolist()])
-    steps = steps_of(decoder, decoder.embed(on_device(own_ids, decoder.device)))
+    there, own_ids = on_device(torch.stack([positions, own_ids]), decoder.device).unbind()
+    running = _Running(positions, there, decoder.angles(there))
+    steps = steps_of(decoder, decoder.embed(own_ids))
     projected = steps.first()
     last = decoder.spec.num_layers - 1
     counts = []
@@ -128,11 +129,6 @@ class _Running(NamedTuple):
     positions: Tensor  # [R] on the host
     on_device: Tensor  # [R] the same on the device
     angles: Angles
-
-    @classmethod
-    def of(cls, decoder: Decoder, positions: Tensor) -> "_Running":
-        there = on_device(positions, decoder.device)
-        return cls(positions, there, decoder.angles(there))
 
     def only(self, keep: Tensor, at: Tensor) -> "_Running":
         """Rows `keep`; `at` are the same on the device."""

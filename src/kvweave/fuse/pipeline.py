@@ -1,10 +1,14 @@
-"""Stored chunks on their way to a GPU: copied ahead layer by layer, laid where they belong.
+"""Stored chunks on their way to a GPU: copied ahead in groups of layers, laid where they belong.
 
     store ─► page-locked host memory ─copy stream─► ring of slots ─compute stream─► the request's KV
 
 Bytes travel as they are stored; decoding, turning and placing is one kernel. The host thread only
 gives orders: it blocks for bytes that have not reached host memory, never for the device. While it
 blocks there, what it ordered before goes on.
+
+Once all chunks lie whole in host memory a chunk's part of several layers is one copy: the first
+layer comes alone, so that the pass begins, then two, then four. Layers that are still on their way
+from a tier, or are taken out of order, come one by one.
 """
 
 import time
@@ -14,15 +18,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvweave.fuse.placement import Placement
+from kvweave.fuse.groups import Ahead, group_for, taking_order
+from kvweave.fuse.placement import Placement, parts_of, strides_of
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
 from kvweave.fuse.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
-from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.sources import ChunkSource, Layers, StoredChunks, check_arrived
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.objects import EncodedLayer
 
 
 @contextmanager
@@ -60,15 +65,6 @@ def open_source(
         RINGS.give_back(ring)
 
 
-def taking_order(needs: Needs, num_layers: int) -> list[int]:
-    """The order in which a request takes its layers: those that rows are chosen by, then the pass.
-
-    A view of the full context and choices in flight take them from the bottom up anyway.
-    """
-    first = sorted(needs.key_layers) if needs.probe in ("question", "anchors") else []
-    return [*first, *(layer for layer in range(num_layers) if layer not in first)]
-
-
 class PipelinedChunks:
     """A ChunkSource that lays its layers itself. For the thread that runs the pass.
 
@@ -94,10 +90,11 @@ class PipelinedChunks:
         self._layers = layers
         self._ring = ring
         self._num_layers = decoder.spec.num_layers
-        self._order = list(range(self._num_layers) if order is None else order)  # still to bring
+        self._ahead = Ahead(range(self._num_layers) if order is None else order)
         self._start_s = start_s
+        self._strides: dict[ChunkKey, int] | None = None  # once the first layer is there
         self._placement: Placement | None = None
-        self._free: list[Slot] = []
+        self._whole: Sequence[Tensor] | None = None  # all layers of each chunk, if all are there
         self._brought: dict[int, Slot] = {}  # layers in the ring, the next to be taken first
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.pass_began_s: float | None = None  # host clock when the lowest layer was taken
@@ -115,7 +112,7 @@ class PipelinedChunks:
         slot, placement = self._take(layer)
         if layer == 0:
             self.pass_began_s = time.perf_counter()
-        placement.lay(slot.data, keys, values)
+        placement.lay(slot.data, _place(slot, layer), keys, values)
         self._give_back(slot)
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
@@ -124,7 +121,7 @@ class PipelinedChunks:
             spec, dtype = self._decoder.spec, self._decoder.dtype
             shape = (2, placement.num_tokens, spec.num_kv_heads, spec.head_dim)
             out = LayerKV(*torch.empty(shape, dtype=dtype, device=self._decoder.device))
-        placement.unturned(slot.data, out.k, out.v)
+        placement.unturned(slot.data, _place(slot, layer), out.k, out.v)
         self._give_back(slot)
         return out
 
@@ -140,55 +137,105 @@ class PipelinedChunks:
 
     def _take(self, layer: int) -> tuple[Slot, Placement]:
         """The slot of a layer, filled as far as the current stream can see."""
+        slot = self._brought.get(layer)
+        if slot is None or slot.left == len(slot.layers):  # else the stream has waited already
+            slot = self._wait_for(layer)
+        del self._brought[layer]
+        slot.left -= 1
+        assert self._placement is not None, "a layer was brought"
+        return slot, self._placement
+
+    def _wait_for(self, layer: int) -> Slot:
         on_device = self._decoder.device.type == "cuda"
         started_s = time.perf_counter()
         if on_device:  # behind all that was ordered so far: there the device begins to wait
             began, ended = (new_event() for _ in range(2))
             began.record()
         if layer not in self._brought:
-            if layer in self._order:
-                self._order.remove(layer)
+            self._ahead.without(layer)
             self._bring(layer)
-        slot = self._brought.pop(layer)
+        slot = self._brought[layer]
         if on_device:
             self._ring.wait(slot)
             ended.record()
             self._stalls.append((began, ended))
         else:
             self._waited_s += time.perf_counter() - started_s
-        assert self._placement is not None, "a layer was brought"
-        return slot, self._placement
+        return slot
 
     def _give_back(self, slot: Slot) -> None:
+        if slot.left:
+            return
         self._ring.release(slot)
-        self._free.append(slot)
         if self._begun:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Bring the next layers, as far as they have arrived and there are slots."""
-        while self._order and (self._free or self._placement is None):
-            if not self._layers.is_ready(self._order[0]):
+        """Bring the next layers, as far as they have arrived and there is room."""
+        while self._ahead:
+            group = self._ahead.next_group()
+            if self._whole is None and not self._layers.is_ready(group.start):
                 return
-            self._bring(self._order.pop(0))
+            arrived = self._open(group.start) if self._strides is None else None
+            slot = self._ring.slot(group)
+            if slot is None:
+                return
+            self._ahead.took(group)
+            self._fill(slot, arrived)
 
     def _bring(self, layer: int) -> None:
-        """Begin to copy a layer; blocks until its bytes are in host memory. Raises ChunkLost."""
+        """Begin to copy a layer that is asked for now. Blocks and raises as `_fill`."""
+        arrived = self._open(layer) if self._strides is None else None
+        slot = self._ring.slot(range(layer, layer + 1))
+        if slot is None:  # asked for out of order: what would be taken last makes room
+            last = self._brought[next(reversed(self._brought))]
+            back = [other for other in last.layers if self._brought.get(other) is last]
+            for other in back:
+                del self._brought[other]
+            self._ahead.put_back(back)
+            self._ring.release(last)
+            slot = self._ring.slot(range(layer, layer + 1))
+            assert slot is not None, "there is room now"
+        self._fill(slot, arrived)
+
+    def _open(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]:
+        """Wait for a first layer, and cut the ring by its sizes."""
         arrived = self._layers.wait_layer(layer)
-        if self._placement is None or self._placement.offsets.keys() - arrived.keys():
-            check_arrived(self._decoder, self._placed, arrived)
-        if self._placement is None:
-            self._placement = Placement(self._decoder, self._placed, arrived)
-            size, ring = self._placement.num_bytes, self._ring
-            depth = depth_for(
-                size, ring.bytes_per_s, self._start_s, self._num_layers, ring.ring_bytes
-            )
-            self._free = ring.slots(size, depth)[:]
-        if not self._free:  # asked for out of order: what would be taken last makes room
-            last = next(reversed(self._brought))
-            self._order.insert(0, last)
-            self._free.append(self._brought.pop(last))
-        slot = self._free.pop(0)
-        offsets = self._placement.offsets
-        self._ring.copy(slot, ((at, arrived[key].data) for key, at in offsets.items()))
-        self._brought[layer] = slot
+        check_arrived(self._decoder, self._placed, arrived)
+        strides = self._strides = strides_of(self._placed, arrived)
+        size, ring = sum(strides.values()), self._ring
+        whole = self._layers.whole(strides)
+        lengths = [self._num_layers * stride for stride in strides.values()]
+        if whole is not None and list(map(len, whole)) == lengths:
+            self._whole = whole
+            self._ahead.most = group_for(size, ring.ring_bytes)
+        group, num_layers = self._ahead.most, self._num_layers
+        speed, most_bytes = ring.bytes_per_s, ring.ring_bytes
+        ring.cut(size, depth_for(size, speed, self._start_s, num_layers, most_bytes, group))
+        return arrived
+
+    def _fill(self, slot: Slot, arrived: Mapping[ChunkKey, EncodedLayer] | None = None) -> None:
+        """Begin to copy a slot's layers; blocks until they are in host memory. Raises ChunkLost."""
+        assert self._strides is not None, "a layer was there"
+        strides = self._strides
+        there = parts_of(slot.data, strides, len(slot.layers))
+        if self._whole is not None:
+            at, size = slot.layers.start, len(slot.layers)
+            pairs = zip(self._whole, strides.values(), strict=True)
+            here = [data.narrow(0, at * stride, size * stride) for data, stride in pairs]
+        else:
+            arrived = arrived or self._layers.wait_layer(slot.layers.start)
+            if strides.keys() - arrived.keys():
+                check_arrived(self._decoder, self._placed, arrived)
+            here = [arrived[key].data for key in strides]
+            there = [part[: len(data)] for part, data in zip(there, here, strict=True)]
+        self._ring.copy(slot, there, here)
+        self._brought.update(dict.fromkeys(slot.layers, slot))
+        if self._placement is None:  # while the first bytes travel
+            assert arrived is not None, "it is the first layer"
+            self._placement = Placement(self._decoder, self._placed, arrived, self._ahead.most)
+
+
+def _place(slot: Slot, layer: int) -> tuple[int, int]:
+    """How many layers the slot holds, and which of them this one is."""
+    return len(slot.layers), layer - slot.layers.start

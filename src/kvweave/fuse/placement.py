@@ -2,6 +2,9 @@
 
 Made once per request, when the shapes are known; every layer is laid by it. Chunks that stand twice
 in a prompt travel once.
+
+Layers travel in groups: of g layers, all g of the first chunk lie in front, one every stride, then
+those of the next chunk. So they lie in host memory too, and one copy brings a chunk's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +21,8 @@ from kvweave.kernels.rope import Angles
 from kvweave.kernels.unpack import Packing, Rows, unpack
 from kvweave.kv.codec import DTYPES, Codec, Grouped, GroupedFp8, Plain
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import round_up
+from kvweave.kv.layout import ALIGN, round_up
 from kvweave.kv.objects import EncodedLayer
-
-ALIGN = 256  # of every chunk in the buffer: what device copies and loads like
 
 
 def packing_of(codec: Codec, model: torch.dtype) -> Packing:
@@ -40,27 +41,39 @@ class _Group(NamedTuple):
     """Tokens whose bytes are read in one way."""
 
     packing: Packing
-    rows: Rows
+    rows: list[Rows]  # by `_number` of a layer in its group
     compact: Tensor  # [n] their numbers among all placed tokens
     turn: Angles
+
+
+def strides_of(
+    placed: Sequence[Span], arrived: Mapping[ChunkKey, EncodedLayer]
+) -> dict[ChunkKey, int]:
+    """Bytes from one layer of a chunk to its next, of each chunk in the order it first stands in
+    the prompt. `arrived` is any layer: all layers of a chunk are alike."""
+    return {span.key: round_up(arrived[span.key].data.numel(), ALIGN) for span in placed}
+
+
+def parts_of(data: Tensor, strides: Mapping[ChunkKey, int], size: int) -> list[Tensor]:
+    """Each chunk's part of a buffer for `size` layers."""
+    return list(data.split_with_sizes([size * stride for stride in strides.values()]))
 
 
 class Placement:
     """The plan of one request: immutable, used by the thread that runs the pass."""
 
     def __init__(
-        self, decoder: Decoder, placed: Sequence[Span], arrived: Mapping[ChunkKey, EncodedLayer]
+        self,
+        decoder: Decoder,
+        placed: Sequence[Span],
+        arrived: Mapping[ChunkKey, EncodedLayer],
+        group: int = 1,
     ) -> None:
-        """`arrived` is any layer: all layers of a chunk are alike."""
-        self.offsets: dict[ChunkKey, int] = {}
-        at = 0
-        for span in placed:
-            if span.key not in self.offsets:
-                self.offsets[span.key] = at
-                at = round_up(at + arrived[span.key].data.numel(), ALIGN)
-        self.num_bytes = at
+        """For groups of up to `group` layers. `arrived` as in `strides_of`."""
+        self._strides = strides_of(placed, arrived)
         self.num_tokens = sum(span.num_tokens for span in placed)
         self._device = decoder.device
+        self._group_layers = group
         by_packing: dict[Packing, list[tuple[int, Span]]] = {}
         start = 0
         for span in placed:
@@ -70,32 +83,52 @@ class Placement:
             start += span.num_tokens
         self._groups = [self._group(decoder, p, spans) for p, spans in by_packing.items()]
 
-    def lay(self, data: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write all placed tokens from `data` [num_bytes] to their positions, keys turned."""
-        for group in self._groups:
-            unpack(data, group.packing, group.rows, group.turn, keys, values)
+    def lay(self, data: Tensor, at: tuple[int, int], keys: Tensor, values: Tensor) -> None:
+        """Write all placed tokens of one layer to their positions, keys turned.
 
-    def unturned(self, data: Tensor, keys: Tensor, values: Tensor) -> None:
+        `data` holds a group; `at` is how many layers it has, and which of them this one is.
+        """
+        for group in self._groups:
+            unpack(data, group.packing, group.rows[_number(*at)], group.turn, keys, values)
+
+    def unturned(self, data: Tensor, at: tuple[int, int], keys: Tensor, values: Tensor) -> None:
         """Write them side by side into [N, Hk, D], keys as stored."""
         for group in self._groups:
-            unpack(data, group.packing, group.rows._replace(row=group.compact), None, keys, values)
+            rows = group.rows[_number(*at)]._replace(row=group.compact)
+            unpack(data, group.packing, rows, None, keys, values)
 
     def _group(
         self, decoder: Decoder, packing: Packing, spans: Sequence[tuple[int, Span]]
     ) -> _Group:
         counts = np.array([span.num_tokens for _, span in spans])
         index = np.concatenate([np.arange(count) for count in counts])
-        bases = [self.offsets[span.key] for _, span in spans]
         columns = np.stack(
             [
-                np.repeat(bases, counts),
+                np.repeat(np.arange(len(spans)), counts),
                 index,
                 np.repeat(counts, counts),
                 np.repeat([span.start for _, span in spans], counts) + index,
                 np.repeat([start for start, _ in spans], counts) + index,
             ]
         )
-        base, nth, length, row, compact = on_device(
-            torch.from_numpy(columns), self._device
-        ).unbind()
-        return _Group(packing, Rows(base, nth, length, row), compact, decoder.angles(row))
+        # one upload for both: where chunks begin depends on the group, what a token is does not
+        both = np.concatenate([columns.ravel(), self._bases(spans).ravel()])
+        there = on_device(torch.from_numpy(both), self._device)
+        nth_chunk, nth, length, row, compact = there[: columns.size].view(columns.shape).unbind()
+        bases = there[columns.size :].view(-1, len(spans)).index_select(1, nth_chunk)
+        rows = [Rows(base, nth, length, row) for base in bases.unbind()]
+        return _Group(packing, rows, compact, decoder.angles(row))
+
+    def _bases(self, spans: Sequence[tuple[int, Span]]) -> np.ndarray:
+        """[places in groups, spans] first byte of a chunk's layer, in the order of `_number`."""
+        strides = np.array(list(self._strides.values()))
+        nth = {key: i for i, key in enumerate(self._strides)}
+        chunks = [nth[span.key] for _, span in spans]
+        first, stride = (np.cumsum(strides) - strides)[chunks], strides[chunks]
+        places = [(size, i) for size in range(1, self._group_layers + 1) for i in range(size)]
+        return np.stack([size * first + i * stride for size, i in places])
+
+
+def _number(size: int, i: int) -> int:
+    """Of layer `i` of a group of `size` layers among all that there can be."""
+    return size * (size - 1) // 2 + i

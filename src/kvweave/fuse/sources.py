@@ -4,7 +4,7 @@ A source gives one layer of all placed chunks, laid behind each other in prompt 
 RoPE. It may block until the bytes are there. For the one thread that runs the pass.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -68,6 +68,8 @@ class Layers(Protocol):
     def is_ready(self, layer: int) -> bool: ...
 
     def wait_layer(self, layer: int) -> Mapping[ChunkKey, EncodedLayer]: ...
+
+    def whole(self, keys: Iterable[ChunkKey]) -> Sequence[Tensor] | None: ...
 
     def extras(self, name: str) -> Mapping[ChunkKey, memoryview]: ...
 

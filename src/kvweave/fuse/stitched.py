@@ -53,8 +53,7 @@ class Stitched:
         """Bring a layer into the buffer unless it is there. Blocks for its bytes; ChunkLost."""
         if layer in self._laid:
             return
-        if self._preamble.layers and not self._is_preamble_laid:
-            self._lay_preamble()
+        self.lay_preamble()
         keys, values = self._kv.keys(layer), self._kv.values(layer)
         if self._runs and self._lays is not None:
             self._lays.lay(layer, keys, values)
@@ -62,9 +61,12 @@ class Stitched:
             self._turn_into(keys, values, self.unturned(layer, self._memory(keys, values)))
         self._laid.add(layer)
 
-    def _lay_preamble(self) -> None:
-        """The preamble of every layer: on a GPU two orders instead of two per layer."""
+    def lay_preamble(self) -> None:
+        """The preamble of every layer, unless it is there: on a GPU two orders instead of two per
+        layer. The first layer needs it; whoever finds the device busy before that may call it."""
         stored = self._preamble.layers
+        if not stored or self._is_preamble_laid:
+            return
         end, layers = len(self._preamble.token_ids), range(len(stored))
         torch._foreach_copy_([self._kv.keys(i)[:end] for i in layers], [kv.k for kv in stored])
         torch._foreach_copy_([self._kv.values(i)[:end] for i in layers], [kv.v for kv in stored])

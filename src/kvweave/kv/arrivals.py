@@ -18,7 +18,14 @@ from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import HEAD_BYTES, Header, check_section
 from kvweave.kv.memory import Memory, new_memory
-from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, read_head
+from kvweave.kv.objects import (
+    EncodedLayer,
+    extra_of,
+    extra_tensor,
+    layer_of,
+    layers_of,
+    read_head,
+)
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
 from kvweave.kv.spans import ReadingOrder, Span
@@ -141,6 +148,15 @@ class Arrival:
         """Whether `wait_layer` would return at once, with the layer or without."""
         ready = self._ready  # entries only ever turn True; the list is replaced once, when empty
         return self._failure is not None or (layer < len(ready) and ready[layer])
+
+    def whole(self) -> Tensor | None:
+        """All layers, see `layers_of`; None while some are not there."""
+        ready = self._ready
+        if not ready or not all(ready):
+            return None
+        assert self.header is not None
+        assert self.landing is not None
+        return layers_of(self.header, self.landing.memory)
 
     def named_extra(self, name: str) -> memoryview | None:
         """A named extra, checked and read-only. Call when `wait_header` gave a header."""

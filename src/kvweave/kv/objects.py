@@ -120,6 +120,12 @@ def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
     return EncodedLayer(data, header.shape, open_codec(header.codec))
 
 
+def layers_of(header: Header, memory: Memory) -> Tensor:
+    """All layers of such an object, uint8 [n]: one behind the other, each padded to the alignment.
+    They are alike and end where the object ends, see `_checked` and layout.py."""
+    return memory.tensor[header.layers[0].offset : header.total_bytes]
+
+
 class Head(NamedTuple):
     """The front of an object, as it was read and checked."""
 

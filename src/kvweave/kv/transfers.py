@@ -10,7 +10,7 @@ from kvweave.kv.arrivals import Arrival, Patience
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of
+from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.places import Place
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
@@ -96,6 +96,8 @@ class Source(Protocol):
 
     def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
 
+    def whole(self) -> Tensor | None: ...
+
     def wait_header(self, patience: Patience) -> Header | None: ...
 
     def named_extra(self, name: str) -> memoryview | None: ...
@@ -127,6 +129,9 @@ class Resident:
         if layer >= len(self._header.layers):
             return None
         return layer_of(self._header, self._memory, layer)
+
+    def whole(self) -> Tensor | None:
+        return layers_of(self._header, self._memory)
 
     def wait_header(self, patience: Patience) -> Header | None:
         return self._header
@@ -196,6 +201,19 @@ class Transfer:
                 self.lost[key] = source.failure or Miss.CORRUPT
             else:
                 found[key] = encoded
+        return found
+
+    def whole(self, keys: Iterable[ChunkKey]) -> list[Tensor] | None:
+        """All layers of these chunks, see `objects.layers_of`; None unless every one of them is in
+        host memory. Never blocks. What is whole cannot be lost any more."""
+        assert not self._lease.released, "the lease behind this transfer was released"
+        found = []
+        for key in keys:
+            source = self._sources.get(key)
+            data = None if source is None or key in self.lost else source.whole()
+            if data is None:
+                return None
+            found.append(data)
         return found
 
     def headers(self) -> dict[ChunkKey, Header]:

@@ -58,6 +58,7 @@ class QueryAttention:
     def select(self, scene: Scene, count: int) -> Tensor:
         scores = self.scores(scene)
         scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
+        scene.stitched.lay_preamble()
         return top_positions(scores, scene.hits, count)
 
     def scores(self, scene: Scene) -> Tensor:
