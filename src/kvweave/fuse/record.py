@@ -30,7 +30,7 @@ class Stages:
     """Where the time to the first token went, in milliseconds. They do not overlap."""
 
     retrieve: float = 0.0
-    load: float = 0.0  # waiting for bytes and decoding them
+    load: float = 0.0  # waiting for bytes and decoding them; of what is joined, laying them too
     select: float = 0.0  # probe and scores, without the loading they waited for
     compute: float = 0.0  # the pass, without the loading it waited for
 
