@@ -100,8 +100,9 @@ def run_all(args: argparse.Namespace, questions: list[Question]) -> Iterator[dic
     """Values of every question, from as many processes as asked for."""
     if args.workers == 1:
         lab = Lab(args)
+        torch.backends.cuda.matmul.allow_tf32 = False
         for i, question in enumerate(questions):
-            yield lab.ask(question, check=i == 0) | {"tf32": args.tf32}
+            yield asked(lab, question, args, check=i == 0)
         return
     context = mp.get_context("spawn")
     queue = context.Queue()
@@ -133,6 +134,15 @@ def run_all(args: argparse.Namespace, questions: list[Question]) -> Iterator[dic
         raise SystemExit("a worker died (see above); --values has what was asked until then")
 
 
+def asked(lab: Lab, question: Question, args: argparse.Namespace, *, check: bool) -> dict[Key, Any]:
+    """One question's figures, and whether tf32 was on. It is from the second one on, if asked for:
+    the first is checked against `fuse`, to more digits."""
+    figures = lab.ask(question, check=check)
+    figures |= {"tf32": torch.backends.cuda.matmul.allow_tf32}  # type: ignore[dict-item]
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    return figures
+
+
 def work(number: int, args: argparse.Namespace, questions: list[Question], queue: Any) -> None:
     try:
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -143,10 +153,7 @@ def work(number: int, args: argparse.Namespace, questions: list[Question], queue
             if time.perf_counter() > stop_s:
                 break
             try:
-                figures = lab.ask(questions[i], check=i == number)
-                queue.put(figures | {"tf32": args.tf32})
-                # on from the second: the first was checked against `fuse`, to more digits
-                torch.backends.cuda.matmul.allow_tf32 = args.tf32
+                queue.put(asked(lab, questions[i], args, check=i == number))
             except torch.OutOfMemoryError as error:  # a run over the rest picks it up
                 torch.cuda.empty_cache()
                 queue.put(f"question {i}: {error}")

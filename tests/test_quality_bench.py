@@ -97,3 +97,29 @@ def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes
     assert (found["set"], found["number"]) == ("2wiki", 3)
     assert cells["isolated", "reuse", 0.0]["kl"] > 10 * abs(cells["isolated", "any", 1.0]["kl"])
     assert {"kl", "flips", "top1", "nll", "f1", "em", "work"} <= cells["-", "full", 0.0].keys()
+
+
+def test_figures_say_in_which_precision_they_were_made(
+    quality: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first question is checked against `fuse`, in full precision."""
+    import torch
+
+    used: list[bool] = []
+
+    class Asking:
+        def __init__(self, args: Namespace) -> None:
+            pass
+
+        def ask(self, question: int, *, check: bool) -> dict[Any, Any]:
+            used.append(torch.backends.cuda.matmul.allow_tf32)
+            assert check == (question == 0)
+            return {"number": question}
+
+    monkeypatch.setattr(quality, "Lab", Asking)
+    args = Namespace(workers=1, tf32=True)
+    try:
+        told = [value["tf32"] for value in quality.run_all(args, [0, 1, 2])]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert told == used == [False, True, True]

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from open_loop import arrivals, highest_rate, percentile, probe
+from throughput import WAYS, warm_requests
 
 
 def test_twice_the_rate_is_the_same_pattern_twice_as_fast() -> None:
@@ -67,3 +69,9 @@ def test_an_error_of_a_request_is_reported_and_loses_the_rate() -> None:
     seen = probe(serve, 100.0, 0.1, 60.0, range(100), seed=0)
     assert not seen.within
     assert seen.numbers()["errors"] == ["ValueError: no"]
+
+
+def test_every_way_is_warmed_alike_where_steps_are_recorded() -> None:
+    counts = {way: warm_requests(way, Namespace(device="cuda", warm=24)) for way in WAYS}
+    assert set(counts.values()) == {24}
+    assert warm_requests("full", Namespace(device="cpu", warm=24)) == 2

@@ -235,3 +235,31 @@ def test_a_held_prompt_keeps_its_logits_through_later_steps(
         assert list(other) == alone(decoder, longer)
         held.release()
         assert list(held) == alone(decoder, short)
+
+
+def test_sequences_tried_one_by_one_do_not_get_each_others_logits(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails is tried again alone, and one recording of one row would serve them all."""
+    without_kernels(monkeypatch)
+    plays = RecordedDecode.play
+    results: list[torch.Tensor] = []  # where the recording leaves its logits
+
+    def play(self: RecordedDecode, batch: Sequence[Rows]) -> Played | None:
+        if len(batch) > 1:
+            raise RuntimeError("this batch fails")
+        played = plays(self, batch)
+        if played is None:
+            return None
+        if not results:
+            results.append(torch.empty_like(played.logits))
+        return Played(results[0].copy_(played.logits), played.likeliest)
+
+    monkeypatch.setattr(Watched, "play", play)
+    requests = [plain([n], max_tokens=12, temperature=0.9, seed=n) for n in (7, 9, 11)]
+    with Engine(decoder, SMALL) as engine:
+        watched(engine, decoder)
+        assert len(tokens(engine.submit(plain([3], max_tokens=5)))) == 5
+        assert results, "a step of one row was recorded"
+        tickets = [engine.submit(request) for request in requests]
+        assert [list(t) for t in tickets] == [alone(decoder, request) for request in requests]

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from kvweave.fuse.case import Case
 from kvweave.fuse.encodings import FixedContext, Prefixes
+from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.stitched import Stitched
@@ -17,11 +18,15 @@ from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+@pytest.mark.parametrize(("variant", "at_once"), [("llama", 12), ("qwen3", 12), ("llama", 2)])
 def test_scores_of_every_layer_are_the_attention_of_transformers(
-    tmp_path: Path, variant: str
+    tmp_path: Path, variant: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One chunk right behind the preamble is exact: the probe must see what full prefill sees."""
+    """One chunk right behind the preamble is exact: the probe must see what full prefill sees.
+
+    However many layers are scored together: a deep model has more than fit at once.
+    """
+    monkeypatch.setattr(query_attention, "LAYERS_AT_ONCE", at_once)
     rng = random.Random(5)
     chunk = tuple(rng.randrange(97) for _ in range(40))
     case = Case((1, 2, 3), (chunk,), (50, 51, 52, 53, 54), (1, 4))

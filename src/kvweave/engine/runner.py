@@ -37,7 +37,8 @@ def run(
         if len(works) == 1:
             return [Ran(works[0], None, None, error)]
         log.warning("a step of %d requests failed; trying each alone: %s", len(works), error)
-        return [ran for work in works for ran in run(decoder, [work], recorded)]
+        # not from a recording: its logits would be overwritten by the next one tried
+        return [ran for work in works for ran in run(decoder, [work])]
 
 
 @torch.inference_mode()
