@@ -239,3 +239,26 @@ def test_a_held_prompt_keeps_its_logits_through_later_steps(
         assert list(other) == alone(decoder, longer)
         held.release()
         assert list(held) == alone(decoder, short)
+
+
+class OneBuffer(RecordedDecode):
+    """Results lie in the recording's memory, as on a GPU; steps of two fail."""
+
+    def play(self, batch: Sequence[Rows]) -> Played | None:
+        if len(batch) > 1:
+            raise RuntimeError("no room for two")
+        logits = self._decoder.forward(batch)
+        self.buffer = getattr(self, "buffer", torch.empty_like(logits))
+        self.buffer.copy_(logits)
+        self.num_played += 1
+        return Played(self.buffer, self.buffer.argmax(-1))
+
+
+def test_requests_tried_one_by_one_draw_from_their_own_logits(decoder: Decoder) -> None:
+    rng = random.Random(3)
+    requests = [plain(ids(rng, 9), max_tokens=20, temperature=1.5, seed=i) for i in range(2)]
+    with Engine(decoder, SMALL) as engine:
+        engine._recorded = OneBuffer(decoder, engine._placing.pool, 64)
+        tickets = [engine.submit(request) for request in requests]
+        given = [tokens(ticket) for ticket in tickets]
+    assert given == [[c.token_id for c in alone(decoder, request)] for request in requests]

@@ -37,7 +37,8 @@ def run(
         if len(works) == 1:
             return [Ran(works[0], None, None, error)]
         log.warning("a step of %d requests failed; trying each alone: %s", len(works), error)
-        return [ran for work in works for ran in run(decoder, [work], recorded)]
+        # not recorded: the results of all of them are needed, and a recording keeps only its last
+        return [ran for work in works for ran in run(decoder, [work])]
 
 
 @torch.inference_mode()
