@@ -171,3 +171,35 @@ def test_a_chunk_deleted_while_it_is_being_stored_is_not_left_behind(
     assert weave.library.store.flush()
     peek = weave.library.store.peek([encoder.exact_key(token_ids)])[0]
     assert peek.residency is Residency.ABSENT
+
+
+def test_a_conversation_does_not_bring_back_what_was_deleted(
+    world: tuple[Weave, Interrupted],
+) -> None:
+    over, _ = world
+    first = over.ask("How many pods?", conversation_id="c", k=1, sampling=GREEDY)
+    assert first.explain is not None
+    part = first.explain.chunks[0]
+    chunk = first.explain.token_ids[part.start : part.start + part.num_tokens]
+    history = [
+        {"role": "user", "content": "How many pods?"},
+        {"role": "assistant", "content": first.text},
+    ]
+
+    def brings_it() -> bool:
+        later = over.ask(
+            "And now?", conversation_id="c", history=history, k=1, reuse="prefix", sampling=GREEDY
+        )
+        assert later.explain is not None
+        ids, width = later.explain.token_ids, len(chunk)
+        return any(ids[at : at + width] == chunk for at in range(len(ids) - width + 1))
+
+    (document,) = over.library.kb.documents()
+    text = over.library.kb.search("pods", 1)[0].chunk.text
+    assert brings_it()
+    over.remove(document.id)
+    assert not brings_it(), "the history had it"
+    name = make_chunk_id(chunk)
+    assert not any(known.endswith(name) for known in names(over.engine))
+    over.ingest((document.title, text), chunk_kv=True)
+    assert brings_it(), "it is there again, and was not taken for something the history holds"

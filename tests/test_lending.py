@@ -83,6 +83,51 @@ def test_one_with_a_lease_left_is_not_closed() -> None:
     assert books.lend("b").thing.name == "b"
 
 
+def test_one_with_a_lease_left_does_not_keep_another_from_making_way() -> None:
+    books = lending(2)
+    first, second = books.lend("a"), books.lend("b")
+    first.thing.is_pinned = True
+    first.give_back()
+    second.give_back()
+    assert books.lend("c").thing.name == "c"
+    assert (first.thing.is_closed, second.thing.is_closed) == (False, True)
+
+
+def test_one_that_was_about_to_make_way_is_closed_with_the_others() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(Book):
+        def is_at_rest(self) -> bool:
+            asked.set()
+            assert go_on.wait(10)
+            return False
+
+    books: Lending[str, Slow] = Lending(Slow, 1, 30)
+    loan = books.lend("a")
+    loan.give_back()
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(books.lend, "b")
+        assert asked.wait(10)
+        books.close()
+        go_on.set()
+        with pytest.raises(EngineClosed):
+            waiting.result(timeout=10)
+    assert loan.thing.is_closed
+
+
+def test_one_that_fails_to_close_leaves_no_other_open() -> None:
+    class Stuck(Book):
+        def close(self) -> None:
+            super().close()
+            if self.name == "a":
+                raise OSError("the disk is gone")
+
+    books: Lending[str, Stuck] = Lending(Stuck, 2, 0.05)
+    loans = [books.lend(name) for name in "ab"]
+    books.close()
+    assert all(loan.thing.is_closed for loan in loans)
+
+
 def test_who_waits_gets_room_when_somebody_leaves() -> None:
     books = lending(1, wait_s=30)
     loan = books.lend("a")

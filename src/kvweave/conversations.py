@@ -4,7 +4,7 @@ A client sends what was said, not the chunks that stood in front of it. This sto
 puts them back into the history of the next prompt, in the very place and with the very ids they
 had, and leaves out of the new turn what the history holds. A message that the client cut takes its
 chunks with it: they are sent again when they are wanted again. So every chunk that was retrieved is
-in the prompt.
+in the prompt. A chunk whose document was deleted since stands in no history any more.
 
 Part of the composition root: only `prompting.py` uses it.
 """
@@ -13,7 +13,7 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,9 +21,15 @@ from kvweave.corpus.chunker import make_chunk_id
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.dedup import ChunkMap
 from kvweave.prompt import PastMessage
+from kvweave.types import ChunkId
 
 MAX_CONVERSATIONS = 10_000
 MAX_TOKENS = 8_000_000  # of all chunks remembered, 4 bytes each
+IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
+
+
+def _never(chunk_id: ChunkId, as_of: int) -> bool:
+    return False
 
 
 class _Turn(NamedTuple):
@@ -32,6 +38,12 @@ class _Turn(NamedTuple):
     number: str  # names it within its conversation
     digest: bytes  # of what the user wrote
     chunks: "tuple[array[int], ...]"
+    as_of: int = 0  # when they were found, see engine/tombstones.py
+
+    def without(self, is_gone: IsGone) -> "_Turn":
+        """The same, less the chunks that were deleted since."""
+        left = tuple(ids for ids in self.chunks if not is_gone(make_chunk_id(ids), self.as_of))
+        return self if len(left) == len(self.chunks) else self._replace(chunks=left)
 
     @property
     def num_tokens(self) -> int:
@@ -62,10 +74,11 @@ class Talk:
             return []
         return self._conversations.held(self._key, self._turns, chunks)
 
-    def sent(self, question: str, chunks: Sequence[tuple[int, ...]]) -> None:
-        """The turn went out: these chunks stood in front of this question, in this order."""
+    def sent(self, question: str, chunks: Sequence[tuple[int, ...]], as_of: int = 0) -> None:
+        """The turn went out: these chunks, found then, stood in front of this question, in this
+        order."""
         if self._conversations is not None:
-            self._conversations.add(self._key, self._turns, question, chunks)
+            self._conversations.add(self._key, self._turns, question, chunks, as_of)
 
 
 class Conversations:
@@ -85,7 +98,13 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def talk(self, tenant: str, name: str | None, past: Sequence[PastMessage]) -> Talk:
+    def talk(
+        self,
+        tenant: str,
+        name: str | None,
+        past: Sequence[PastMessage],
+        is_gone: IsGone = _never,
+    ) -> Talk:
         """The next request of a conversation whose messages so far are `past`. None has no name:
         nothing is remembered."""
         if not name:
@@ -93,7 +112,8 @@ class Conversations:
         key = f"{len(tenant)}:{tenant}{name}"  # no tenant's name can reach into another's
         with self._lock:
             known = self._turns.get(key, ())
-        found = _aligned(known, past)
+        aligned = _aligned(known, past)
+        found = {place: turn.without(is_gone) for place, turn in aligned.items()}
         messages = tuple(
             replace(message, chunks=tuple(map(tuple, found[place].chunks)))
             if place in found
@@ -114,17 +134,23 @@ class Conversations:
         with self._lock:
             parted = self._places.part(key, [turn.number for turn in turns], refs)
         names = {chunk.id for chunk in parted.in_history}
+        names &= {make_chunk_id(ids) for turn in turns for ids in turn.chunks}  # not deleted since
         return [ids for ids, ref in zip(chunks, refs, strict=True) if ref.id in names]
 
     def add(
-        self, key: str, turns: Sequence[_Turn], question: str, chunks: Sequence[tuple[int, ...]]
+        self,
+        key: str,
+        turns: Sequence[_Turn],
+        question: str,
+        chunks: Sequence[tuple[int, ...]],
+        as_of: int = 0,
     ) -> None:
         """A turn went out behind these. What stood elsewhere in the conversation was cut or edited
         away."""
         with self._lock:
             self._next += 1
             turn = _Turn(
-                str(self._next), _digest(question), tuple(array("i", ids) for ids in chunks)
+                str(self._next), _digest(question), tuple(array("i", ids) for ids in chunks), as_of
             )
             self._drop(key)
             self._turns[key] = (*turns, turn)
@@ -147,10 +173,16 @@ class Part(NamedTuple):
     whole: Conversations
     scope: str
 
-    def talk(self, tenant: str, name: str | None, past: Sequence[PastMessage]) -> Talk:
+    def talk(
+        self,
+        tenant: str,
+        name: str | None,
+        past: Sequence[PastMessage],
+        is_gone: IsGone = _never,
+    ) -> Talk:
         """As `Conversations.talk`."""
         scoped = None if not name else f"{len(self.scope)}:{self.scope}{name}"
-        return self.whole.talk(tenant, scoped, past)
+        return self.whole.talk(tenant, scoped, past, is_gone)
 
 
 def _aligned(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _Turn]:

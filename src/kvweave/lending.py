@@ -114,7 +114,7 @@ class Lending(Generic[Place, T]):
                     continue
                 idle = self._oldest_idle()
                 if idle is None:
-                    if not self._wait_for_change(give_up_s):
+                    if not self._changed.wait(max(0.0, give_up_s - time.monotonic())):
                         raise self._all_in_use()
                     continue
                 idle[1].is_closing = True
@@ -157,10 +157,10 @@ class Lending(Generic[Place, T]):
         """Lend no more and close all, lent or not: whoever still uses one fails."""
         self.stop()
         with self._changed:
-            things = [c.thing for c in self._copies.values() if c.thing and not c.is_closing]
+            copies = [(p, c.thing) for p, c in self._copies.items() if c.thing and not c.is_closing]
             self._copies.clear()
-        for thing in things:
-            thing.close()
+        for place, thing in copies:
+            _close(place, thing)
 
     # ── opening and closing ──────────────────────────────────────────────────
 
@@ -184,26 +184,30 @@ class Lending(Generic[Place, T]):
         """Close one that nobody has borrowed. False: it is needed after all."""
         thing = copy.thing
         assert thing is not None, "it is open"
+        is_at_rest = False
         try:
             is_at_rest = thing.is_at_rest()
-        except BaseException:
-            self._go_on(copy)
-            raise
+        finally:
+            if not is_at_rest:
+                self._go_on(place, copy, thing)
         if not is_at_rest:
-            self._go_on(copy)
             return False
         try:
-            thing.close()
-        except Exception:  # no fault of whoever needs the room: it is gone either way
-            log.exception("the knowledge base %s was not closed in order", place)
+            _close(place, thing)
         finally:
             self._gone(place)
         return True
 
-    def _go_on(self, copy: _Copy[T]) -> None:
+    def _go_on(self, place: Place, copy: _Copy[T], thing: T) -> None:
+        """It stays, and another is looked at before it is again."""
         with self._changed:
             copy.is_closing = False
+            was_left_out = self._copies.get(place) is not copy  # by `close`, which came meanwhile
+            if not was_left_out:
+                self._copies.move_to_end(place)
             self._changed.notify_all()
+        if was_left_out:
+            _close(place, thing)
 
     def _gone(self, place: Place) -> None:
         with self._changed:
@@ -215,10 +219,6 @@ class Lending(Generic[Place, T]):
     def _oldest_idle(self) -> tuple[Place, _Copy[T]] | None:
         """Lock is held."""
         return next(((p, copy) for p, copy in self._copies.items() if copy.is_idle), None)
-
-    def _wait_for_change(self, until_s: float) -> bool:
-        """Lock is held. False: nothing changed until then."""
-        return self._changed.wait(max(0.0, until_s - time.monotonic()))
 
     def _all_in_use(self) -> AllInUse:
         return AllInUse(f"all {self._most} knowledge bases that may be open are in use")
@@ -237,3 +237,11 @@ class Lending(Generic[Place, T]):
             if was_used and place in self._copies:
                 self._copies.move_to_end(place)
             self._changed.notify_all()
+
+
+def _close(place: object, thing: Lendable) -> None:
+    """Whoever closes it has no part in what fails: it is gone either way."""
+    try:
+        thing.close()
+    except Exception:
+        log.exception("the knowledge base %s was not closed in order", place)

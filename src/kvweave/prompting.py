@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvweave.ask import Ask, refuse_empty
-from kvweave.conversations import Conversations, Part, Talk
+from kvweave.conversations import Conversations, IsGone, Part, Talk
 from kvweave.prompt import Document, Prompt, build_prompt, chunk_text, lay_out, past_messages
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import Hit
@@ -25,19 +25,23 @@ class Prompting:
         tenant: str = "",
         find: Find | None = None,
         conversations: Conversations | Part | None = None,
+        *,
+        is_gone: IsGone,
     ) -> None:
         """`find` searches the knowledge base; None: there is none. `conversations` where they are
-        remembered elsewhere."""
+        remembered elsewhere. `is_gone`: whether a chunk that was found then was deleted since."""
         self._tokenizer = tokenizer
         self._system = system
         self._tenant = tenant
         self._find = find
         self._conversations = conversations or Conversations()
+        self._is_gone = is_gone
 
     def talk(self, ask: Ask) -> Talk:
         """What was said before, with the chunks that stood there."""
         past = past_messages(ask.history)
-        return self._conversations.talk(self._tenant_of(ask), ask.conversation_id, past)
+        tenant, name = self._tenant_of(ask), ask.conversation_id
+        return self._conversations.talk(tenant, name, past, self._is_gone)
 
     def prompt(self, ask: Ask) -> Prompt:
         """The prompt of a question over its documents, or over what a search finds."""

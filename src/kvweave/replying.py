@@ -81,7 +81,9 @@ class Replying:
                 library.encoder, max_context, asking.answers, promotion, asking.is_gone
             )
         self.ways = Ways(decoder, tokenizer, asking, library, self.seen, tenant)
-        self.prompting = Prompting(tokenizer, system, tenant, find, conversations)
+        self.prompting = Prompting(
+            tokenizer, system, tenant, find, conversations, is_gone=asking.is_gone
+        )
 
     def close(self, *, with_engine: bool) -> None:
         """Finish storing chunks, keep what was learnt of the machine."""
@@ -97,7 +99,7 @@ class Replying:
         stated, talk = self.ways.stated(ask), self.prompting.talk(ask)
 
         def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
-            note = Note(on_laid=lambda laid: talk.sent(ask.question, laid.chunks))
+            note = Note(on_laid=lambda laid: talk.sent(ask.question, laid.chunks, as_of))
             prompt = replace(self.prompting.over(chunks, ask, talk), as_of=as_of)
             return self.ways.way(prompt, ask, stated, note)
 

@@ -277,3 +277,25 @@ def test_a_neighbour_that_breaks_a_step_changes_no_fused_answer(world: World) ->
         assert answer(beside) == told[1:]
         assert decoder.broken == [True, False], "together, then the one that is to blame alone"
         at_rest(engine, world)
+
+
+def test_a_guess_counts_the_rows_it_computed_and_none_it_reused(world: World) -> None:
+    request = world.request([CHUNKS[2], CHUNKS[0]], "reuse", 0.0)
+    with Engine(world.decoder, SMALL) as engine:
+        for is_right in (True, False):
+            guess = engine.submit(request, held=True)
+            deadline_s = time.monotonic() + 30
+            while guess.timeline.prefilled_s is None and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+            if is_right:
+                guess.release()
+                assert len(answer(guess)) == 6
+            else:
+                guess.cancel()
+                assert guess.wait(30)
+            counted = guess.timeline.saved_tokens, guess.timeline.wasted_tokens
+            assert guess.record is not None
+            computed = guess.record.counts["computed"]
+            assert 0 < computed < len(request.prompt_ids)
+            assert counted == ((computed, 0) if is_right else (0, computed))
+        at_rest(engine, world)

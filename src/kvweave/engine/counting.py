@@ -55,6 +55,15 @@ def joined_record(live: Live) -> FuseRecord:
     return replace(live.woven, stages=replace(live.woven.stages, compute=compute_s * 1e3))
 
 
+def _num_computed(live: Live, kept: int) -> int:
+    """Rows of a speculation that were computed, behind `kept` tokens that the tree has. What a
+    fused one reuses was not."""
+    if live.woven is None:
+        return max(0, live.computed - kept)
+    states = live.woven.states[: live.computed]
+    return sum(state in (State.RECOMPUTED, State.COMPUTED) for state in states)
+
+
 class Counts:
     """Running numbers. Written on the engine thread, read on any."""
 
@@ -73,7 +82,7 @@ class Counts:
 
     def released(self, live: Live) -> None:
         """A speculation was right: what it had computed by now need not be waited for."""
-        saved = max(0, live.computed - live.cached)
+        saved = _num_computed(live, live.cached)
         live.ticket.timeline.saved_tokens = saved
         self.add("speculation_right")
         self.add("speculation_saved_tokens", saved)
@@ -84,7 +93,7 @@ class Counts:
         kept = live.cached
         if live.request.use_tree and live.lease is not None:
             kept = max(kept, live.lease.num_tokens)
-        wasted = max(0, live.computed - kept)
+        wasted = _num_computed(live, kept)
         live.ticket.timeline.wasted_tokens = wasted
         self.add("speculation_wrong")
         self.add("speculation_wasted_tokens", wasted)

@@ -108,7 +108,7 @@ class RecordedDecode:
         beside = next((made for made in self._recordings.values() if made is not None), None)
         try:
             made = _Recording(self._decoder, self._pool, num_rows, self._page_arrays, beside)
-        except RuntimeError as error:  # torch's word for every CUDA error
+        except Exception as error:  # CUDA's, or Triton's: its kernel is compiled here first
             self._refused = True
             log.warning("decoding cannot be recorded (%s): steps take longer", error)
             return None
