@@ -7,7 +7,7 @@ beside it and alone:
     own step   as one step of its own: stitch, choose rows, compute them, all at once
     joined     rows run in the common steps, a slice at a time (what the engine does)
 
-    python bench/beside.py
+    python bench/beside.py --out bench/results/beside-cpu.json
 
 Random tokens: nothing here depends on what they say. `gap_p95_ratio` is the first over the second.
 On a machine that others use too, `--clock cpu --threads 1` counts what the process computed instead
@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from common import report
+from common import finish, result_header
 from kvweave.engine import desk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     now = CLOCKS[args.clock]
     torch.set_num_threads(args.threads)
@@ -166,7 +168,9 @@ def main() -> None:
         table.add_row(name, *(f"{number:,.1f}" for number in numbers.values()))
     Console().print(table)
     ratio = results["own step"]["gap_ms_p95"] / results["joined"]["gap_ms_p95"]
-    report("beside", "cpu", vars(args), {"ways": results, "gap_p95_ratio": round(ratio, 2)})
+    config = {name: value for name, value in vars(args).items() if name != "out"}
+    found = {"config": config, "ways": results, "gap_p95_ratio": round(ratio, 2)}
+    finish({**result_header("beside", "cpu"), **found}, args.out)
 
 
 if __name__ == "__main__":

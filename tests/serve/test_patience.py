@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,25 @@ def test_a_body_that_stops_coming_is_a_408(chat_model_folder: Path) -> None:
         assert b" 408 " in got.split(b"\r\n")[0]
         assert b"nothing of the body came for 0.2 s" in got
         assert health(url)["running"] == 0
+
+
+def test_a_body_that_trickles_for_ever_is_a_408(chat_model_folder: Path) -> None:
+    """It never stalls for long, and would keep its place for as long as it likes."""
+    limits = Limits(body_s=0.3, body_rate=1000)
+    with serving(make_weave(chat_model_folder), limits) as url:
+        host, port = url.removeprefix("http://").split(":")
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        head += "Content-Type: application/json\r\nContent-Length: 100000\r\n\r\n{"
+        with socket.create_connection((host, int(port)), timeout=0.05) as connection:
+            connection.sendall(head.encode())
+            got, until_s = b"", time.monotonic() + 30
+            while b"bytes a second" not in got:
+                assert time.monotonic() < until_s, got
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    connection.sendall(b" ")
+                with suppress(TimeoutError):
+                    got += connection.recv(65536)
+        assert b" 408 " in got.split(b"\r\n")[0]
 
 
 def test_a_slow_answer_is_not_mistaken_for_a_slow_body(chat_model_folder: Path) -> None:

@@ -113,5 +113,5 @@ class SliceMover:
     def move(self, layer: int, fresh: Projected, kv: KVBuffer) -> None:
         """Move one layer before the slice's rows are written over it."""
         if layer not in self._moved:
-            self._moved.add(layer)
             self._drift.move(layer, self._running, fresh, kv)
+            self._moved.add(layer)

@@ -169,9 +169,12 @@ class Ring:
             self.bytes_per_s += GAIN * (size / seconds - self.bytes_per_s)
 
     def started(self, kind: str, start_s: float) -> None:
-        """A pass of this kind began so long after its bytes were asked for."""
+        """A pass of this kind began so long after its bytes were asked for.
+
+        Follows a shorter time at once: a longer one may have compiled or recorded something.
+        """
         before = self.start_s.get(kind, start_s)
-        self.start_s[kind] = before + GAIN * (start_s - before)
+        self.start_s[kind] = min(start_s, before + GAIN * (start_s - before))
 
 
 class RingPool:

@@ -17,7 +17,7 @@ UPLOADS = re.compile(r"/v1/kb/[^/]+/documents")
 
 
 class BodyLimit:
-    """ASGI middleware: a body too large raises a 413, one that stalls a 408."""
+    """ASGI middleware: a body too large raises a 413, one that stalls or trickles a 408."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app = app
@@ -29,7 +29,7 @@ class BodyLimit:
             return
         is_upload = scope["method"] == "POST" and UPLOADS.fullmatch(scope["path"])
         limit_bytes = self._limits.upload_bytes if is_upload else self._limits.body_bytes
-        body = _Body(scope, receive, limit_bytes, self._limits.body_s)
+        body = _Body(scope, receive, limit_bytes, self._limits)
 
         async def sending(message: Message) -> None:
             is_last = message["type"] == "http.response.body" and not message.get("more_body")
@@ -46,7 +46,7 @@ class BodyLimit:
 class _Body:
     """The body of one request as it arrives."""
 
-    def __init__(self, scope: Scope, receive: Receive, limit_bytes: int, wait_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limit_bytes: int, limits: Limits) -> None:
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         self._announced_bytes = int(length) if length.isdigit() else 0
@@ -54,7 +54,9 @@ class _Body:
         self._is_asked_for = headers.get(b"expect", b"").lower() == b"100-continue"
         self._receive = receive
         self._limit_bytes = limit_bytes
-        self._wait_s = wait_s
+        self._wait_s = limits.body_s
+        self._least_rate = limits.body_rate
+        self._began_s: float | None = None
         self._read_bytes = 0
         self._has_begun = False
         self._is_over = False  # all of it came, or its client left
@@ -79,7 +81,20 @@ class _Body:
             ) from None
         if self._read_bytes > self._limit_bytes:
             raise self._too_large()
+        if self._trickles():
+            raise ApiError(
+                408,
+                f"the body comes at less than {self._least_rate:,} bytes a second; send it again",
+            )
         return message
+
+    def _trickles(self) -> bool:
+        """Whether it never stalls and never ends: it would keep its place among the uploads."""
+        now_s = asyncio.get_running_loop().time()
+        if self._began_s is None:
+            self._began_s = now_s
+        behind_s = now_s - self._began_s - self._wait_s
+        return not self._is_over and self._read_bytes < self._least_rate * behind_s
 
     async def drain(self) -> None:
         """Throw away what still comes, within reason."""

@@ -1,7 +1,7 @@
 """Blocking work that is no answer: uploads, searches, embeddings. A few at once, the others wait.
 
-Writers of one knowledge base wait for each other, so they have threads of their own: a search never
-stands behind an upload.
+Writers have threads of their own: a search never stands behind an upload. Those of one knowledge
+base take turns before they take a thread, so many of them leave the threads to writers of others.
 
 A chore runs to its end even if its client has left: half an upload would help no one. Only a server
 that stops ends one in between, where nothing that was acknowledged is lost.
@@ -9,10 +9,12 @@ that stops ends one in between, where nothing that was acknowledged is lost.
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from kvweave.errors import EngineClosed
 from kvweave.serve.errors import busy
@@ -27,19 +29,25 @@ class Admission:
     def __init__(self, chores: "Chores") -> None:
         self._chores: Chores | None = chores
 
-    def begin(self, work: Callable[[], T], on_done: Callable[[], None]) -> "asyncio.Future[T]":
-        """Run `work` when its turn comes. `on_done` is called once, on some thread, when it is
-        over, failed or dropped unbegun; the result may be awaited, or left alone."""
+    def begin(
+        self, work: Callable[[], T], on_done: Callable[[], None], turn: Hashable = None
+    ) -> "asyncio.Future[T]":
+        """Run `work` when its turn comes: after all that was begun before with the same `turn`.
+
+        `on_done` is called once, on some thread, when it is over, failed or dropped unbegun; the
+        result may be awaited, or left alone.
+        """
         chores = self._chores
         assert chores is not None, "work is given once, before leaving"
-        future: Future[T] = chores._threads.submit(copy_context().run, work)
         self._chores = None
 
         def over(_: "Future[T]") -> None:
             on_done()
             chores._leave()
 
+        future: Future[T] = Future()
         future.add_done_callback(over)
+        chores._start(future, partial(copy_context().run, work), turn)
         return asyncio.shield(asyncio.wrap_future(future))
 
     def leave(self) -> None:
@@ -59,6 +67,8 @@ class Chores:
         self._threads = ThreadPoolExecutor(limits.chores, thread_name_prefix="chore")
         self._lock = threading.Lock()
         self._num_admitted = 0
+        # of every turn that somebody has, those who come after
+        self._turns: dict[Hashable, deque[tuple[Future[Any], Callable[[], object]]]] = {}
         self._stopped = threading.Event()
 
     def admit(self) -> Admission:
@@ -69,9 +79,9 @@ class Chores:
             self._num_admitted += 1
         return Admission(self)
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T], turn: Hashable = None) -> T:
         """Admit `work` or raise a 429; then its result."""
-        return await self.admit().begin(work, lambda: None)
+        return await self.admit().begin(work, lambda: None, turn)
 
     def stop(self) -> None:
         """Have work that asks (see `check`) end where it is."""
@@ -90,7 +100,46 @@ class Chores:
     async def close(self) -> None:
         """Drop what has not begun and wait for what has, which ends where it can."""
         self.stop()
+        with self._lock:
+            unbegun = [future for waiting in self._turns.values() for future, _ in waiting]
+            for waiting in self._turns.values():
+                waiting.clear()
+        for future in unbegun:
+            future.cancel()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    def _start(self, future: Future[Any], work: Callable[[], object], turn: Hashable) -> None:
+        if turn is not None:
+            with self._lock:
+                if turn in self._turns:
+                    self._turns[turn].append((future, work))
+                    return
+                self._turns[turn] = deque()
+        self._submit(future, work, turn)
+
+    def _submit(self, future: Future[Any], work: Callable[[], object], turn: Hashable) -> None:
+        try:
+            ran = self._threads.submit(self._work, future, work, turn)
+        except RuntimeError:  # closed meanwhile
+            future.cancel()
+            return
+        ran.add_done_callback(lambda ran: future.cancel() if ran.cancelled() else None)
+
+    def _work(self, future: Future[Any], work: Callable[[], object], turn: Hashable) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+        if turn is None:
+            return
+        with self._lock:
+            waiting = self._turns[turn]
+            if not waiting:
+                del self._turns[turn]
+                return
+            after = waiting.popleft()
+        self._submit(*after, turn)
 
     def _leave(self) -> None:
         with self._lock:

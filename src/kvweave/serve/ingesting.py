@@ -1,7 +1,7 @@
 """An upload while it is taken in: progress as events, then the outcome."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 from kvweave.libraries import IngestProgress, IngestReport, OnProgress
@@ -18,12 +18,13 @@ class Ingesting:
         admission: Admission,
         ingest: Callable[[OnProgress], IngestReport],
         on_done: Callable[[], None],
+        turn: Hashable,
     ) -> None:
-        """`on_done` is called once it is over, however it ended."""
+        """`on_done` is called once it is over, however it ended; `turn`: see `Admission`."""
         self._loop = asyncio.get_running_loop()
         self._latest: list[IngestProgress] = []  # one place: a slow reader hears the last alone
         self._news = asyncio.Event()
-        self._work = admission.begin(lambda: ingest(self._tell), on_done)
+        self._work = admission.begin(lambda: ingest(self._tell), on_done, turn)
         self._work.add_done_callback(self._over)
 
     async def report(self) -> IngestReport:

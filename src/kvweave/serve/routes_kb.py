@@ -66,7 +66,7 @@ def kb_routes(context: Context) -> APIRouter:
                 spool = spooled.enter_context(closing(Spool()))
                 sources = await uploads.read(request, spool)
                 ingest = partial(_ingest, context, tenant, name, sources)
-                work = Ingesting(admission, ingest, on_done=spool.close)
+                work = Ingesting(admission, ingest, spool.close, turn=(tenant, name))
                 spooled.pop_all()  # from here on it goes when the work is over
         finally:
             admission.leave()
@@ -99,8 +99,10 @@ def kb_routes(context: Context) -> APIRouter:
 
     @routes.delete("/{name}/documents/{document_id}")
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
-        remove = partial(libraries.remove, tenant_of(request), name, document_id)
-        return RemovedOut(id=document_id, chunks=await context.writing.run(remove))
+        tenant = tenant_of(request)
+        remove = partial(libraries.remove, tenant, name, document_id)
+        removed = await context.writing.run(remove, turn=(tenant, name))
+        return RemovedOut(id=document_id, chunks=removed)
 
     @routes.post("/{name}/search")
     async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
