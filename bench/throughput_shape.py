@@ -70,9 +70,8 @@ class ShapeWorld:
         longest = PREAMBLE + args.k * CHUNK_TOKENS + QUESTION + args.answer
         pool_tokens = args.pool_tokens or 32 * longest
         self._cfg = EngineConfig(pool_tokens=pool_tokens, tree_share=args.tree_share)
-        if device.type == "cuda":  # a slice of 256 rows leaves most of a GPU idle
-            # and four pools of host memory, the engine's own choice, are more than a small box has
-            self._cfg = replace(self._cfg, step_rows=2048, alone_rows=8192, host_tokens=pool_tokens)
+        if device.type == "cuda":  # four pools, the engine's own choice, are more than a box has
+            self._cfg = replace(self._cfg, host_tokens=pool_tokens)
 
     @property
     def engine(self) -> Engine:

@@ -125,3 +125,10 @@ def test_what_a_guess_saved_and_wasted_is_counted_and_said(decoder: Decoder) -> 
         assert (stats["speculation_right"], stats["speculation_wrong"]) == (1, 1)
         assert stats["speculation_saved_tokens"] == stats["speculation_wasted_tokens"] == 5
         engine.run_alone(engine.check_integrity)
+
+
+def test_steps_are_longer_where_a_short_one_leaves_the_device_idle() -> None:
+    cpu, cuda = (for_device(EngineConfig(), torch.device(d)) for d in ("cpu", "cuda"))
+    for name in ("step_rows", "alone_rows"):
+        assert getattr(cuda, name) > getattr(cpu, name)
+        assert getattr(for_device(CFG, torch.device("cuda")), name) == getattr(CFG, name)

@@ -9,10 +9,9 @@ from kvweave.errors import ConfigError
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool
 
-PAGE_TOKENS = {"cpu": 32}
-DEVICE_PAGE_TOKENS = 64  # of everything that is no CPU
-GUESS_ROWS = {"cpu": 128}
-DEVICE_GUESS_ROWS = 512
+# What is left open: on a CPU, and on everything else. `for_device` says why.
+ON_CPU = {"page_tokens": 32, "step_rows": 256, "alone_rows": 2048, "guess_rows": 128}
+ON_DEVICE = {"page_tokens": 64, "step_rows": 2048, "alone_rows": 8192, "guess_rows": 512}
 MEMORY_SHARE = 0.25  # of the memory that is there, for the pool
 MOST_POOL_TOKENS = 1 << 17  # more than this helps nobody on one device of today's size
 
@@ -21,12 +20,12 @@ MOST_POOL_TOKENS = 1 << 17  # more than this helps nobody on one device of today
 class EngineConfig:
     """How much the engine takes on at once."""
 
-    page_tokens: int | None = None  # of one page; None: what the device likes
+    page_tokens: int | None = None  # of one page; None, here and below: what the device likes
     pool_tokens: int | None = None  # room for KV of all sequences; None: a quarter of the memory
     max_running: int = 32  # sequences that are computed at once
-    step_rows: int = 256  # rows of one step while somebody decodes: bounds the gap between tokens
-    alone_rows: int = 2048  # rows of one step while nobody does
-    guess_rows: int | None = None  # of a speculation in one step; None: what the device likes
+    step_rows: int | None = None  # of a step while somebody decodes: bounds the gap between tokens
+    alone_rows: int | None = None  # of a step while nobody does
+    guess_rows: int | None = None  # of a speculation in one step
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
@@ -49,13 +48,13 @@ def for_device(cfg: EngineConfig, device: torch.device) -> EngineConfig:
     """What was left open, as the device likes it.
 
     Pages: a GPU reads those of 64 tokens within 5 % of dense KV and those of 32 up to 8 % slower
-    (docs/gpu.md); a CPU has small ones, of which less is copied. Guesses: one that turns out wrong
-    ends between two steps, so its steps should be as short as the device computes without waste
-    (128 rows on a CPU, where 64 take half as long again).
+    (docs/gpu.md); a CPU has small ones, of which less is copied. Steps: a slice of 256 rows leaves
+    most of a GPU idle. Guesses: one that turns out wrong ends between two steps, so its steps
+    should be as short as the device computes without waste (128 rows on a CPU, where 64 take half
+    as long again).
     """
-    rows = cfg.guess_rows or GUESS_ROWS.get(device.type, DEVICE_GUESS_ROWS)
-    page = cfg.page_tokens or PAGE_TOKENS.get(device.type, DEVICE_PAGE_TOKENS)
-    return replace(cfg, guess_rows=rows, page_tokens=page)
+    likes = ON_CPU if device.type == "cpu" else ON_DEVICE
+    return replace(cfg, **{name: n for name, n in likes.items() if getattr(cfg, name) is None})
 
 
 def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:

@@ -83,6 +83,9 @@ class Scheduler(Generic[S]):
         retire: Callable[[S], None],
     ) -> None:
         assert cfg.page_tokens is not None, "a config for a device says how large pages are"
+        assert cfg.step_rows is not None, "and how long steps"
+        assert cfg.alone_rows is not None, "in both cases"
+        self._step_rows, self._alone_rows = cfg.step_rows, cfg.alone_rows
         self._cfg = cfg
         self._page_tokens = cfg.page_tokens
         self._admit = admit
@@ -130,9 +133,9 @@ class Scheduler(Generic[S]):
             self._own_next = False
             return [Work(min(own, key=lambda seq: seq.arrival), 0)]
         self._own_next = True
-        left = self._cfg.alone_rows
+        left = self._alone_rows
         if any(seq.needed == 1 for seq in together):
-            left = self._cfg.step_rows
+            left = self._step_rows
         works: dict[S, int] = {}
         for seq in sorted(together, key=lambda seq: (seq.needed > 1, seq.held, seq.arrival)):
             rows = self._share(seq, left)
