@@ -257,15 +257,13 @@ def test_who_waits_for_bytes_while_others_are_computed() -> None:
 def test_how_a_fused_prompt_is_computed() -> None:
     facts = ModelFacts(3)
     sliced, in_flight = open_strategy("weave", facts), open_strategy("cacheblend", facts)
-    for lonely, arrived, copies in product((True, False), repeat=3):
-        way = way_of(in_flight, alone=lonely, arrived=arrived, copies=copies)
-        assert way is Way.WHOLE
-        way = way_of(sliced, alone=lonely, arrived=arrived, copies=copies)
-        streams = lonely and (copies or not arrived)
-        assert way is (Way.STREAMED if streams else Way.JOINED)
-    assert way_of(
-        replace(sliced, mask="bottom_right"), alone=False, arrived=True, copies=False
-    ) is (Way.WHOLE)
+    for lonely, held, arrived, copies in product((True, False), repeat=4):
+        facts_of_it = {"alone": lonely, "held": held, "arrived": arrived, "copies": copies}
+        assert way_of(in_flight, **facts_of_it) is Way.WHOLE
+        streams = lonely and (copies or not arrived or not held)
+        assert way_of(sliced, **facts_of_it) is (Way.STREAMED if streams else Way.JOINED)
+    masked = replace(sliced, mask="bottom_right")
+    assert way_of(masked, alone=False, held=False, arrived=True, copies=False) is Way.WHOLE
 
 
 def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:

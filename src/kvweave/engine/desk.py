@@ -173,6 +173,7 @@ class Desk:
         way = way_of(
             self._part(live).strategy,
             alone=self._scheduler.is_alone(live),
+            held=live.held,
             arrived=stored.has_arrived,
             copies=self._decoder.device.type == "cuda",
         )

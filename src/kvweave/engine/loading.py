@@ -31,15 +31,17 @@ class Way(StrEnum):
     WHOLE = "whole"  # so too, because it cannot be cut: the pass itself chooses its rows
 
 
-def way_of(strategy: Strategy, *, alone: bool, arrived: bool, copies: bool) -> Way:
+def way_of(strategy: Strategy, *, alone: bool, held: bool, arrived: bool, copies: bool) -> Way:
     """The way of a request that is about to take its first step.
 
-    `alone`: nobody else has anything to compute. `arrived`: its bytes are in host memory. `copies`:
-    they still have to travel to a device, which a pass overlaps.
+    `alone`: nobody else has anything to compute, and a layer that is laid when the pass gets there
+    is still in the cache. `held`: a guess, which should be able to end between two slices.
+    `arrived`: its bytes are in host memory. `copies`: they still have to travel to a device, which
+    a pass overlaps.
     """
     if not strategy.can_be_sliced:
         return Way.WHOLE
-    if alone and (copies or not arrived):
+    if alone and (copies or not arrived or not held):
         return Way.STREAMED
     return Way.JOINED
 
