@@ -1,35 +1,15 @@
 """Fused prompts whose first chunks are exact in the knowledge tree: slices answer as one pass."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from engineworld import SMALL, make_decoder, plain, with_chunks
+from engineworld import SMALL, plain, with_chunks
 from fusedworld import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest
 from kvweave.engine import desk
 from kvweave.engine.engine import Engine
 from kvweave.engine.loading import Way
-from kvweave.model.decoder import Decoder
-from kvweave.model.load import load_decoder
-from tiny_models import make_model_folder
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Decoder]:
-    """In float64, where no two logits are close, and in float32, which can be stored."""
-    root = tmp_path_factory.mktemp("fronts")
-    folder = make_model_folder(root, "llama", max_position_embeddings=512)
-    return make_decoder(folder), load_decoder(folder, device="cpu")
-
-
-@pytest.fixture
-def world(models: tuple[Decoder, Decoder], tmp_path: Path) -> Iterator[World]:
-    world = World(models[0], tmp_path, models[1])
-    yield world
-    world.store.close()
 
 
 @pytest.mark.parametrize("front", [1, 2, 3])

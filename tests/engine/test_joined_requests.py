@@ -2,21 +2,18 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from engineworld import SMALL, VOCABULARY, alone, ids, make_decoder, plain, with_chunks
+from engineworld import SMALL, VOCABULARY, alone, ids, plain, with_chunks
 from fusedworld import CHUNKS, PREAMBLE, World, answer, at_rest, shuffled
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.model.decoder import Decoder, Rows
-from kvweave.model.load import load_decoder
 from serving import GatedDecoder
-from tiny_models import make_model_folder
 
 SLICED = ["reuse", "weave", "fusionrag", "qcfuse", "epic", "prophetkv", "random"]
 LONG = [*CHUNKS, CHUNKS[2], CHUNKS[0], CHUNKS[2]]  # 87 tokens
@@ -32,21 +29,6 @@ class Watched(Decoder):
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         self.passes.append([len(rows.positions) for rows in batch])
         return super().forward(batch)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Decoder]:
-    """The same in float64, where no two logits are close, and in float32, which can be stored."""
-    root = tmp_path_factory.mktemp("joined")
-    folder = make_model_folder(root, "llama", max_position_embeddings=512)
-    return make_decoder(folder), load_decoder(folder, device="cpu")
-
-
-@pytest.fixture
-def world(models: tuple[Decoder, Decoder], tmp_path: Path) -> Iterator[World]:
-    world = World(models[0], tmp_path, models[1])
-    yield world
-    world.store.close()
 
 
 def make_request(world: World, rng: random.Random) -> EngineRequest:
