@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from engineworld import make_decoder
 from fuseworld import CHUNKS, SELECTING, Prefilled, World, assert_same_kv, full_prefill, make_ids
+from kvweave.fuse.drift import Drift
+from kvweave.fuse.prepared import SliceMover
 from kvweave.model.decoder import Decoder, Rows, _PagedAccess
 from kvweave.model.paged_kv import PagedKV
 from slices import InPages, make_pool
@@ -137,3 +139,20 @@ def test_what_chooses_in_flight_cannot_be_sliced(decoder: Decoder, name: str) ->
 def test_everything_else_can_be_sliced(decoder: Decoder) -> None:
     world = World(decoder)
     assert all(world.strategy(name).can_be_sliced for name in SLICED)
+
+
+def test_a_layer_whose_move_failed_is_moved_when_the_slice_runs_again() -> None:
+    moved: list[int] = []
+
+    class Once:
+        def move(self, layer: int, *_: object) -> None:
+            moved.append(layer)
+            if len(moved) == 1:
+                raise RuntimeError("no memory")
+
+    mover = SliceMover(cast(Drift, Once()), [0])
+    with pytest.raises(RuntimeError):
+        mover.move(1, None, None)  # type: ignore[arg-type]
+    for _ in range(2):
+        mover.move(1, None, None)  # type: ignore[arg-type]
+    assert moved == [1, 1], "again once it failed, never once it was done"
