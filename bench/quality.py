@@ -34,7 +34,7 @@ SETS = ("2wiki", "hotpot", "musique")
 RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
 STRATEGIES = (
     "random", "stride", "epic", "cacheblend", "cacheblend-k", "kvshare", "cachecraft", "fusionrag",
-    "fusionrag-code", "prophetkv", "qcfuse", "weave",
+    "fusionrag-code", "prophetkv", "qcfuse", "weave", "weave-deep",
 )  # fmt: skip
 
 

@@ -61,9 +61,14 @@ def change(path: Path, **changes: object) -> None:
 
 
 def test_another_format_is_refused_with_the_way_out(path: Path) -> None:
-    change(path, format=3)
-    with pytest.raises(ConfigError, match="has format 3, this kvweave reads 2; make it again with"):
+    change(path, format=4)
+    with pytest.raises(ConfigError, match="has format 4, this kvweave reads 3; make it again with"):
         load(path)
+
+
+def test_tables_of_another_weave_are_not_read(path: Path) -> None:
+    change(path, format=2)
+    assert load(path) == profiles.replace(PROFILE, calibration=())
 
 
 def test_of_format_1_the_layers_are_read_and_the_tables_are_not(path: Path) -> None:

@@ -27,7 +27,7 @@ from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.query_attention import QueryAttention
-from kvweave.fuse.selectors.weave import weave
+from kvweave.fuse.selectors.weave import weave, weave_deep
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
@@ -39,7 +39,7 @@ from kvweave.model.sequence_kv import SequenceKV
 from tiny_models import make_model_folder
 
 NUM_LAYERS = 6
-QUERY_AWARE = ["fusionrag", "fusionrag-code", "prophetkv", "qcfuse", "weave"]
+QUERY_AWARE = ["fusionrag", "fusionrag-code", "prophetkv", "qcfuse", "weave", "weave-deep"]
 LONG = make_ids(8, 12, 20, 5, 31, 8)
 
 
@@ -216,7 +216,7 @@ def test_strategies_keep_their_names_and_default_ratios() -> None:
     special = {"full": 0.0, "prefix": 0.0, "reuse": 0.0, "cachecraft": 0.3, "prophetkv": 0.2}
     special |= {"qcfuse": 0.5}
     assert {n: s.ratio for n, s in opened.items()} == {n: special.get(n, 0.15) for n in NAMES}
-    assert [n for n, s in opened.items() if s.drift] == ["weave"]
+    assert [n for n, s in opened.items() if s.drift] == ["weave", "weave-deep"]
     assert [opened[n].reuses for n in ("full", "prefix", "reuse")] == ["none", "exact", "all"]
     assert [n for n, s in opened.items() if s.selector is None] == ["full", "prefix", "reuse"]
 
@@ -235,7 +235,8 @@ def test_selectors_say_what_they_need() -> None:
     assert needs["fusionrag-code"] == needs["fusionrag"]
     assert needs["prophetkv"] == Needs("full", 5, every)
     assert needs["qcfuse"] == Needs("anchors", 4, (1, 2, 4), extras=("anchors:kvzip",))
-    assert needs["weave"] == Needs("full", 5, (4, 5))
+    assert needs["weave"] == Needs("preamble", 4, (4,))
+    assert needs["weave-deep"] == Needs("full", 4, (4,))
 
 
 # ── positions alone ─────────────────────────────────────────────────────────────────────────────
@@ -452,9 +453,10 @@ def test_inter_attention_of_another_length_is_not_used(world: World) -> None:
 
 @torch.inference_mode()
 def question_states(
-    world: World, context: bool, start: int | None = None, rows: range | None = None
+    world: World, context: bool | int, start: int | None = None, rows: range | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Turned q and k of the question at every layer, over stitched KV or alone; dense."""
+    """Turned q and k of the question at every layer, over stitched KV, its first `context` tokens
+    or alone; dense."""
     decoder, request = world.decoder, world.request
     rows = rows or range(request.question_start, len(request.prompt_ids))
     at = torch.tensor(rows) if start is None else torch.arange(start, start + len(rows))
@@ -466,7 +468,7 @@ def question_states(
         q, k, v = decoder.qkv(layer, h)
         q, k = rotate(q, angles), rotate(k, angles)
         states.append((q, k))
-        end = request.question_start if context else 0
+        end = request.question_start if context is True else int(context)
         keys = torch.cat([laid.keys(layer)[:end], k])
         values = torch.cat([laid.values(layer)[:end], v])
         group = q.shape[1] // k.shape[1]
@@ -514,19 +516,37 @@ def test_prophetkv_sums_attention_over_the_full_context_and_all_layers(world: Wo
     torch.testing.assert_close(ours.double(), want[world.request.hits], atol=1e-4, rtol=1e-4)
 
 
-def test_weave_looks_from_the_whole_question_at_the_chunks_in_the_upper_third(
-    world: World,
+@pytest.mark.parametrize("preamble", [[], [1, 2, 3]])
+@pytest.mark.parametrize("deep", [False, True])
+def test_weave_looks_from_the_whole_question_at_the_chunks_two_thirds_up(
+    decoder: Decoder, deep: bool, preamble: list[int]
 ) -> None:
+    """Over the preamble or the full context, and by score per cost."""
+    world = World(decoder, preamble=preamble, chunks=LONG, asked=(1, 4))
     laid, end = world.laid_by_hand(), world.request.question_start
-    states = question_states(world, context=True)
-    want = torch.zeros(end, dtype=torch.float64)
-    for layer in (4, 5):
-        q, k = states[layer]
-        want += attention(
-            world, q, k, laid.keys(layer)[:end], slice(0, len(QUESTION)), "context"
-        ).sum((0, 1))
-    ours = weave(NUM_LAYERS).scores(world.scene())
+    states = question_states(world, context=deep or len(preamble))
+    q, k = states[4]
+    seen = attention(world, q, k, laid.keys(4)[:end], slice(0, len(QUESTION)), "context")
+    cost = 1 + torch.arange(end) / len(world.request.prompt_ids)
+    want = seen.sum((0, 1)) / cost
+    ours = (weave_deep if deep else weave)(NUM_LAYERS).scores(world.scene())
     torch.testing.assert_close(ours.double(), want[world.request.hits], atol=1e-4, rtol=1e-4)
+
+
+def test_weave_searches_in_a_sixth_of_the_layers_from_two_thirds_on() -> None:
+    assert [weave(n).layers for n in (1, 2, 3, 6)] == [(0,), (1,), (2,), (4,)]
+    assert weave(30).layers == (20, 21, 22, 23, 24)
+    assert weave_deep(32).layers == (22, 23, 24, 25, 26)
+
+
+def test_of_rows_looked_at_alike_the_cheaper_one_is_recomputed(world: World) -> None:
+    """Every stored key is the same and turned by nothing the question sees: only cost differs."""
+    selector = replace(weave(NUM_LAYERS), late=1.0)
+    scene = changed(world, lambda _, kv: LayerKV(torch.zeros_like(kv.k), kv.v)).scene()
+    plain = replace(selector, late=0.0).scores(scene)
+    torch.testing.assert_close(plain, plain[:1].expand_as(plain))
+    assert selector.select(scene, 7).tolist() == scene.hits[:7].tolist()
+    assert bool((selector.scores(scene).diff() < 0).all())
 
 
 def test_fusionrag_probes_the_question_alone_and_scores_each_chunk_by_itself(
@@ -645,7 +665,7 @@ def test_qcfuse_takes_the_three_best_layers_of_the_profile() -> None:
     assert qcfuse([3]).layers == (3,)
 
 
-@pytest.mark.parametrize("view", ["question", "anchors", "full"])
+@pytest.mark.parametrize("view", ["question", "preamble", "anchors", "full"])
 def test_a_probe_needs_nothing_of_the_layers_above_the_scored_one(world: World, view: str) -> None:
     selector = QueryAttention(view=view, layers=(2,))  # type: ignore[arg-type]
     nan = torch.tensor(torch.nan)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvweave.fuse.case import Case
     from kvweave.qa import Record
 
-STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave"
+STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave,weave-deep"
 RATIOS = "0.05,0.15,0.3,0.5"
 MIN_CONTEXT_TOKENS = 2000  # of a sample for critical layers
 

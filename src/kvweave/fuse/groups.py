@@ -25,7 +25,7 @@ def taking_order(needs: Needs, num_layers: int) -> list[int]:
 
     A view of the full context and choices in flight take them from the bottom up anyway.
     """
-    first = sorted(needs.key_layers) if needs.probe in ("question", "anchors") else []
+    first = sorted(needs.key_layers) if needs.probe not in ("none", "full") else []
     return [*first, *(layer for layer in range(num_layers) if layer not in first)]
 
 

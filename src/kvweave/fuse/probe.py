@@ -4,7 +4,8 @@ What a query-aware selector wants to know is which context tokens the question l
 differ in how much of the context the question's own hidden states have seen on their way up:
 
     "question"   nothing: the question alone
-    "anchors"    a few stored tokens of every chunk, and the preamble
+    "preamble"   the preamble
+    "anchors"    the preamble and a few stored tokens of every chunk
     "full"       everything that is stitched
 
 Queries at layer l need context KV of the layers below l only.

@@ -20,9 +20,10 @@ from kvweave.fuse.calibration import Cell, Table
 from kvweave.fuse.layer_profile import LayerProfile
 from kvweave.fuse.strategy import ModelFacts
 
-FORMAT = 2
-# Tables of format 1 do not say what stood in front of the chunks: no gate could trust them.
-WITHOUT_CONTEXTS = 1
+FORMAT = 3
+# Of these the layers are read and the tables are not: no gate could trust them. Format 1 does not
+# say what stood in front of the chunks, and the `weave` of format 2 chose other rows.
+OLD_TABLES = (1, 2)
 SHORT = 12  # characters of the fingerprint in the name of a packaged profile
 Data = TypeVar("Data")
 
@@ -125,7 +126,7 @@ def _parse(name: str, text: str, weights: str, tokenizer: str) -> Profile:
         version = found.pop("format")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{name} is no profile of kvweave; delete it, then {again}") from error
-    if version == WITHOUT_CONTEXTS:
+    if version in OLD_TABLES:
         found["calibration"] = []
     elif version != FORMAT:
         raise ConfigError(f"{name} has format {version}, this kvweave reads {FORMAT}; {again}")

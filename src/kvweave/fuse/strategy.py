@@ -24,7 +24,7 @@ from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
-from kvweave.fuse.selectors.weave import weave
+from kvweave.fuse.selectors.weave import weave, weave_deep
 
 AnySelector = Selector | InFlightSelector
 
@@ -91,8 +91,9 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
     "prophetkv": (lambda facts: prophetkv(facts.num_layers), 0.20),
     "qcfuse": (_qcfuse, 0.50),
     "weave": (lambda facts: weave(facts.num_layers), 0.15),
+    "weave-deep": (lambda facts: weave_deep(facts.num_layers), 0.15),
 }
-_DRIFT = {"weave": STRENGTH}
+_DRIFT = {"weave": STRENGTH, "weave-deep": STRENGTH}
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
 NEEDS_PROFILE = frozenset({"qcfuse"})  # cannot be opened without the critical layers
 

@@ -28,7 +28,7 @@ from kvweave.fuse.stitched import Stitched
 class Needs:
     """What must be there before rows are chosen. The planner prices it."""
 
-    probe: Literal["none", "question", "anchors", "full"] = "none"
+    probe: Literal["none", "question", "preamble", "anchors", "full"] = "none"
     probe_depth: int = 0  # the probe runs through this many layers
     key_layers: tuple[int, ...] = ()  # stored keys of the hits that scoring reads
     value_layers: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvweave.fuse.probe import ContextView, NoContext, Probed, Whole, probe
 from kvweave.fuse.protocol import Projected
+from kvweave.fuse.request import State
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, top_positions
 from kvweave.fuse.stitched import positions_of
@@ -22,7 +23,7 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 
-View = Literal["question", "anchors", "full"]
+View = Literal["question", "preamble", "anchors", "full"]
 # Scored together, fewer for long questions: where a chunk is missing the keys of all are copied,
 # and what the question sees of itself is held for all.
 LAYERS_AT_ONCE, FEW_ROWS = 12, 128
@@ -45,6 +46,8 @@ class QueryAttention:
         "user"  # whose rows count: the user's words or the whole question
     )
     anchors: str = "kvzip"  # which anchors the "anchors" view takes
+    # a row at the end of the prompt counts for 1 / (1 + late) of one at its front: it costs more
+    late: float = 0.0
 
     def needs(self, num_layers: int) -> Needs:
         layers = resolve_layers(self.layers, num_layers)
@@ -63,7 +66,8 @@ class QueryAttention:
 
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
-        return reduce(self.layer_scores(scene), self.over_layers, dim=0)
+        scores = reduce(self.layer_scores(scene), self.over_layers, dim=0)
+        return scores / _cost(scene, self.late, scores.device) if self.late else scores
 
     def layer_scores(self, scene: Scene) -> Tensor:
         """Score of every hit at each of `layers`, ascending: [layers, H] float32. One probe."""
@@ -90,7 +94,7 @@ class QueryAttention:
         if self.view == "full":
             return FullView(scene)
         deepest = max(resolve_layers(self.layers, scene.decoder.spec.num_layers))
-        return AnchorView(scene, self.anchors, deepest)
+        return AnchorView(scene, self.anchors if self.view == "anchors" else None, deepest)
 
     def _columns(self, scene: Scene, layers: Sequence[int], probed: Mapping[int, Probed]) -> Tensor:
         """Scores of all placed tokens at some layers, [layers, N]."""
@@ -121,6 +125,14 @@ class QueryAttention:
         before = [scene.stitched.preamble(layer) for layer in layers]
         front = [kv.k for kv in before if kv is not None]
         return [(own, seen), (front, None)] if front else [(own, seen)]
+
+
+def _cost(scene: Scene, late: float, device: torch.device) -> Tensor:
+    """[H]: what each hit costs to recompute, one at position 0 being 1. Made on the device: a table
+    from the host would wait for the layers that are being copied."""
+    runs = scene.request.runs(State.REUSED)
+    where = [torch.arange(run.start, run.stop, device=device) for run in runs]
+    return 1 + late / len(scene.request.prompt_ids) * torch.cat(where)
 
 
 class FullView:

@@ -1,16 +1,39 @@
-"""kvweave's own: what the whole question looks at, high up, among the chunks alone.
+"""kvweave's own: what the whole question looks at, two thirds up, among the chunks alone.
 
-The probe sees the full stitched context; attention of every question row counts, the chat header
-before the answer included, because that is where the answer starts from; the upper third of the
-layers, where a question has become a search; softmax over the chunks only, so that what the
-preamble soaks up does not matter. The rest of each chunk is then moved along with the rows that
-were recomputed (see drift.py). docs/fusion.md tells how this was found and what was tried.
+Attention of every question row counts, the chat header before the answer included, because that is
+where the answer starts from; the layers right above two thirds of the model, where a question has
+become a search; softmax over the chunks only, so that what the preamble soaks up does not matter.
+Rows are chosen by score per cost: one at the end of the prompt sees twice the keys of one in the
+middle. The rest of each chunk is then moved along with the recomputed rows (see drift.py).
+
+    weave        the question sees the preamble alone on its way up: choosing rows needs the stored
+                 keys of a few layers, and the pass streams behind
+    weave-deep   it sees the full stitched context: better rows, but most layers must be there first
+
+docs/fusion.md tells how this was found and what was tried.
 """
 
 from kvweave.fuse.selectors.query_attention import QueryAttention
 
+# A row at the end of a prompt costs about twice one at its front (products with weights are the
+# same for both, attention is not) and must be looked at twice as much to be worth it.
+LATE = 1.0
+
 
 def weave(num_layers: int) -> QueryAttention:
-    """Attention in the upper third of the layers."""
-    layers = tuple(range(num_layers - max(1, num_layers // 3), num_layers))
-    return QueryAttention(view="full", layers=layers, normaliser="context", asks="all")
+    return QueryAttention(
+        view="preamble", layers=_search_layers(num_layers), normaliser="context", asks="all",
+        late=LATE,
+    )  # fmt: skip
+
+
+def weave_deep(num_layers: int) -> QueryAttention:
+    return QueryAttention(
+        view="full", layers=_search_layers(num_layers), normaliser="context", asks="all", late=LATE
+    )
+
+
+def _search_layers(num_layers: int) -> tuple[int, ...]:
+    """A sixth of the layers, from two thirds on."""
+    first = num_layers - max(1, num_layers // 3)
+    return tuple(range(first, first + max(1, num_layers // 6)))
