@@ -56,7 +56,7 @@ class Engine:
         `price` brings a measured one."""
         self.cfg = for_device(cfg or EngineConfig(), decoder.device)
         self._decoder = decoder
-        self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s)
+        self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s, self._post)
         self._recorded = open_recorded(decoder, self._placing.pool, self.cfg.recorded_rows)
         self._scheduler: Scheduler[Live] = Scheduler(
             self.cfg,
@@ -145,6 +145,7 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
+            **self._placing.prefixes.copy_stats(),
             **self._desk.counts.snapshot(),
         }
 
@@ -175,6 +176,7 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._loading.close()
+        self._placing.prefixes.close()
 
     def __enter__(self) -> "Engine":
         return self
