@@ -222,6 +222,8 @@ def test_a_weave_that_fails_fails_alone(
         beside = engine.submit(good)
         with pytest.raises(RuntimeError, match="no weaving today"):
             list(engine.submit(world.request(CHUNKS, strategy)))
+        stats = engine.stats()
+        assert [stats[f"fused_{how}"] for how in ("begun", *Way)] == [1, 0, 0, 0]
         assert list(beside) == alone(world.decoder, good)
         at_rest(engine, world)
 

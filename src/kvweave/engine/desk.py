@@ -127,7 +127,10 @@ class Desk:
         if ran.error is not None:
             self.end(live.ticket, ran.error)
             return
+        was_woven = live.sparse is None
         live.advance(ran.work.num_rows)
+        if not was_woven and live.sparse is None:
+            self.counts.add(f"fused_{Way.JOINED}")
         self._placing.offer(live)
         live.ticket.timeline.stepped(seconds, shared)
         if ran.logits is None:
@@ -145,6 +148,7 @@ class Desk:
             stored = live.stored or self._open(live)
             try:
                 way = self._way(live, stored)
+                self.counts.add("fused_begun")
                 if way is Way.JOINED:
                     prepared, record = prepare(self._decoder, live, stored, self._placing)
                 else:
@@ -164,21 +168,20 @@ class Desk:
             self._placing.prepared(live, prepared)
             return
         self._placing.woven(live)
+        self.counts.add(f"fused_{way}")
         if live.ticket.record is None:
             live.ticket.record = live.woven
         if live.known == live.prompt_len:  # else it was preempted while it answered
             self._answer(live, prefilled.logits)
 
     def _way(self, live: Live, stored: StoredPrompt) -> Way:
-        way = way_of(
+        return way_of(
             self._part(live).strategy,
             alone=self._scheduler.is_alone(live),
             held=live.held,
             arrived=stored.has_arrived,
             copies=self._decoder.device.type == "cuda",
         )
-        self.counts.add(f"fused_{way}")
-        return way
 
     def _open(self, live: Live) -> StoredPrompt:
         return self._loading.open(self._part(live))
