@@ -28,7 +28,9 @@ from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.tombstones import Tombstones
 from kvweave.errors import EngineClosed
+from kvweave.fuse import captured_probe, recorded_layers
 from kvweave.fuse.encode import Prefix
+from kvweave.kernels.recording import count_refusals
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import open_recorded
@@ -58,6 +60,9 @@ class Engine:
         self._decoder = decoder
         self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s, self._post)
         self._recorded = open_recorded(decoder, self._placing.pool, self.cfg.recorded_rows)
+        # of what fused prompts play; those of decoding go with `_recorded`
+        both = recorded_layers.recordings_of(decoder), captured_probe.recordings_of(decoder)
+        self._fused_refusals = [recordings.refusals for recordings in both]
         self._scheduler: Scheduler[Live] = Scheduler(
             self.cfg,
             self._placing.lengths,
@@ -136,6 +141,7 @@ class Engine:
         """How full the engine is, and what it has done since it was made. Any thread; the numbers
         of a moment, perhaps not of the same one."""
         pages, scheduler = self._placing.pages, self._scheduler
+        decoding = [] if self._recorded is None else [self._recorded.refusals]
         return {
             "pages_used": pages.num_used,
             "pages_free": pages.num_free,
@@ -146,6 +152,7 @@ class Engine:
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._placing.prefixes.copy_stats(),
+            **count_refusals([*self._fused_refusals, *decoding]),
             **self._desk.counts.snapshot(),
         }
 
