@@ -69,6 +69,7 @@ class Engine:
             self._placing.admit,
             self._placing.grow,
             self._placing.retire,
+            lambda live: self._desk.loads_again(live),
         )
         self._loading = Loading(decoder.spec.num_layers, self._post)
         self._desk = Desk(decoder, self._scheduler, self._placing, self._loading)
