@@ -8,6 +8,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 from engineworld import SMALL, alone, ids, with_chunks
+from kvweave.engine import leaving as leaving_module
 from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
+from kvweave.engine.leaving import CudaLink
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Prefixes, guessed_cost_s
+from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -246,6 +250,55 @@ def test_a_device_that_takes_no_orders_loses_a_node_and_no_page(world: World) ->
     assert (len(world.prefixes.tree), world.stats()) == (1, [0, 0, 1, 0])
     assert world.pages.num_free == NUM_PAGES - 2
     world.check()
+
+
+class Moment:
+    """As torch.cuda.Event, where everything happens when it is ordered."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.is_recorded = False
+
+    def record(self, stream: object) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded, "nothing to wait for"
+
+
+class Stream:
+    def __init__(self, device: torch.device) -> None:
+        self.behind: list[Moment] = []
+
+    def wait_event(self, moment: Moment) -> None:
+        assert moment.is_recorded
+        self.behind.append(moment)
+
+    def synchronize(self) -> None:
+        assert self.behind, "it did not wait for what was marked"
+
+
+@pytest.mark.parametrize("size_bytes", [1, 99, 100, 101, 250, 1000])
+def test_bytes_pass_through_two_pieces_and_none_is_overwritten_before_it_is_home(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    for name, stand_in in (("Event", Moment), ("Stream", Stream), ("stream", nullcontext)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    made: list[int] = []
+
+    def unlocked(size: int, *, pinned: bool) -> Memory:
+        made.append(size)
+        assert pinned
+        return new_memory(size, pinned=False)
+
+    monkeypatch.setattr(leaving_module, "new_memory", unlocked)
+    link = CudaLink(torch.device("cpu"), piece_bytes=100)
+    for _ in range(2):
+        source = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
+        home = torch.zeros_like(source)
+        link.carry(source, home, link.mark())
+        assert home.equal(source)
+    assert made == [100, 100], "made once"
 
 
 class SlowLink(GatedLink):
