@@ -54,7 +54,25 @@ def test_the_one_unused_for_longest_makes_way() -> None:
     books.lend("c").give_back()
     assert (first.thing.is_closed, second.thing.is_closed) == (False, True)
     assert books.lend("a").thing is first.thing, "it never went"
-    assert books.counts() == (2, 1, 3, 1)
+    assert books.counts() == (2, 1, 3, 1, 0)
+
+
+def test_one_that_is_not_closed_in_order_makes_way_all_the_same_and_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Torn(Book):
+        def close(self) -> None:
+            super().close()
+            raise OSError("the disk is gone")
+
+    books: Lending[str, Book] = Lending(Torn, 1, 0.05)
+    books.lend("a").give_back()
+    books.lend("b").give_back()
+    assert books.counts() == (1, 0, 2, 1, 1)
+    books.close()
+    assert books.counts().close_failures == 2
+    assert caplog.text.count("not closed in order") == 2
+    assert "the disk is gone" in caplog.text
 
 
 def test_what_is_lent_never_closes_and_who_finds_all_in_use_is_refused() -> None:
@@ -147,7 +165,7 @@ def test_what_cannot_be_opened_takes_no_room() -> None:
     for name in "ab":
         with pytest.raises(ConfigError, match=f"no {name}"):
             books.lend(name)
-    assert books.counts() == (0, 0, 0, 0)
+    assert books.counts() == (0, 0, 0, 0, 0)
 
 
 def test_after_closing_nothing_is_lent() -> None:
@@ -273,6 +291,7 @@ def test_an_answer_in_the_making_keeps_its_knowledge_base_open(libraries: Librar
     assert float(lines["kvweave_kb_open"]) == float(lines["kvweave_kb_open_most"]) == 2
     assert float(lines["kvweave_kb_in_use"]) == 0, "every answer gave it back"
     assert float(lines["kvweave_kb_closed_total"]) >= 5
+    assert float(lines["kvweave_kb_close_failures_total"]) == 0
     assert float(lines["kvweave_kb_host_most_bytes"]) == 8 * MIB
 
 

@@ -49,6 +49,7 @@ class Counts(NamedTuple):
     in_use: int
     opened: int
     closed: int
+    close_failures: int  # closed, and not in order
 
 
 class _Copy(Generic[T]):
@@ -93,7 +94,7 @@ class Lending(Generic[Place, T]):
         self._changed = threading.Condition()  # guards the rest; never held for long
         self._copies: OrderedDict[Place, _Copy[T]] = OrderedDict()  # used last, last
         self._closed = False
-        self._num_opened = self._num_closed = 0
+        self._num_opened = self._num_closed = self._num_close_failures = 0
 
     def lend(self, place: Place) -> Loan[T]:
         """A loan, for which the knowledge base is opened if it is not. Raises AllInUse if there is
@@ -145,7 +146,8 @@ class Lending(Generic[Place, T]):
         with self._changed:
             copies = list(self._copies.values())
             in_use = sum(copy.num_loans > 0 for copy in copies)
-            return Counts(len(copies), in_use, self._num_opened, self._num_closed)
+            done = self._num_opened, self._num_closed, self._num_close_failures
+            return Counts(len(copies), in_use, *done)
 
     def stop(self) -> None:
         """Lend no more."""
@@ -160,7 +162,7 @@ class Lending(Generic[Place, T]):
             copies = [(p, c.thing) for p, c in self._copies.items() if c.thing and not c.is_closing]
             self._copies.clear()
         for place, thing in copies:
-            _close(place, thing)
+            self._close(place, thing)
 
     # ── opening and closing ──────────────────────────────────────────────────
 
@@ -193,7 +195,7 @@ class Lending(Generic[Place, T]):
         if not is_at_rest:
             return False
         try:
-            _close(place, thing)
+            self._close(place, thing)
         finally:
             self._gone(place)
         return True
@@ -207,7 +209,7 @@ class Lending(Generic[Place, T]):
                 self._copies.move_to_end(place)
             self._changed.notify_all()
         if was_left_out:
-            _close(place, thing)
+            self._close(place, thing)
 
     def _gone(self, place: Place) -> None:
         with self._changed:
@@ -238,10 +240,11 @@ class Lending(Generic[Place, T]):
                 self._copies.move_to_end(place)
             self._changed.notify_all()
 
-
-def _close(place: object, thing: Lendable) -> None:
-    """Whoever closes it has no part in what fails: it is gone either way."""
-    try:
-        thing.close()
-    except Exception:
-        log.exception("the knowledge base %s was not closed in order", place)
+    def _close(self, place: Place, thing: T) -> None:
+        """Whoever closes it has no part in what fails: it is gone either way. Takes the lock."""
+        try:
+            thing.close()
+        except Exception:
+            log.exception("the knowledge base %s was not closed in order", place)
+            with self._changed:
+                self._num_close_failures += 1

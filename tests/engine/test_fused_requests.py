@@ -2,10 +2,12 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from kvweave.kv.residency import Miss
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from serving import GatedDecoder
 from tiny_models import make_model_folder
 
 
@@ -105,6 +108,103 @@ def test_a_fused_request_that_lost_its_pages_is_woven_again(world: World) -> Non
         assert ticket.timeline.preempted > 0
         assert list(beside) == alone(world.decoder, first)[1:]
         at_rest(engine, world)
+
+
+def loaders(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[str]:
+    """The threads that ask for bytes, in turn. All but the first wait for the gate."""
+    asked: list[str] = []
+    opens = StoredPrompt.__init__
+
+    def watched(self: StoredPrompt, *how: Any) -> None:
+        asked.append(threading.current_thread().name.partition("_")[0])
+        assert len(asked) == 1 or gate.wait(30)
+        opens(self, *how)
+
+    monkeypatch.setattr(StoredPrompt, "__init__", watched)
+    return asked
+
+
+def test_a_fused_request_that_lost_its_pages_loads_again_while_others_are_computed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = world.request(CHUNKS)
+    fused = replace(fused, sampling=replace(fused.sampling, max_tokens=40))
+    first = plain(ids(random.Random(4), 20), max_tokens=60)
+    want, gate = world.alone(fused), threading.Event()
+    asked = loaders(monkeypatch, gate)
+    with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 28)) as engine:
+        beside = engine.submit(first)
+        next(beside)
+        ticket = engine.submit(fused)
+        assert list(beside) == alone(world.decoder, first)[1:], "it waited for bytes of another"
+        assert asked == ["engine-load", "engine-load"]
+        late = engine.submit(plain([1, 2, 3], max_tokens=4))
+        assert len(answer(late)) == 4, "it stood in the way"
+        gate.set()
+        assert answer(ticket) == want
+        assert ticket.timeline.preempted == 1
+        at_rest(engine, world)
+
+
+def test_a_fused_guess_that_lost_its_pages_loads_again_when_it_is_released(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated, gate = GatedDecoder(world.decoder), threading.Event()
+    request, want = world.request(CHUNKS), world.alone(world.request(CHUNKS))
+    asked = loaders(monkeypatch, gate)
+    with Engine(gated, replace(SMALL, pool_tokens=4 * 28)) as engine:
+        beside = engine.submit(plain(ids(random.Random(4), 20), max_tokens=60))
+        gated.permits.release()
+        next(beside)
+        guess = engine.submit(request, held=True)
+        while not engine.stats()["parked"]:
+            assert len(asked) < 2
+            gated.permits.release()
+            steps = gated.steps
+            while gated.steps == steps:
+                time.sleep(0.001)
+        guess.release()
+        for _ in range(3):  # others go on
+            gated.permits.release()
+            next(beside)
+        gate.set()
+        gated.permits.release(1000)
+        assert answer(guess) == want
+        assert asked == ["engine-load", "engine-load"]
+        list(beside)
+        at_rest(engine, world)
+
+
+@pytest.mark.parametrize("end", ["cancel", "fail"])
+def test_a_fused_request_that_ends_while_it_loads_again_gives_everything_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    fused = world.request(CHUNKS)
+    fused = replace(fused, sampling=replace(fused.sampling, max_tokens=40))
+    first = plain(ids(random.Random(4), 20), max_tokens=60)
+    gate = threading.Event()
+    asked = loaders(monkeypatch, gate)
+    with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 28)) as engine:
+        beside = engine.submit(first)
+        next(beside)
+        ticket = engine.submit(fused)
+        assert len(list(beside)) == 59
+        assert asked == ["engine-load", "engine-load"]
+        if end == "cancel":
+            ticket.cancel()
+            assert ticket.wait(30)
+        else:
+            monkeypatch.setattr(StoredPrompt, "arrive", no_bytes)
+        gate.set()
+        if end == "fail":
+            with pytest.raises(RuntimeError, match="no bytes today"):
+                answer(ticket)
+    assert world.store.num_pinned() == 0
+    assert engine.stats()["pages_used"] == 0
+
+
+def no_bytes(_: StoredPrompt) -> None:
+    raise RuntimeError("no bytes today")
 
 
 def test_fused_traffic_leaves_exact_answers_and_shared_rows_bit_identical(world: World) -> None:
@@ -222,6 +322,8 @@ def test_a_weave_that_fails_fails_alone(
         beside = engine.submit(good)
         with pytest.raises(RuntimeError, match="no weaving today"):
             list(engine.submit(world.request(CHUNKS, strategy)))
+        stats = engine.stats()
+        assert [stats[f"fused_{how}"] for how in ("begun", *Way)] == [1, 0, 0, 0]
         assert list(beside) == alone(world.decoder, good)
         at_rest(engine, world)
 

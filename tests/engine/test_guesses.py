@@ -24,7 +24,12 @@ def make_scheduler() -> Scheduler[Seq]:
         return True
 
     return Scheduler(
-        CFG, lambda seq: (0, seq.known), lambda seq: grow(seq, 99), grow, lambda _: None
+        CFG,
+        lambda seq: (0, seq.known),
+        lambda seq: grow(seq, 99),
+        grow,
+        lambda _: None,
+        lambda _: False,
     )
 
 

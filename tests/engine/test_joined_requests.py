@@ -162,6 +162,7 @@ def test_each_way_answers_as_alone_and_is_counted(world: World) -> None:
             assert ticket.record.way == way
         stats = engine.stats()
         assert [stats[f"fused_{way}"] for way in ("joined", "whole", "streamed")] == [1, 1, 1]
+        assert stats["fused_begun"] == 3
         at_rest(engine, world)
 
 
@@ -178,7 +179,8 @@ def test_a_fused_prompt_that_loses_its_pages_between_two_slices_is_prepared_agai
         assert answer(ticket) == world.alone(request)
         assert ticket.timeline.preempted > 0
         stats = engine.stats()  # the last time it may have been alone
-        assert stats["fused_joined"] + stats["fused_streamed"] == 1 + ticket.timeline.preempted
+        assert stats["fused_begun"] == 1 + ticket.timeline.preempted
+        assert stats["fused_joined"] + stats["fused_streamed"] == 1, "one of them was completed"
         assert list(beside) == alone(world.decoder, first)[1:]
         at_rest(engine, world)
 
@@ -196,6 +198,7 @@ def test_a_fused_guess_cancelled_between_two_slices_gives_everything_back(world:
         assert ticket.wait(30)
         assert not answer(ticket)
         assert gated.steps <= 3, "it went on"
+        assert (engine.stats()["fused_begun"], engine.stats()["fused_joined"]) == (1, 0)
         assert ticket.timeline.wasted_tokens
         assert engine.stats()["pages_used"] == 0
         at_rest(engine, world)

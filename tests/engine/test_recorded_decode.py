@@ -16,6 +16,8 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.pages import PageAllocator
 from kvweave.errors import ConfigError
+from kvweave.kernels import recording
+from kvweave.kernels.recording import count_refusals
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -175,9 +177,44 @@ def test_what_cannot_be_recorded_is_named_once_and_costs_no_answer(
         both = [engine.submit(request), engine.submit(request)]
         wanted = [choice.token_id for choice in alone(decoder, request)]
         assert [tokens(ticket) for ticket in both] == [wanted, wanted]
+        stats = engine.stats()
     assert len(recorded.asked) > 3
     assert recorded.num_played == 0
     assert caplog.text.count("cannot be recorded") == 1
+    assert (stats["recordings_failed"], stats["recordings_without_memory"]) == (1, 0)
+
+
+def test_a_size_without_memory_is_tried_again_later_and_the_others_are_recorded(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(recording, "PAUSE", 3)
+    records, tries = recorded_decode._Recording, 0
+
+    class Short(records):  # type: ignore[misc, valid-type]
+        def __init__(self, decoder: Decoder, pool: KVPool, num_rows: int, *rest: object) -> None:
+            nonlocal tries
+            tries += num_rows == 4
+            if num_rows == 4 and tries < 3:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            super().__init__(decoder, pool, num_rows, *rest)
+
+    monkeypatch.setattr(recorded_decode, "_Recording", Short)
+    pool = make_pool(decoder)
+    recorded = RecordedDecode(decoder, pool, 8)
+
+    def play(count: int) -> bool:
+        return recorded.play([decoding(pool, [page], 1) for page in range(count)]) is not None
+
+    assert [play(4), play(4)] == [False, False]
+    assert [play(2), play(2), play(8), play(8)] == [False, True, False, True]
+    assert [play(4) for _ in range(8)] == [False] * 7 + [True]
+    assert (tries, recorded.sizes) == (3, [2, 4, 8])
+    assert count_refusals([recorded.refusals]) == {
+        "recordings_failed": 0,
+        "recordings_without_memory": 2,
+    }
+    assert caplog.text.count("decoding of 4 rows cannot be recorded for want of memory") == 1
 
 
 def test_page_tables_are_followed_as_they_grow(decoder: Decoder) -> None:

@@ -17,8 +17,9 @@ class Desk:
         self.free = pages
         self.arrivals = 0
         self.cached: dict[Seq, int] = {}
+        self.aside: set[Seq] = set()  # who has to get something before it waits again
         self.scheduler: Scheduler[Seq] = Scheduler(
-            cfg, self.lengths, self.admit, self.grow, self.retire
+            cfg, self.lengths, self.admit, self.grow, self.retire, self.aside.__contains__
         )
 
     def lengths(self, seq: Seq) -> tuple[int, int]:
@@ -82,6 +83,33 @@ def test_no_more_run_than_may() -> None:
     assert [seq for seq, _ in desk.step()] == seqs[:3]
     desk.scheduler.remove(seqs[0])
     assert seqs[3] in [seq for seq, _ in desk.step()]
+
+
+def test_who_has_to_get_something_first_waits_outside_and_comes_back_in_front() -> None:
+    desk = Desk(pages=4)
+    first, second = desk.add(8), desk.add(8)
+    desk.aside.add(second)
+    for _ in range(5):
+        desk.step()
+    assert second.preempted == 1
+    third = desk.add(1)
+    assert desk.scheduler.waiting.requests() == [third]
+    desk.scheduler.add(second, first=True)
+    assert desk.scheduler.waiting.requests() == [second, third]
+    assert first in desk.scheduler.running
+
+
+def test_a_released_guess_that_has_to_get_something_first_does_not_wait_for_others() -> None:
+    desk = Desk(pages=4)
+    desk.add(8)
+    guess = desk.add(8, held=True)
+    desk.aside.add(guess)
+    for _ in range(5):
+        desk.step()
+    assert desk.scheduler.parked == [guess]
+    desk.scheduler.release(guess)
+    assert not desk.scheduler.parked
+    assert guess not in desk.scheduler.waiting
 
 
 def test_when_pages_run_out_the_last_to_come_starts_again() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from kvweave.fuse import captured_probe
 from kvweave.fuse.captured_probe import Recordings
+from kvweave.kernels import recording
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
@@ -66,3 +67,31 @@ def test_a_question_that_cannot_be_recorded_is_named_once_and_probed_all_the_sam
     with caplog.at_level(logging.WARNING):
         assert [recordings.probe(decoder, [5, 6, 7], 0, [1]) for _ in range(4)] == [None] * 4
     assert caplog.text.count("cannot be recorded") == 1
+
+
+def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "PAUSE", 2)
+    tried: list[int] = []
+
+    class Short:
+        def __init__(self, decoder: Decoder, num_rows: int, layers: tuple[int, ...]) -> None:
+            tried.append(num_rows)
+            if tried == [16]:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+        def play(self, ids: list[int], first: int) -> dict[int, object]:
+            return {}
+
+    monkeypatch.setattr(captured_probe, "_Recording", Short)
+    recordings = Recordings()
+
+    def plays(count: int) -> bool:
+        return recordings.probe(decoder, [5] * count, 0, [1]) is not None
+
+    assert [plays(3), plays(3)] == [False, False]
+    assert [plays(20), plays(20)] == [False, True]
+    assert [plays(3) for _ in range(3)] == [False, False, True]
+    assert tried == [16, 32, 16]
+    assert recordings.refusals.num_without_memory == 1

@@ -26,6 +26,7 @@ from kvweave.fuse.recorded_layers import (
     compute,
     padded_rows,
 )
+from kvweave.kernels import recording
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
@@ -185,6 +186,52 @@ def test_layers_that_cannot_be_recorded_are_named_once_and_computed_all_the_same
             for mine, theirs in zip(got, want, strict=True):
                 torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
     assert caplog.text.count("cannot be recorded") == 1
+
+
+@pytest.mark.parametrize("when", ["opening", "recording"])
+@torch.inference_mode()
+def test_layers_without_memory_are_recorded_when_there_is_some(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, recorder: type[Again], when: str
+) -> None:
+    monkeypatch.setattr(recording, "PAUSE", decoder.spec.num_layers if when == "recording" else 1)
+    short = [when]
+
+    class Short(recorder):  # type: ignore[misc, valid-type]
+        def __init__(self, decoder: Decoder, room: Room) -> None:
+            super().__init__(decoder, room)
+            if "opening" in short:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+        def record(self, decoder: Decoder, work: Play) -> Play:
+            if "recording" in short:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return super().record(decoder, work)
+
+    recordings, layers = Recordings(Short), decoder.spec.num_layers
+
+    def one_pass(count: int) -> None:
+        h, attended = rows(decoder, count, 3)
+        steps = recordings.begin(decoder, h)
+        assert steps is not None
+        got = climb(steps, layers, attended)
+        want = climb(Plain(decoder, h.clone()), layers, attended)
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+    for _ in range(2):
+        one_pass(20)
+    assert recordings.refusals.num_without_memory == 1
+    assert Short.recorded == 0
+    short.clear()
+    if when == "recording":  # another size is not to blame
+        one_pass(40)
+        one_pass(40)
+        assert Short.recorded == layers
+    for _ in range(4):
+        one_pass(20)
+    assert Short.recorded == layers * (2 if when == "recording" else 1)
+    assert Short.played > 0
+    assert recordings.refusals.num_failed == 0
 
 
 def test_a_decoder_without_a_gpu_takes_plain_steps(decoder: Decoder) -> None:

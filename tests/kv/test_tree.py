@@ -179,6 +179,44 @@ def test_a_failed_copy_is_a_shorter_match() -> None:
     world.check()
 
 
+def test_a_copy_that_cannot_be_made_pushes_nobody_out_of_host() -> None:
+    world = World(device_tokens=5, host_tokens=5)
+    world.ask("a")
+    world.ask("b")
+    world.owner.fail_copies = True
+    world.ask("c")  # b leaves the device for good
+    assert world.where() == {("a",): {"host"}, ("c",): {"device"}}
+
+
+def test_a_copy_that_is_lost_takes_its_node_along_and_what_hangs_below() -> None:
+    world = World(device_tokens=10, host_tokens=100)
+    world.ask("a", "b")
+    world.ask("c10")
+    assert world.where()[("a", "b")] == {"host"}
+    upper = next(node for node in world.tree if node.chunk_id == "a")
+    world.tree.lose_copy(upper.pages[HOST].handle)
+    assert set(world.where()) == {("c10",)}
+    world.check()
+
+
+def test_a_copy_that_is_lost_takes_nothing_along_that_is_on_the_device() -> None:
+    world = World(device_tokens=10, host_tokens=100)
+    world.ask("a")
+    world.tree.replicate(10**6)
+    node = next(iter(world.tree))
+    world.tree.lose_copy(node.pages[HOST].handle)
+    assert world.where() == {("a",): {"device"}}
+    world.check()
+    with world.tree.acquire(refs(["a"]), 1) as lease:
+        world.tree.replicate(10**6)
+        copy = lease.nodes[1].pages[HOST].handle
+        world.tree.forget(refs(["a"])[0].id)
+        world.tree.lose_copy(copy)  # of a node that only the lease still holds
+        world.check()
+    world.check()
+    assert not world.where()
+
+
 def test_a_lost_device_is_survived_by_what_was_replicated() -> None:
     world = World(device_tokens=20)
     world.ask("a", "b")

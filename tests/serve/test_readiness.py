@@ -116,5 +116,6 @@ def test_what_fails_while_preparing_is_logged_and_the_server_goes_on(
     with preparing(weave, Prepare("measuring", fail)) as (url, said):
         assert said.wait(30)
         assert httpx.get(f"{url}/readyz", timeout=10).status_code == 200
+        assert "kvweave_prepare_failures_total 1.0" in httpx.get(f"{url}/metrics", timeout=10).text
     assert "measuring failed" in caplog.text
     assert "no such device" in caplog.text

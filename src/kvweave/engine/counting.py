@@ -15,7 +15,8 @@ NAMES = (
     *(f"tokens_{state}" for state in State),
     "tokens_answered",
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
-    *(f"fused_{way}" for way in Way),
+    "fused_begun",  # prefills of fused prompts, those that failed or were given up included
+    *(f"fused_{way}" for way in Way),  # of them, those that were completed, by how
     "speculation_right",
     "speculation_wrong",
     "speculation_saved_tokens",

@@ -79,12 +79,7 @@ class Desk:
             path=path_of(request.namespace, request.preamble, request.chunks),
         )
         self.lives[ticket] = live
-        others = bool(self._scheduler.running or self._scheduler.waiting)
-        part = request.fused
-        if part is not None and waits_outside(part.strategy, part.expected, others):
-            started_s = time.perf_counter()
-            self._loading.start(part, lambda got: self._loaded(live, got, started_s))
-        else:
+        if not self._loads(live):
             self._scheduler.add(live)
 
     def check(self, prompt_ids: Sequence[int]) -> None:
@@ -101,16 +96,31 @@ class Desk:
     def _most_tokens(self) -> int:
         return min(self._decoder.spec.max_context, self._placing.most_tokens)
 
+    def loads_again(self, live: Live) -> bool:
+        """A request lost its pages: whether it gets its bytes, which it gave back, before it waits
+        for others."""
+        return live.stored is None and self._loads(live)
+
+    def _loads(self, live: Live) -> bool:
+        """Begin to get the bytes of a request, if it should have them before it takes a step."""
+        others = bool(self._scheduler.running or self._scheduler.waiting)
+        part = live.request.fused
+        if part is None or not waits_outside(part.strategy, part.expected, others):
+            return False
+        started_s = time.perf_counter()
+        self._loading.start(part, lambda got: self._loaded(live, got, started_s))
+        return True
+
     def _loaded(self, live: Live, got: Loaded, started_s: float) -> None:
         """The bytes of a request are there, or will never be."""
-        live.ticket.timeline.loading_s = time.perf_counter() - started_s
+        live.ticket.timeline.loading_s += time.perf_counter() - started_s
         if isinstance(got, BaseException):
             self.end(live.ticket, got)
         elif live.ticket not in self.lives:  # cancelled meanwhile
             got.close()
         else:
             live.stored = got
-            self._scheduler.add(live)
+            self._scheduler.add(live, first=live.preempted > 0)
 
     def _release(self, live: Live) -> None:
         """A held request goes on."""
@@ -127,7 +137,10 @@ class Desk:
         if ran.error is not None:
             self.end(live.ticket, ran.error)
             return
+        was_woven = live.sparse is None
         live.advance(ran.work.num_rows)
+        if not was_woven and live.sparse is None:
+            self.counts.add(f"fused_{Way.JOINED}")
         self._placing.offer(live)
         live.ticket.timeline.stepped(seconds, shared)
         if ran.logits is None:
@@ -145,6 +158,7 @@ class Desk:
             stored = live.stored or self._open(live)
             try:
                 way = self._way(live, stored)
+                self.counts.add("fused_begun")
                 if way is Way.JOINED:
                     prepared, record = prepare(self._decoder, live, stored, self._placing)
                 else:
@@ -164,21 +178,20 @@ class Desk:
             self._placing.prepared(live, prepared)
             return
         self._placing.woven(live)
+        self.counts.add(f"fused_{way}")
         if live.ticket.record is None:
             live.ticket.record = live.woven
         if live.known == live.prompt_len:  # else it was preempted while it answered
             self._answer(live, prefilled.logits)
 
     def _way(self, live: Live, stored: StoredPrompt) -> Way:
-        way = way_of(
+        return way_of(
             self._part(live).strategy,
             alone=self._scheduler.is_alone(live),
             held=live.held,
             arrived=stored.has_arrived,
             copies=self._decoder.device.type == "cuda",
         )
-        self.counts.add(f"fused_{way}")
-        return way
 
     def _open(self, live: Live) -> StoredPrompt:
         return self._loading.open(self._part(live))

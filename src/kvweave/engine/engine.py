@@ -28,7 +28,9 @@ from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.tombstones import Tombstones
 from kvweave.errors import EngineClosed
+from kvweave.fuse import captured_probe, recorded_layers
 from kvweave.fuse.encode import Prefix
+from kvweave.kernels.recording import count_refusals
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import open_recorded
@@ -56,14 +58,18 @@ class Engine:
         `price` brings a measured one."""
         self.cfg = for_device(cfg or EngineConfig(), decoder.device)
         self._decoder = decoder
-        self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s)
+        self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s, self._post)
         self._recorded = open_recorded(decoder, self._placing.pool, self.cfg.recorded_rows)
+        # of what fused prompts play; those of decoding go with `_recorded`
+        both = recorded_layers.recordings_of(decoder), captured_probe.recordings_of(decoder)
+        self._fused_refusals = [recordings.refusals for recordings in both]
         self._scheduler: Scheduler[Live] = Scheduler(
             self.cfg,
             self._placing.lengths,
             self._placing.admit,
             self._placing.grow,
             self._placing.retire,
+            lambda live: self._desk.loads_again(live),
         )
         self._loading = Loading(decoder.spec.num_layers, self._post)
         self._desk = Desk(decoder, self._scheduler, self._placing, self._loading)
@@ -136,6 +142,7 @@ class Engine:
         """How full the engine is, and what it has done since it was made. Any thread; the numbers
         of a moment, perhaps not of the same one."""
         pages, scheduler = self._placing.pages, self._scheduler
+        decoding = [] if self._recorded is None else [self._recorded.refusals]
         return {
             "pages_used": pages.num_used,
             "pages_free": pages.num_free,
@@ -145,6 +152,8 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
+            **self._placing.prefixes.copy_stats(),
+            **count_refusals([*self._fused_refusals, *decoding]),
             **self._desk.counts.snapshot(),
         }
 
@@ -175,6 +184,7 @@ class Engine:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         self._loading.close()
+        self._placing.prefixes.close()
 
     def __enter__(self) -> "Engine":
         return self

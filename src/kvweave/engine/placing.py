@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvweave.engine.config import EngineConfig
+from kvweave.engine.leaving import Post
 from kvweave.engine.live import Live
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.prefixes import Cost, Prefixes, guessed_cost_s
+from kvweave.engine.prefixes import Cost, Prefixes
 from kvweave.engine.sparse_rows import SparseRows
 from kvweave.fuse.prepared import Prepared
 from kvweave.kv.tree import TreeLease
@@ -17,10 +18,10 @@ from kvweave.model.paged_kv import KVPool, PagedKV
 class Placing:
     """Not thread-safe: the engine thread owns it."""
 
-    def __init__(self, cfg: EngineConfig, pool: KVPool, cost_s: Cost = guessed_cost_s) -> None:
+    def __init__(self, cfg: EngineConfig, pool: KVPool, cost_s: Cost, post: Post) -> None:
         self.pool = pool
         self.pages = PageAllocator(pool.num_pages)
-        self.prefixes = Prefixes(cfg, pool, self.pages, cost_s)
+        self.prefixes = Prefixes(cfg, pool, self.pages, cost_s, post)
         self.num_running = 0  # sequences that may want a page more
 
     @property

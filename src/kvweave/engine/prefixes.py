@@ -15,12 +15,12 @@ A path begins with the preamble, named with the tenant, so that nothing is share
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from kvweave.engine.config import EngineConfig
+from kvweave.engine.host_copies import HostCopy, TreePages
+from kvweave.engine.leaving import MOST_BYTES, POOL_SHARE, Leaving, Post, open_link
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
@@ -32,7 +32,6 @@ from kvweave.kv.tree import (
     Pages,
     TreeConfig,
     TreeLease,
-    TreeTier,
 )
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -65,46 +64,13 @@ def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
     return ChunkRef(ChunkId(f"{namespace}|preamble-{digest.hexdigest()}"), len(preamble))
 
 
-class HostCopy(NamedTuple):
-    """Pages outside the pool."""
-
-    keys: Tensor  # [L, pages, page, Hk, D]
-    values: Tensor
-
-
-class TreePages:
-    """Moves the bytes of the tree's nodes. On the engine thread."""
-
-    def __init__(self, pool: KVPool, pages: PageAllocator) -> None:
-        self._pool = pool
-        self._pages = pages
-
-    def copy_out(self, pages: Pages) -> Pages | None:
-        at = torch.tensor(pages.handle)
-        keys, values = self._pool.keys[:, at].cpu(), self._pool.values[:, at].cpu()
-        return Pages(pages.size_bytes, HostCopy(keys, values))
-
-    def copy_in(self, pages: Pages) -> Pages | None:
-        copy: HostCopy = pages.handle
-        taken = self._pages.take(copy.keys.shape[1])
-        if taken is None:
-            return None
-        at = torch.tensor(taken)
-        self._pool.keys[:, at] = copy.keys.to(self._pool.keys.device)
-        self._pool.values[:, at] = copy.values.to(self._pool.values.device)
-        return Pages(pages.size_bytes, tuple(taken))
-
-    def free(self, tier: TreeTier, pages: Pages) -> None:
-        if tier is DEVICE:
-            self._pages.release(pages.handle)
-
-
 class Prefixes:
     """The tree and its pages. Not thread-safe: the engine thread owns it; others may `match`."""
 
     def __init__(
-        self, cfg: EngineConfig, pool: KVPool, pages: PageAllocator, cost_s: Cost = guessed_cost_s
+        self, cfg: EngineConfig, pool: KVPool, pages: PageAllocator, cost_s: Cost, post: Post
     ) -> None:
+        """`post` brings a call to the engine thread, from any."""
         self._pool = pool
         self._pages = pages
         self._page_tokens = pool.page_tokens
@@ -116,7 +82,11 @@ class Prefixes:
         host_bytes = host_tokens * pool.page_bytes // pool.page_tokens
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
-        self.tree = KnowledgeTree(config, TreePages(pool, pages), cost_s)
+        link = open_link(pool.keys.device) if host_bytes and self.is_on else None
+        most_bytes = min(pool.num_pages * pool.page_bytes // POOL_SHARE, MOST_BYTES)
+        self._leaving = None if link is None else Leaving(link, most_bytes, post)
+        self._copies = TreePages(pool, pages, self._leaving, self._lost)
+        self.tree = KnowledgeTree(config, self._copies, cost_s)
         self.tombstones = Tombstones()
         self._pins: dict[Sequence[ChunkRef], TreeLease] = {}  # until one needs the whole pool
 
@@ -203,6 +173,18 @@ class Prefixes:
             if not self.tree.shrink():
                 return False
         return True
+
+    def copy_stats(self) -> dict[str, int]:
+        """What became of exact KV that left the pool. Any thread."""
+        return self._copies.stats()
+
+    def close(self) -> None:
+        """When the engine thread is gone: nothing reads or writes memory of ours after that."""
+        if self._leaving is not None:
+            self._leaving.close()
+
+    def _lost(self, copy: HostCopy) -> None:
+        self.tree.lose_copy(copy)
 
     def held_pages(self) -> list[int]:
         """Pages that the tree holds, once for every node that does."""

@@ -72,6 +72,8 @@ class Scheduler(Generic[S]):
     admit(seq)        give it pages for all it knows; False: not now
     grow(seq, pages)  more pages for a running one; False: there are none
     retire(seq)       take its pages away; it will be computed again
+    aside(seq)        before it waits again: True if it has to get something first, and will be
+                      added, in front, when it has
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Scheduler(Generic[S]):
         admit: Callable[[S], bool],
         grow: Callable[[S, int], bool],
         retire: Callable[[S], None],
+        aside: Callable[[S], bool],
     ) -> None:
         assert cfg.page_tokens is not None, "a config for a device says how large pages are"
         assert cfg.step_rows is not None, "and how long steps"
@@ -91,21 +94,23 @@ class Scheduler(Generic[S]):
         self._admit = admit
         self._grow = grow
         self._retire = retire
+        self._aside = aside
         self.waiting: WaitingQueue[S] = WaitingQueue(lengths)
         self.running: list[S] = []
         self.parked: list[S] = []  # speculations whose pages somebody else needed
         self.preemptions = 0
         self._own_next = False
 
-    def add(self, seq: S) -> None:
-        self.waiting.push(seq)
+    def add(self, seq: S, *, first: bool = False) -> None:
+        """It waits for its turn; `first` before all others, if it had begun before."""
+        self.waiting.push(seq, first=first)
 
     def release(self, seq: S) -> None:
         """A held sequence becomes an ordinary one."""
         seq.held = False
         if seq in self.parked:
             self.parked.remove(seq)
-            self.waiting.push(seq, first=True)
+            self._wait_again(seq)
 
     def remove(self, seq: S) -> None:
         """It is finished, cancelled or failed. Its pages are the caller's to take back."""
@@ -194,4 +199,8 @@ class Scheduler(Generic[S]):
         if victim.held:
             self.parked.append(victim)
         else:
-            self.waiting.push(victim, first=True)
+            self._wait_again(victim)
+
+    def _wait_again(self, seq: S) -> None:
+        if not self._aside(seq):
+            self.add(seq, first=True)

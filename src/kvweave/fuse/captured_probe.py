@@ -7,7 +7,6 @@ one is a single order. Rows are filled up to a multiple; rows behind a row never
 Shapes: U question rows, Hq query heads, Hk KV heads, D head dim.
 """
 
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import Captures, Decoder
 from kvweave.kernels.host import on_device
+from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
-
-log = logging.getLogger(__name__)
 
 STEP = 16  # rows
 MOST_ROWS = 512  # beyond, computing takes longer than ordering
@@ -34,7 +32,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self._graphs: OrderedDict[tuple[int, tuple[int, ...]], _Recording | None] = OrderedDict()
-        self._refused = False  # one failed: every question would fail as late
+        self.refusals = Refusals("the question", "probes take longer")
 
     def probe(
         self, decoder: Captures, ids: Sequence[int], first: int, layers: Sequence[int]
@@ -52,12 +50,11 @@ class Recordings:
             return None
         self._graphs.move_to_end(key)
         recording = self._graphs[key]
-        if recording is None and not self._refused:
+        if recording is None and self.refusals.may_record(num_rows):
             try:
                 recording = self._graphs[key] = _Recording(decoder, *key)
             except RuntimeError as error:  # torch's word for every CUDA error
-                self._refused = True
-                log.warning("the question cannot be recorded (%s): probes take longer", error)
+                self.refusals.failed(num_rows, error)
         return None if recording is None else recording.play(ids, first)
 
 

@@ -11,7 +11,6 @@ Shapes: R rows of a pass, P with those that fill up, E hidden dim, Hq query head
 head dim.
 """
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.protocol import Captures, Decoder, Projected
-
-log = logging.getLogger(__name__)
+from kvweave.kernels.recording import Refusals
 
 FEW_ROWS, FEW_STEP, STEP = 128, 16, 64  # multiples of 16 up to 128, of 64 above
 MOST_ROWS = 2048  # beyond, the device has enough to do while orders are given
@@ -140,7 +138,7 @@ class Recordings:
         self._recorder: Recorder | None = None
         self._room: Room | None = None
         self._sizes: OrderedDict[int, _Size] = OrderedDict()
-        self._refused = False  # one failed: every pass would fail as late
+        self.refusals = Refusals("layers", "prefills take longer")
         self._passes = 0  # begun: the latest has the buffers
 
     def begin(self, decoder: Captures, h: Tensor) -> "Recorded | None":
@@ -156,7 +154,7 @@ class Recordings:
             self._sizes.popitem(last=False)
         size.uses += 1
         if size.uses > 1 and self._recorder is None:
-            self._try(lambda room: self._open(decoder, room))
+            self._try(MOST_ROWS, lambda room: self._open(decoder, room))
         self._passes += 1
         return Recorded(decoder, self, self._passes, self._room.of(rows), size, h)
 
@@ -167,8 +165,8 @@ class Recordings:
         def work() -> None:
             compute(decoder, room, layer)
 
-        if layer not in size.plays and size.uses > 1:
-            self._try(lambda _: self._record(decoder, size, layer, work))
+        if layer not in size.plays and size.uses > 1 and self._recorder is not None:
+            self._try(size.rows, lambda _: self._record(decoder, size, layer, work))
         size.plays.get(layer, work)()
 
     def _open(self, decoder: Captures, room: Room) -> None:
@@ -178,15 +176,14 @@ class Recordings:
         assert self._recorder is not None, "opened when the pass began"
         size.plays[layer] = self._recorder.record(decoder, work)
 
-    def _try(self, what: Callable[[Room], None]) -> None:
-        if self._refused:
+    def _try(self, num_rows: int, what: Callable[[Room], None]) -> None:
+        if not self.refusals.may_record(num_rows):
             return
         assert self._room is not None, "made when the first pass began"
         try:
             what(self._room)
         except RuntimeError as error:  # torch's word for every CUDA error
-            self._refused = True
-            log.warning("layers cannot be recorded (%s): prefills take longer", error)
+            self.refusals.failed(num_rows, error)
 
 
 class Recorded:

@@ -11,7 +11,6 @@ scratch page and look at nothing. Lengths and pages are read from tables on the 
 Shapes: B rows of a recording, V vocabulary.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,11 +22,10 @@ from torch import Tensor
 
 from kvweave.kernels.attention import KERNEL_DTYPES
 from kvweave.kernels.dispatch import has_triton
+from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.paged_kv import KVPool, PagedKV
-
-log = logging.getLogger(__name__)
 
 STEP = 8  # rows between two sizes of large batches
 COLUMNS = 3  # token id, position, slot of each row
@@ -78,7 +76,7 @@ class RecordedDecode:
         self._pool = pool
         self._most_rows = most_rows
         self._recordings: dict[int, _Recording | None] = {}  # by rows; None: seen once
-        self._refused = False  # one failed: every size would fail as late
+        self.refusals = Refusals("decoding", "steps take longer")
         self._page_arrays = PageArrays()
         self.num_played = 0  # steps
 
@@ -103,14 +101,13 @@ class RecordedDecode:
         return recording.play(batch)
 
     def _record(self, num_rows: int) -> "_Recording | None":
-        if self._refused:
+        if not self.refusals.may_record(num_rows):
             return None
         beside = next((made for made in self._recordings.values() if made is not None), None)
         try:
             made = _Recording(self._decoder, self._pool, num_rows, self._page_arrays, beside)
         except Exception as error:  # CUDA's, or Triton's: its kernel is compiled here first
-            self._refused = True
-            log.warning("decoding cannot be recorded (%s): steps take longer", error)
+            self.refusals.failed(num_rows, error)
             return None
         self._recordings[num_rows] = made
         return made

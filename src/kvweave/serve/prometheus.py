@@ -43,6 +43,9 @@ class ServerMetrics:
         self._chunks = count(
             "chunks", "Chunks of prompts that reuse, by the tier that had their KV", "tier"
         )
+        self._unprepared = count(
+            "prepare_failures", "What failed before the server was ready, see the log"
+        )
         self._strategies = count("strategies", "Answers by how they were prefilled", "strategy")
         for outcome in ("finished", "failed", "abandoned"):
             self._answers.labels(outcome)
@@ -81,6 +84,9 @@ class ServerMetrics:
 
     def request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
+
+    def not_prepared(self) -> None:
+        self._unprepared.inc()
 
     # ── the page ─────────────────────────────────────────────────────────────
 

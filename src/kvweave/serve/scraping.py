@@ -63,6 +63,8 @@ class Live(Collector):
         yield CounterMetricFamily("kvweave_kb_opened", opened, counts.opened)
         closed = "Knowledge bases closed to make way for others"
         yield CounterMetricFamily("kvweave_kb_closed", closed, counts.closed)
+        failed = "Knowledge bases that were not closed in order, see the log"
+        yield CounterMetricFamily("kvweave_kb_close_failures", failed, counts.close_failures)
 
     def _stores(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}

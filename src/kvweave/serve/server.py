@@ -100,6 +100,7 @@ class Server(uvicorn.Server):
                 return  # stopped meanwhile
             except Exception:  # what needs it does it, or says why it cannot
                 log.exception("%s failed", self._prepare.words)
+                self._context.metrics.not_prepared()
         self._context.preparing = None
         if self._on_ready is not None and not self._context.is_stopping:
             self._on_ready()

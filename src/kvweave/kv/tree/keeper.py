@@ -82,14 +82,25 @@ class Keeper:
         victims = floor.victims(pages.size_bytes - floor.free_bytes, _on_host_alone)
         if victims is None:
             return False
+        copy = self._owner.copy_out(pages)
+        if copy is None:  # nobody makes room for what does not come
+            return False
         floor.evicted(victims)
         for victim in victims:
             self.drop(victim)
-        copy = self._owner.copy_out(pages)
-        if copy is None:
-            return False
         self.give(node, HOST, copy)
         return True
+
+    def lose_host(self, node: Node) -> None:
+        """A host copy is no good. Without another one the node goes, with everything below it."""
+        pages = node.pages.pop(HOST)
+        self.floors[HOST].used_bytes -= pages.size_bytes
+        self.floors[HOST].discard(node)
+        self._owner.free(HOST, pages)
+        if node.pages or self.is_doomed(node):
+            return
+        for top in [node] if node.depth else list(node.children.values()):
+            self.drop(top)
 
     def copy_in(self, node: Node) -> int | None:
         """Copy a host node to the device; bytes copied, or None when that cannot be."""

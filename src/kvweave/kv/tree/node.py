@@ -36,7 +36,8 @@ class Pages(NamedTuple):
 class PageOwner(Protocol):
     """Moves and frees the bytes. Called by the tree on the thread that changes the tree.
 
-    A copy may still be under way when the call returns; the owner orders it before any later use.
+    A copy may still be under way when the call returns; the owner orders it before any later use,
+    and if it fails after all says so by `KnowledgeTree.lose_copy`.
     None says that the copy could not be made: the tree then does without it.
     """
 

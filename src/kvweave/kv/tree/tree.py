@@ -253,6 +253,14 @@ class KnowledgeTree:
             keeper.drop(node)
         return keeper.num_nodes
 
+    def lose_copy(self, handle: object) -> None:
+        """A host copy that its owner gave did not arrive: the tree does without it. O(nodes)."""
+        for node in (self.root, *self, *self._keeper.doomed()):
+            pages = node.pages.get(HOST)
+            if pages is not None and pages.handle is handle:
+                self._keeper.lose_host(node)
+                return
+
     def forget(self, chunk_id: ChunkId) -> int:
         """A chunk was deleted: it and everything behind it can no longer be found. Returns nodes.
 

@@ -1,0 +1,153 @@
+"""Exact KV on its way from the device to host memory, beside the steps.
+
+    engine thread   kv, gathered from pages ── mark ──┐            ┌─► then(home)
+    own thread                                        └─► carry ───┘   posted to the engine thread
+                                              side stream, two page-locked pieces
+
+What leaves was gathered on the stream that computes, into memory of its own: whoever writes to the
+pages later does so behind that, and they are free at once. The bytes then travel on a stream of
+their own, piece by piece through a little page-locked memory, and a thread that waits for each
+piece lays it into ordinary host memory. The engine hears of it between two steps.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvweave.errors import EngineClosed
+from kvweave.kv.memory import new_memory
+
+POOL_SHARE = 8  # at most this part of the pool's bytes is on its way at once
+MOST_BYTES = 2 << 30  # and not more than this: it lies on the device, beside the pool
+PIECE_BYTES = 16 << 20  # of page-locked memory; there are two
+
+Post = Callable[[Callable[[], None]], None]  # brings a call to the engine thread
+Then = Callable[[Tensor | Exception], None]
+
+
+class Link(Protocol):
+    """Carries bytes from the device. `carry` is called on one thread, `mark` on the engine's."""
+
+    def mark(self) -> object:
+        """Names this moment: all that the engine thread has told the device so far."""
+        ...
+
+    def carry(self, source: Tensor, home: Tensor, behind: object) -> None:
+        """Copy device bytes (uint8 [n]), as they are behind a marked moment, to host bytes.
+
+        Returns when they are there, and touches neither tensor afterwards, also if it raises.
+        """
+        ...
+
+
+class Leaving:
+    """What is on its way. Owned by the engine thread; `num_bytes` is read by any."""
+
+    def __init__(self, link: Link, most_bytes: int, post: Post) -> None:
+        self._link = link
+        self._most_bytes = most_bytes
+        self._post = post
+        self._thread: ThreadPoolExecutor | None = None
+        self.num_bytes = 0  # on their way, or there and not heard of yet
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so much may set off now. One alone always may, however large it is."""
+        return not self.num_bytes or self.num_bytes + size_bytes <= self._most_bytes
+
+    def begin(self, source: Tensor, then: Then) -> None:
+        """Send a contiguous tensor off, which nobody writes to any more. Waits for nothing.
+
+        `then` hears on the engine thread: the same in host memory, or why it did not get there.
+        After `close` it may never hear. Raises RuntimeError if the device refuses the order.
+        """
+        behind = self._link.mark()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-leaving")
+        self._thread.submit(self._carry, source, behind, then)
+        self.num_bytes += source.nbytes
+
+    def close(self) -> None:
+        """Wait for what is being carried and leave the rest: memory that is read may go now."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _carry(self, source: Tensor, behind: object, then: Then) -> None:
+        size_bytes = source.nbytes
+        got: Tensor | Exception
+        try:
+            home = new_memory(size_bytes, pinned=False).tensor
+            self._link.carry(source.view(-1).view(torch.uint8), home, behind)
+            got = home.view(source.dtype).view(source.shape)
+        except Exception as error:  # CUDA's, or no memory: whoever waits must hear of it
+            got = error
+        try:
+            self._post(lambda: self._settle(size_bytes, then, got))
+        except EngineClosed:
+            return  # nobody reads the tree any more
+
+    def _settle(self, size_bytes: int, then: Then, got: Tensor | Exception) -> None:
+        self.num_bytes -= size_bytes
+        then(got)
+
+
+class _Piece(NamedTuple):
+    """A part of the bytes that is in page-locked memory, or about to be."""
+
+    start: int
+    staged: Tensor  # uint8
+    copied: torch.cuda.Event
+
+
+class CudaLink:
+    """From a GPU, on a stream of its own. See Link."""
+
+    def __init__(self, device: torch.device, piece_bytes: int = PIECE_BYTES) -> None:
+        self._device = device
+        self._piece_bytes = piece_bytes
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._staging: list[Tensor] = []  # made by the thread that carries: locking takes a while
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def carry(self, source: Tensor, home: Tensor, behind: object) -> None:
+        if not self._staging:
+            pieces = (new_memory(self._piece_bytes, pinned=True) for _ in range(2))
+            self._staging = [piece.tensor for piece in pieces]
+        assert isinstance(behind, torch.cuda.Event), "a moment that this link marked"
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(behind)
+                self._pass_through(source, home)
+        finally:  # after an error a piece may still be travelling
+            self._stream.synchronize()
+
+    def _pass_through(self, source: Tensor, home: Tensor) -> None:
+        """While one piece is laid into its home the next one travels."""
+        before: _Piece | None = None
+        for number, start in enumerate(range(0, len(source), self._piece_bytes)):
+            part = source[start : start + self._piece_bytes]
+            staged = self._staging[number % 2][: len(part)]  # the piece before the last is home
+            staged.copy_(part, non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+            _land(before, home)
+            before = _Piece(start, staged, copied)
+        _land(before, home)
+
+
+def _land(piece: _Piece | None, home: Tensor) -> None:
+    if piece is not None:
+        piece.copied.synchronize()  # asleep, not spinning, and without the interpreter's lock
+        home[piece.start : piece.start + len(piece.staged)].copy_(piece.staged)
+
+
+def open_link(device: torch.device) -> Link | None:
+    """How bytes leave a device beside its work; None: at once, as on a CPU, where they are in host
+    memory and a copy of them is all there is to do."""
+    return CudaLink(device) if device.type == "cuda" else None

@@ -1,0 +1,85 @@
+"""When recording a CUDA graph fails: what is given up, and for how long.
+
+Want of memory says something about one size at one moment: that size is left alone for a while and
+tried again. Any other failure (an operation that cannot be captured, a kernel that does not
+compile) would come back with every size, each time as late: that kind of recording is over.
+Nothing is lost either way but time: what is not recorded is computed by the plain calls.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+log = logging.getLogger(__name__)
+
+PAUSE = 1024  # wishes for a size that had no memory, before it is tried again
+
+
+class Refusals:
+    """Of one kind of recording. Written by the thread that owns the device, read by any."""
+
+    def __init__(self, what: str, cost: str) -> None:
+        """What cannot be recorded then, and what that costs: the words of a log line."""
+        self._what = what
+        self._cost = cost
+        self._pauses: dict[int, int] = {}  # rows of a size to wishes that are still turned down
+        self.num_failed = 0  # recordings that failed for good: one ends them all
+        self.num_without_memory = 0
+
+    def may_record(self, num_rows: int) -> bool:
+        """Whether a size that is wished for should be tried now. Counts the wish."""
+        if self.num_failed:
+            return False
+        left = self._pauses.get(num_rows, 0)
+        if left:
+            self._pauses[num_rows] = left - 1
+        return not left
+
+    def failed(self, num_rows: int, error: Exception) -> None:
+        """Recording this size failed. Said in one line: once for a size, once for the kind."""
+        reason = str(error).partition("\n")[0]
+        if not is_out_of_memory(error):
+            self.num_failed += 1
+            log.warning("%s cannot be recorded (%s): %s", self._what, reason, self._cost)
+            return
+        self.num_without_memory += 1
+        if num_rows not in self._pauses:
+            log.warning(
+                "%s of %d rows cannot be recorded for want of memory (%s): %s, and it is tried "
+                "again later",
+                self._what,
+                num_rows,
+                reason,
+                self._cost,
+            )
+        self._pauses[num_rows] = PAUSE
+
+
+def count_refusals(refusals: Sequence[Refusals]) -> dict[str, int]:
+    """Of all kinds together, as the engine's stats have them. Any thread."""
+    return {
+        "recordings_failed": sum(each.num_failed for each in refusals),
+        "recordings_without_memory": sum(each.num_without_memory for each in refusals),
+    }
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is for want of device memory, or came while such a one was handled: ending
+    a recording that failed can fail as well."""
+    return any(_wants_memory(each) for each in _chain(error))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _wants_memory(error: BaseException) -> bool:
+    words = str(error)
+    return (
+        isinstance(error, torch.cuda.OutOfMemoryError)
+        or "out of memory" in words  # the driver's own error
+        or "ALLOC_FAILED" in words  # the vendor's libraries
+    )
