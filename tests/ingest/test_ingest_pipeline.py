@@ -1,5 +1,7 @@
 """Ingest does only what changed, skips what is bad, and never leaves half a document."""
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,6 +61,26 @@ def test_prune_removes_the_documents_of_files_that_are_gone(
     assert report.orphaned
     assert len(kb.documents()) == 6
     assert kb.check() == []
+
+
+def test_prune_keeps_the_documents_of_files_it_may_not_look_at(
+    world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb, folder = world
+    ingest(kb, [folder])
+    shut = folder / "doc000.md"
+    real_stat = Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:  # a root user is refused nothing
+        if path.name == shut.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    report = ingest(kb, [folder], options=IngestOptions(prune=True))
+    assert counts(report) == (0, 0, 5, 0)
+    assert [skipped.source for skipped in report.skipped] == [str(shut)]
+    assert len(kb.documents()) == 6
 
 
 def test_the_same_passage_in_two_documents_is_one_chunk(

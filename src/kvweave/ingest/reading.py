@@ -70,7 +70,7 @@ class SourceReader:
             for source in self._catalogue.sources()
             if any(Path(source).is_relative_to(folder) for folder in self._folders)
             and source not in self._present
-            and not Path(source).exists()
+            and _is_gone(Path(source))
         ]
 
     def _find(self, source: Source) -> Iterable[_Item]:
@@ -185,6 +185,17 @@ def _document_id(source: str, key: str) -> DocumentId:
 def _text_fingerprint(title: str, text: str) -> str:
     data = f"{title}\0{text}".encode(errors="surrogatepass")
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _is_gone(path: Path) -> bool:
+    """Certainly not there. Of a file in a folder that is closed to us nobody knows: it stays."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _size(item: _Item) -> int:
