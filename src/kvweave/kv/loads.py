@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kvweave.kv.arrivals import Arrival, Hooks, Landing
+from kvweave.kv.arrivals import Arrival, Hooks
+from kvweave.kv.awaited import Landing
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header

@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvweave.kv.arrivals import Arrival, Patience
+from kvweave.kv.arrivals import Arrival
+from kvweave.kv.awaited import Patience
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
