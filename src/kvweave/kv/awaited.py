@@ -89,7 +89,9 @@ class Awaited(ABC):
     def is_ready(self, layer: int) -> bool:
         """Whether `wait_layer` would return at once, with the layer or without."""
         ready = self._ready  # entries only ever turn True; the list is replaced once, when empty
-        return self._failure is not None or (layer < len(ready) and ready[layer])
+        if layer < len(ready):
+            return self._failure is not None or ready[layer]
+        return self._failure is not None or bool(ready)  # open, and has no such layer
 
     def whole(self) -> Tensor | None:
         """All layers, see `layers_of`; None while some are not there."""

@@ -76,10 +76,8 @@ class DurableFiles:
 
     def _write_file(self, path: Path, final: Path, parts: Sequence[Buffer]) -> None:
         """Write under one name, then give it the other. Locked until it has it."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o644)
+        descriptor = _create_locked(path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # tells the sweep that the writer lives
             _write_all(descriptor, parts)
             if self._fsync:
                 os.fsync(descriptor)
@@ -98,6 +96,23 @@ class DurableFiles:
                 if parent == self._root:
                     break
         self._known_folders.add(folder)
+
+
+def _create_locked(path: Path) -> int:
+    """A new file whose lock tells the sweep that its writer lives. One that was swept before it was
+    locked has no name any more: made again."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    while True:
+        descriptor = os.open(path, flags, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            is_named = os.fstat(descriptor).st_nlink > 0
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if is_named:
+            return descriptor
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:

@@ -27,20 +27,40 @@ class Quarantine:
 
     def files(self) -> list[Path]:
         """What was put aside, oldest first."""
-        return sorted(Path(entry.path) for entry in self._listing.files(self._folder))
+        found = [Path(entry.path) for entry in self._listing.files(self._folder)]
+        return sorted(found, key=lambda path: (_put_aside_ns(path), path.name))
 
     def clear(self) -> int:
         """Delete all of it; returns how many bytes that freed."""
-        freed = 0
-        for path in self.files():
-            freed += path.stat().st_size
-            path.unlink()
-        return freed
+        return sum(_delete(path) for path in self.files())
 
     def _trim(self) -> None:
-        newest_first = sorted(self.files(), key=lambda p: p.stat().st_mtime, reverse=True)
-        kept = 0
-        for path in newest_first:
-            kept += path.stat().st_size
-            if kept > self._max_bytes:
-                path.unlink()
+        kept_bytes = 0
+        for path in reversed(self.files()):
+            kept_bytes += _size_bytes(path)
+            if kept_bytes > self._max_bytes:
+                _delete(path)
+
+
+def _put_aside_ns(path: Path) -> int:
+    """As the name says; the file's own times are those of its writing."""
+    digits = path.stem.rpartition(".")[2]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _size_bytes(path: Path) -> int:
+    """0 for a file that is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _delete(path: Path) -> int:
+    """Bytes freed; 0 where another process was faster."""
+    size_bytes = _size_bytes(path)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    return size_bytes
