@@ -32,7 +32,7 @@ def create_folder(
 ) -> KnowledgeBaseSettings:
     """The settings of the new knowledge base in `folder`, or of the one that another process made
     there just now: the caller checks that they fit. None is the default."""
-    if folder.exists() and (not folder.is_dir() or any(p.name != LOCK for p in folder.iterdir())):
+    if folder.exists() and not (folder.is_dir() and all(map(_is_ours, folder.iterdir()))):
         raise CorpusError(
             f"{folder} exists and is no knowledge base (it has no {FILE}); name a new folder"
         )
@@ -55,3 +55,8 @@ def create_folder(
             return there
         write_settings(folder, settings)
     return settings
+
+
+def _is_ours(path: Path) -> bool:
+    """What others who make it just now have there, or left when they were killed."""
+    return path.name == LOCK or (path.name.startswith(f"{FILE}.") and path.suffix == ".tmp")

@@ -150,7 +150,10 @@ class KnowledgeBase:
         exact = [d for d in documents if d.id == reference]
         if exact:
             return exact
-        path = str(Path(reference).expanduser().resolve())
+        try:
+            path = str(Path(reference).expanduser().resolve())
+        except (OSError, RuntimeError, ValueError):  # nothing that a file could be called
+            path = reference
         by_source = [d for d in documents if d.source in (reference, path)]
         by_prefix = [d for d in documents if len(reference) >= 6 and d.id.startswith(reference)]
         found = by_source or by_prefix
@@ -193,7 +196,8 @@ class KnowledgeBase:
 
     @contextmanager
     def writing_if_free(self) -> Iterator[bool]:
-        """As `writing`, for what can wait: True if we are the writer, False if another one is."""
+        """As `writing`, for what can wait: True if we are the writer, False if another one is or
+        nobody can be."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(writer_lock(self.folder))

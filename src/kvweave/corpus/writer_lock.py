@@ -17,11 +17,18 @@ def writer_lock(folder: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
+    lock = FileLock(folder / LOCK, timeout=0)
     try:
-        lock = FileLock(folder / LOCK, timeout=0)
-        with lock:
-            yield
+        lock.acquire()
     except Timeout as error:
         raise CorpusError(
             f"{folder} is being written by another process; wait for it and run this again"
         ) from error
+    except OSError as error:
+        raise CorpusError(
+            f"cannot write {folder}: {error.strerror}; make the folder writable"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
