@@ -7,6 +7,7 @@ Part of the composition root: `app.py`, `ways.py`, `planning.py` and `libraries.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,19 +89,25 @@ class Library:
         preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
         stored = read_settings(folder)
         name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
-        kb = KnowledgeBase.open(
-            folder,
-            tokenizer=tokenizer,
-            embedder=(open_embedder or open_sentence_embedder)(name),
-            create=True,
-        )
-        store = open_store(folder, host_bytes)
-        table = open_table(folder, preparation)
-        encoder = make_encoder(
-            decoder, tokenizer, store, preparation, system, kb, table, tenant_salt
-        )
-        library = cls(kb, store, decoder, encoder, table)
-        library.repair()
+        with ExitStack() as stack:  # a part that does not open leaves no other part open
+            kb = stack.enter_context(
+                KnowledgeBase.open(
+                    folder,
+                    tokenizer=tokenizer,
+                    embedder=(open_embedder or open_sentence_embedder)(name),
+                    create=True,
+                )
+            )
+            store = stack.enter_context(open_store(folder, host_bytes))
+            table = open_table(folder, preparation)
+            if table is not None:
+                stack.callback(table.close)
+            encoder = make_encoder(
+                decoder, tokenizer, store, preparation, system, kb, table, tenant_salt
+            )
+            library = cls(kb, store, decoder, encoder, table)
+            library.repair()
+            stack.pop_all()
         return library
 
     def close(self) -> None:
