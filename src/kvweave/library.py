@@ -28,14 +28,16 @@ from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
+from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.locate import locate
+from kvweave.neighbourhood import open_table
 from kvweave.plan.plan import Reason
 from kvweave.prompt import SYSTEM, Prompt
 from kvweave.tokenizer import Tokenizer
-from kvweave.upkeep import KV_FOLDER, Forgotten, Upkeep, open_table, remove_documents
+from kvweave.upkeep import Forgotten, Upkeep, remove_documents
 
 DEFAULT_EMBEDDER = "minilm"
 
