@@ -23,6 +23,7 @@ from functools import partial
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
 from kvweave.kv.locate import Located, Locator
 from kvweave.kv.objects import PackedChunk
@@ -30,7 +31,7 @@ from kvweave.kv.places import Place, open_places
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.shelf import Entry
 from kvweave.kv.stock import Stock
-from kvweave.kv.transfers import Holds, Lease, Pin, Transfer
+from kvweave.kv.transfers import Transfer
 from kvweave.kv.writer import Ticket
 from kvweave.metrics import Metrics
 
