@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Protocol
 
-from kvweave.corpus.chunker import Chunker, ChunkTokenizer
+from kvweave.corpus.chunker import Chunker
+from kvweave.corpus.cuts import ChunkTokenizer
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.settings import (
     FILE,
