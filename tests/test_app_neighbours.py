@@ -399,6 +399,24 @@ STEPS = {
 }
 
 
+def test_a_removal_beside_writes_that_never_end_is_not_settled(
+    opened: Open, docs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened() as library:
+        ingest(library, docs)
+        gone = chunks_of(library)["evict"]
+        saw = bytes_that_saw(library, "evict")
+        (late,) = [path for path, data in kv_files(library.kb.folder).items() if saw[0] in data]
+        written = late.read_bytes()
+        with monkeypatch.context() as slow:
+            slow.setattr(KVStore, "flush", lambda *_: False)
+            library.remove(str(docs / "evict.txt"))
+        assert "too slow" in caplog.text
+        late.write_bytes(written)  # what was on its way lands now
+        library.repair()
+        assert_forgotten(library, "evict", saw, gone.id)
+
+
 @pytest.mark.parametrize("killed", [None, *STEPS])
 def test_a_removed_document_leaves_no_byte_of_kv_that_saw_it(
     opened: Open, docs: Path, killed: str | None

@@ -4,6 +4,7 @@ Works on the folder, and through the store where one is open, so that copies in 
 their way go too. Part of the composition root: `upkeep.py` and `neighbourhood.py` decide what goes.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.types import ChunkId
+
+log = logging.getLogger(__name__)
 
 KV_FOLDER = "kv"  # in the folder of the knowledge base
 
@@ -35,10 +38,13 @@ class KeptKV:
         """Objects that carry text of one of these chunks, see `keys_of_chunks`."""
         return keys_of_chunks(self._disk(), chunk_ids)
 
-    def flush(self) -> None:
-        """Wait for what is still on its way: it must not land behind a deletion."""
-        if self._store is not None:
-            self._store.flush()
+    def flush(self) -> bool:
+        """Wait for what is still on its way: it must not land behind a deletion. False: a tier is
+        too slow for that, which the log says; some of it may."""
+        if self._store is None or self._store.flush():
+            return True
+        log.warning("a tier is too slow: chunk KV may be written behind its own deletion")
+        return False
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Delete objects, and whatever else on the disk may hold bytes of them; returns how many

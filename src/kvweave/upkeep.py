@@ -130,11 +130,11 @@ class Upkeep:
             users = self._table.users_of(chunk_ids)
             keys = self._keys_at_hand(users)
             self._table.drop(users | set(chunk_ids))
-        num_deleted = 0
+        num_deleted, is_flushed = 0, True
         if chunk_ids and self._kept.has_objects():
-            self._kept.flush()
+            is_flushed = self._kept.flush()
             num_deleted = self._kept.delete([*self._kept.of_chunks(chunk_ids), *keys])
-        if self._table is not None:
+        if self._table is not None and is_flushed:  # else the next `before` looks at all of it
             self._table.settle(self.state())
         return num_deleted
 
