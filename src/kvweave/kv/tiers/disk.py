@@ -167,6 +167,9 @@ class DiskTier:
         """Files put aside, oldest first."""
         return self._aside.files()
 
+    def quarantined_bytes(self) -> int:
+        return self._aside.size_bytes()
+
     def clear_quarantine(self) -> int:
         """Delete what was put aside; returns how many bytes that freed."""
         return self._aside.clear()

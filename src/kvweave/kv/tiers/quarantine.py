@@ -30,6 +30,9 @@ class Quarantine:
         found = [Path(entry.path) for entry in self._listing.files(self._folder)]
         return sorted(found, key=lambda path: (_put_aside_ns(path), path.name))
 
+    def size_bytes(self) -> int:
+        return sum(_size_bytes(path) for path in self.files())
+
     def clear(self) -> int:
         """Delete all of it; returns how many bytes that freed."""
         return sum(_delete(path) for path in self.files())
