@@ -22,12 +22,11 @@ while this process sleeps.
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -36,112 +35,24 @@ from common import finish, read_jsonl, result_header
 from kvweave.answering import Note
 from kvweave.asking import Asking, Way, exact_request, keep_record
 from kvweave.cli.knowledge_bases import find_embedder
-from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.embedder import Vectors
-from kvweave.corpus.index.base import Hits, Vector
-from kvweave.corpus.index.ivf import IvfIndex
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Sampling
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.plan.search_pace import MAX_STAGES
-from kvweave.prompt import Document, chunk_text, lay_out
+from kvweave.prompt import lay_out
 from kvweave.speculation import Mode, Speculation, SpeculationConfig
 from kvweave.tokenizer import Tokenizer
-from kvweave.types import Chunk, Hit
+from kvweave.types import Hit
+from speculation_shelf import Shelf, make_large
 from vector_cache import cached_vectors
 
 MODES: tuple[Mode, ...] = ("off", "on", "auto")
-FAINT = 0.1  # what copies are scaled by
 WARM_UP = "Who are you?"
 LEARN = 16  # searches that teach "auto" before anything is measured
 Row = dict[str, Any]
-
-
-class LargeIndex(IvfIndex):
-    """An IVF index that probes a chosen share of its clusters."""
-
-    share = 1.0
-
-    @property
-    def num_probes(self) -> int:
-        assert self.faiss_index is not None
-        return max(1, round(int(self.faiss_index.nlist) * self.share))
-
-
-def make_large(vectors: Vectors, copies: int) -> LargeIndex:
-    index = LargeIndex(vectors.shape[1])
-    for copy in range(copies):
-        ids = np.arange(1, len(vectors) + 1, dtype=np.int64) + copy * len(vectors)
-        index.add(ids, vectors if copy == 0 else vectors * np.float32(FAINT))
-    return index
-
-
-@dataclass
-class Shelf:
-    """As much of a knowledge base as a search needs: questions are embedded already."""
-
-    index: LargeIndex
-    passages: Sequence[dict[str, str]]
-    tokenizer: Tokenizer
-    vectors: dict[str, Vector]
-    searched_s: float = 0.0  # the last plain search
-    elsewhere: bool = False
-    _chunks: dict[int, Chunk] = field(default_factory=dict)
-    _played: dict[tuple[bytes, float, int], list[tuple[float, Hits]]] = field(default_factory=dict)
-
-    @property
-    def embedder(self) -> "Shelf":
-        return self
-
-    def embed_query(self, text: str) -> Vector:
-        return self.vectors[text]
-
-    def search(self, vector: Vector, k: int) -> list[Hit]:
-        started_s = time.perf_counter()
-        *_, hits = self.search_staged(vector, k, 1)
-        self.searched_s = time.perf_counter() - started_s
-        return hits
-
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[list[Hit]]:
-        if not self.elsewhere:
-            return (self._hits(found) for found in self.index.search_staged(vector, k, stages))
-        return self._replayed(vector, k, stages)
-
-    def _replayed(self, vector: Vector, k: int, stages: int) -> Iterator[list[Hit]]:
-        for seconds, found in self._played[(vector.tobytes(), self.index.share, stages)]:
-            time.sleep(seconds)
-            yield self._hits(found)
-
-    def record(self, vector: Vector, k: int) -> None:
-        """Measure a search by itself, for when it is done elsewhere."""
-        for stages in range(1, MAX_STAGES + 1):
-            run, since_s = [], time.perf_counter()
-            for found in self.index.search_staged(vector, k, stages):
-                run.append((time.perf_counter() - since_s, found))
-                since_s = time.perf_counter()
-            self._played[(vector.tobytes(), self.index.share, stages)] = run
-        for _, found in run:
-            self._hits(found)  # so that its chunks are tokenised
-
-    def _hits(self, found: Hits) -> list[Hit]:
-        return [
-            Hit(self._chunk(int(vector_id) - 1), float(score))
-            for vector_id, score in zip(found.ids, found.scores, strict=True)
-        ]
-
-    def _chunk(self, place: int) -> Chunk:
-        """A knowledge base has its chunks tokenised, so that is not part of a search."""
-        if place not in self._chunks:
-            self._chunks[place] = self._tokenised(place)
-        return self._chunks[place]
-
-    def _tokenised(self, place: int) -> Chunk:
-        passage = self.passages[place]  # an IndexError would be a copy that was found
-        text = chunk_text(Document(passage["text"], passage["title"]))
-        ids = tuple(self.tokenizer.encode_text(text))
-        return Chunk(make_chunk_id(ids), passage["title"], text, ids)
 
 
 class Measured(NamedTuple):

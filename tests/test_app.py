@@ -5,11 +5,13 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvweave import Weave
 from kvweave.app import Document, Sampling
+from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import key_context
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed, RequestError
@@ -17,6 +19,7 @@ from kvweave.fuse.profiles import user_path
 from kvweave.ingest import IngestOptions
 from kvweave.ingest.sources import Selection
 from kvweave.kv.keys import make_chunk_key
+from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.prompt import build_prompt, chunk_text
@@ -41,6 +44,27 @@ def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weave(tmp_path: Path, chat_model_folder: Path) -> Iterator[Weave]:
     with Weave.open(tmp_path / "kb", model=str(chat_model_folder), device="cpu") as weave:
         yield weave
+
+
+def test_a_knowledge_base_that_does_not_open_leaves_nothing_open(
+    tmp_path: Path, chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    for kind in (KVStore, KnowledgeBase):
+
+        def close(self: Any, real: Any = kind.close) -> None:
+            closed.append(type(self).__name__)
+            real(self)
+
+        monkeypatch.setattr(kind, "close", close)
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("no such encoder")
+
+    monkeypatch.setattr("kvweave.library.make_encoder", refuse)
+    with pytest.raises(ConfigError, match="no such encoder"):
+        Weave.open(tmp_path / "kb", model=str(chat_model_folder), device="cpu")
+    assert closed == ["KVStore", "KnowledgeBase"]
 
 
 def test_an_answer_comes_from_the_nearest_chunks(weave: Weave) -> None:

@@ -24,6 +24,7 @@ from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import State
 from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.kept_kv import KeptKV
 from kvweave.kv.keys import parse_key
 from kvweave.kv.layout import parse_header
 from kvweave.kv.residency import Residency
@@ -31,10 +32,11 @@ from kvweave.kv.store import KVStore
 from kvweave.library import Library
 from kvweave.model.decoder import Decoder, Rows
 from kvweave.model.load import load_decoder
+from kvweave.neighbourhood import open_table
 from kvweave.prompt import SYSTEM
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
-from kvweave.upkeep import Upkeep, open_table
+from kvweave.upkeep import Upkeep
 from running import Run, run  # noqa: F401  (a fixture)
 from tiny_corpus import WordEmbedder
 from tiny_models import make_chat_model_folder
@@ -201,7 +203,7 @@ def test_nothing_is_embedded_or_computed_twice(
 def test_an_interrupted_second_pass_goes_on_where_it_stopped(
     opened: Open, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.upkeep.BATCH", 2)
+    monkeypatch.setattr("kvweave.neighbourhood.BATCH", 2)
     encode = NeighbourEncoder.encode
     computed: list[int] = []
 
@@ -391,10 +393,28 @@ def assert_forgotten(library: Library, title: str, saw: list[bytes], gone: Chunk
 STEPS = {
     "before anything of KV is touched": (Upkeep, "forget"),
     "before the entries are dropped": (NeighbourTable, "drop"),
-    "before KV is deleted": (Upkeep, "_delete"),
+    "before KV is deleted": (KeptKV, "delete"),
     "halfway through KV": (KVStore, "delete"),
     "before it is settled": (NeighbourTable, "settle"),
 }
+
+
+def test_a_removal_beside_writes_that_never_end_is_not_settled(
+    opened: Open, docs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened() as library:
+        ingest(library, docs)
+        gone = chunks_of(library)["evict"]
+        saw = bytes_that_saw(library, "evict")
+        (late,) = [path for path, data in kv_files(library.kb.folder).items() if saw[0] in data]
+        written = late.read_bytes()
+        with monkeypatch.context() as slow:
+            slow.setattr(KVStore, "flush", lambda *_: False)
+            library.remove(str(docs / "evict.txt"))
+        assert "too slow" in caplog.text
+        late.write_bytes(written)  # what was on its way lands now
+        library.repair()
+        assert_forgotten(library, "evict", saw, gone.id)
 
 
 @pytest.mark.parametrize("killed", [None, *STEPS])

@@ -11,14 +11,15 @@ from kvweave.encoded import FILE
 from kvweave.encoders import make_encoder, open_store
 from kvweave.fuse.preparation import Preparation
 from kvweave.ingest.sources import TextSource
+from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.residency import Residency
 from kvweave.library import Library
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.neighbourhood import open_table
 from kvweave.prompt import SYSTEM
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import Chunk
-from kvweave.upkeep import KV_FOLDER, open_table
 from tiny_corpus import WordEmbedder
 from tiny_models import make_chat_model_folder
 

@@ -17,7 +17,8 @@ from typing import NamedTuple, TypeVar
 from kvweave.app import Weave
 from kvweave.conversations import Conversations
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
-from kvweave.corpus.knowledge_base import KnowledgeBase, Mode
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
 from kvweave.embedders import Embedded, Embedders
 from kvweave.errors import ConfigError, CorpusError, RequestError

@@ -7,6 +7,7 @@ Part of the composition root: `app.py`, `ways.py`, `planning.py` and `libraries.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,14 +28,16 @@ from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
+from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.locate import locate
+from kvweave.neighbourhood import open_table
 from kvweave.plan.plan import Reason
 from kvweave.prompt import SYSTEM, Prompt
 from kvweave.tokenizer import Tokenizer
-from kvweave.upkeep import KV_FOLDER, Forgotten, Upkeep, open_table, remove_documents
+from kvweave.upkeep import Forgotten, Upkeep, remove_documents
 
 DEFAULT_EMBEDDER = "minilm"
 
@@ -88,19 +91,25 @@ class Library:
         preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
         stored = read_settings(folder)
         name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
-        kb = KnowledgeBase.open(
-            folder,
-            tokenizer=tokenizer,
-            embedder=(open_embedder or open_sentence_embedder)(name),
-            create=True,
-        )
-        store = open_store(folder, host_bytes)
-        table = open_table(folder, preparation)
-        encoder = make_encoder(
-            decoder, tokenizer, store, preparation, system, kb, table, tenant_salt
-        )
-        library = cls(kb, store, decoder, encoder, table)
-        library.repair()
+        with ExitStack() as stack:  # a part that does not open leaves no other part open
+            kb = stack.enter_context(
+                KnowledgeBase.open(
+                    folder,
+                    tokenizer=tokenizer,
+                    embedder=(open_embedder or open_sentence_embedder)(name),
+                    create=True,
+                )
+            )
+            store = stack.enter_context(open_store(folder, host_bytes))
+            table = open_table(folder, preparation)
+            if table is not None:
+                stack.callback(table.close)
+            encoder = make_encoder(
+                decoder, tokenizer, store, preparation, system, kb, table, tenant_salt
+            )
+            library = cls(kb, store, decoder, encoder, table)
+            library.repair()
+            stack.pop_all()
         return library
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""Keeps chunk KV in step with the documents: forgets what is gone, gives chunks their neighbours.
+"""Keeps chunk KV in step with the documents: forgets what is gone, before and after an ingest.
 
 Chunk KV behind neighbours carries their text. So a chunk that goes takes with it the KV of every
 chunk that was computed behind it. The order of steps makes a kill at any moment harmless:
 
     a document goes     catalogue · entries dropped · KV deleted · settled
-    a chunk gets KV     entry written · KV saved
+    a chunk gets KV     entry written · KV saved (`neighbourhood.py`)
 
 Whoever finds that the catalogue has moved on since KV was last settled compares all of it with the
 documents first. Part of the composition root: it sees both the knowledge base and the encoder.
@@ -12,52 +12,23 @@ documents first. Part of the composition root: it sees both the knowledge base a
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
 from kvweave.corpus.catalogue import Written
-from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoded import EncodedNotes
 from kvweave.errors import ConfigError
-from kvweave.fuse.chunk_encoder import ChunkEncoder, NeighboursOf
-from kvweave.fuse.neighbour_encoder import NeighbourEncoder
-from kvweave.fuse.neighbours import FILE, NeighbourTable
-from kvweave.fuse.preparation import Preparation
-from kvweave.ingest.report import IngestProgress, OnProgress
-from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.forget import Provenance, find_keys, keys_of_chunks
+from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.neighbours import NeighbourTable
+from kvweave.ingest.report import OnProgress
+from kvweave.kept_kv import KeptKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
-from kvweave.kv.tiers.disk import DiskTier
+from kvweave.neighbourhood import Neighbourhood
 from kvweave.types import ChunkId, DocumentId
 
 log = logging.getLogger(__name__)
 
-KV_FOLDER = "kv"
 Forgotten = Callable[[Collection[ChunkId]], None]
-BATCH = 16  # chunks that get their neighbours at a time: what a kill can cost
-
-
-def neighbours_of(kb: KnowledgeBase, table: NeighbourTable, size: int) -> NeighboursOf:
-    """What an encoder must know: the neighbours of a chunk, as long as all of them exist.
-
-    Asked again for every prompt, because another process may have removed a document just now.
-    """
-
-    def find(token_ids: Sequence[int]) -> Sequence[ChunkId] | None:
-        found = table.get(size, make_chunk_id(token_ids))
-        if not found:
-            return found
-        return found if kb.catalogue.known(found) == set(found) else None
-
-    return find
-
-
-def open_table(folder: Path, preparation: Preparation | None = None) -> NeighbourTable | None:
-    """The neighbours of the knowledge base in `folder`; None if it has none and wants none."""
-    path = folder / KV_FOLDER / FILE
-    wanted = preparation is not None and preparation.variant.kind == "neighbours"
-    return NeighbourTable(path) if wanted or path.is_file() else None
 
 
 class Upkeep:
@@ -84,18 +55,18 @@ class Upkeep:
         """
         self._kb = kb
         self._table = table
-        self._folder = kb.folder / KV_FOLDER
-        self._store = store
-        variant = encoder.preparation.variant if encoder is not None else None
-        self._encoder = encoder if variant is not None and variant.kind == "neighbours" else None
-        self._size = variant.size if variant is not None else 0
+        self._kept = KeptKV(kb.folder, store)
+        self._neighbours: Neighbourhood | None = None
+        kind = None if encoder is None else encoder.preparation.variant.kind
+        if encoder is not None and table is not None and kind == "neighbours":
+            self._neighbours = Neighbourhood(kb, table, encoder, self._kept)
         self._encoding = encoder if encodes else None  # what is computed in this run
         self._only_new = only_new and not refresh
-        self._notes = EncodedNotes(self._folder)
+        self._notes = EncodedNotes(self._kept.folder)
         self._encodes = encodes
         self._forgotten = forgotten
         self._refresh = refresh
-        if refresh and not (encodes and self._encoder is not None):
+        if refresh and not (encodes and self._neighbours is not None):
             raise ConfigError(
                 "only chunk KV behind neighbours can be refreshed; "
                 "ingest with --kv --encoding neighbours:COUNT"
@@ -112,7 +83,7 @@ class Upkeep:
             return
         gone = self._gone(self._table.mentioned())
         self._table.drop(gone | self._table.users_of(gone))
-        num_deleted = self._delete(self._stray_keys()) if self._has_objects() else 0
+        num_deleted = self._kept.delete(self._stray_keys()) if self._kept.has_objects() else 0
         if num_deleted:
             log.warning("%d chunk KV of removed documents were left over: deleted", num_deleted)
         self._table.settle(self.state())
@@ -135,8 +106,10 @@ class Upkeep:
         if new is not None and self._table is not None:
             touched = [*new, *self._table.users_of(orphaned)]
         self.forget(orphaned)
-        if self._encodes and self._encoder is not None and self._table is not None:
-            self._give_neighbours(self._encoder, self._table, tell, touched)
+        if self._encodes and self._neighbours is not None:
+            if self._refresh:
+                self._neighbours.drop_outdated()
+            self._neighbours.give(tell, touched)
         if self._encoding is not None and not self._encoding.saves().dropped:
             self._notes.put(self._encoding.context.context_id(), self.state())
 
@@ -157,68 +130,13 @@ class Upkeep:
             users = self._table.users_of(chunk_ids)
             keys = self._keys_at_hand(users)
             self._table.drop(users | set(chunk_ids))
-        num_deleted = 0
-        if chunk_ids and self._has_objects():
-            if self._store is not None:
-                self._store.flush()  # what is still on its way must not land behind us
-            num_deleted = self._delete([*keys_of_chunks(self._disk(), chunk_ids), *keys])
-        if self._table is not None:
+        num_deleted, is_flushed = 0, True
+        if chunk_ids and self._kept.has_objects():
+            is_flushed = self._kept.flush()
+            num_deleted = self._kept.delete([*self._kept.of_chunks(chunk_ids), *keys])
+        if self._table is not None and is_flushed:  # else the next `before` looks at all of it
             self._table.settle(self.state())
         return num_deleted
-
-    # ── neighbours ───────────────────────────────────────────────────────────
-
-    def _give_neighbours(
-        self,
-        encoder: ChunkEncoder,
-        table: NeighbourTable,
-        tell: OnProgress | None,
-        only: Sequence[ChunkId] | None = None,
-    ) -> None:
-        """To chunks that have none, and KV to those that have none; `only` are looked at."""
-        catalogue, size = self._kb.catalogue, self._size
-        if self._refresh:
-            self._drop_outdated(table)
-        second = NeighbourEncoder(encoder, catalogue.chunks)
-        total, done = catalogue.num_chunks() if only is None else len(only), 0
-        batches = (
-            catalogue.all_chunks(BATCH) if only is None else catalogue.some_chunks(only, BATCH)
-        )
-        report = _teller(tell, total)
-        report(0)
-        for batch in batches:
-            known = table.get_many(size, [chunk.id for chunk in batch])
-            new = self._kb.nearest([c for c in batch if c.id not in known], size)
-            if new:
-                table.put(size, new)  # before the KV, which must never be without
-            chosen = {**known, **new}
-            second.encode(batch, chosen)
-            done += len(batch)
-            report(done)
-
-    def _drop_outdated(self, table: NeighbourTable) -> None:
-        """Entries whose neighbours would be others now, and their KV."""
-        outdated: dict[str, tuple[ChunkId, ...]] = {}  # chunk to the neighbours it had
-        for batch in self._kb.catalogue.all_chunks(BATCH):
-            known = table.get_many(self._size, [chunk.id for chunk in batch])
-            now = self._kb.nearest([c for c in batch if c.id in known], self._size)
-            outdated |= {each: known[each] for each in now if now[each] != known[each]}
-        if not outdated:
-            return
-        chunk_ids = [ChunkId(each) for each in outdated]
-        keys = self._keys_at_hand(chunk_ids)
-
-        def is_old(of: Provenance) -> bool:
-            return bool(of.behind) and outdated.get(of.chunk) == of.behind
-
-        # KV first: killed before the entries go, they name nothing and are computed as they are
-        if self._has_objects():
-            if self._store is not None:
-                self._store.flush()
-            self._delete([*find_keys(self._disk(), is_old), *keys])
-        table.drop(chunk_ids, self._size)
-
-    # ── documents and objects ────────────────────────────────────────────────
 
     def state(self) -> str:
         """Of the documents: another one after every change."""
@@ -231,33 +149,10 @@ class Upkeep:
     def _stray_keys(self) -> list[ChunkKey]:
         """Objects with text of chunks that are no more."""
         alive: set[str] = set(self._kb.catalogue.chunk_ids())
-        return find_keys(self._disk(), lambda of: not alive.issuperset((of.chunk, *of.behind)))
+        return self._kept.find(lambda of: not alive.issuperset((of.chunk, *of.behind)))
 
     def _keys_at_hand(self, chunk_ids: Collection[ChunkId]) -> list[ChunkKey]:
-        """Names of KV behind neighbours that may be in memory alone; others are found on disk."""
-        if self._encoder is None or self._table is None:
-            return []
-        chunks = self._kb.catalogue.chunks(list(chunk_ids))
-        found = self._table.get_many(self._size, list(chunks))
-        return [
-            self._encoder.key_behind(chunks[each].token_ids, others)
-            for each, others in found.items()
-            if others
-        ]
-
-    def _delete(self, keys: Sequence[ChunkKey]) -> int:
-        """Delete objects, and whatever else on the disk may hold bytes of them."""
-        disk = DiskTier(DiskTierConfig(self._folder))  # sweeps what a dead writer left half-way
-        disk.clear_quarantine()
-        if self._store is not None:
-            return self._store.delete(keys)
-        return sum(disk.delete(key) for key in dict.fromkeys(keys))
-
-    def _has_objects(self) -> bool:
-        return (self._folder / "objects").is_dir()
-
-    def _disk(self) -> DiskTier:
-        return DiskTier(DiskTierConfig(self._folder), sweep=False)
+        return [] if self._neighbours is None else self._neighbours.keys_at_hand(chunk_ids)
 
 
 def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], upkeep: Upkeep) -> Written:
@@ -270,11 +165,3 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], upkeep: Upkee
         upkeep.forget(written.orphaned)
         upkeep.removed(before)
     return written
-
-
-def _teller(tell: OnProgress | None, total: int) -> Callable[[int], None]:
-    def report(done: int) -> None:
-        if tell is not None:
-            tell(IngestProgress("neighbours", 0, None, 0, done, "", total))
-
-    return report

@@ -16,6 +16,7 @@ from kvweave.kv import layout
 from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tiers.disk import DiskReader, DiskTier
+from kvweave.kv.tiers.quarantine import Quarantine
 from kvworld import CHUNK_BYTES, make_chunk, make_context, make_key
 
 
@@ -68,6 +69,18 @@ def test_verify_finds_damage_and_repair_moves_it_aside(tmp_path: Path) -> None:
     run("verify", "--store", tmp_path, "--repair", exit_code=1)
     assert len(tier.quarantined()) == 1
     assert "2 ok" in run("verify", "--store", tmp_path).output
+
+
+@pytest.mark.parametrize("verb", ["stat", "gc"])
+def test_quarantine_that_a_server_clears_meanwhile_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    make_store(tmp_path).quarantine(make_key(0))
+    real_files = Quarantine.files
+    ghost = tmp_path / "quarantine" / f"{make_key(7).hex()}.1.kv"
+    monkeypatch.setattr(Quarantine, "files", lambda self: [ghost, *real_files(self)])
+    told = run_json(verb, "--store", tmp_path)
+    assert told["freed_bytes" if verb == "gc" else "quarantined_bytes"] == CHUNK_BYTES
 
 
 def test_gc_frees_by_size_context_and_age_and_a_dry_run_frees_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What each tier does on a bad day: full, read-only, gone, slow, damaged."""
 
 import errno
+import fcntl
 import os
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.host import HostTier
+from kvweave.kv.tiers.quarantine import Quarantine
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.tiers.s3 import S3Tier
 from kvworld import CHUNK_BYTES, make_chunk, make_key
@@ -134,8 +136,6 @@ def test_bytes_are_on_the_medium_before_their_name_is(
 
 
 def test_the_sweep_takes_dead_temporaries_and_leaves_live_ones(tmp_path: Path) -> None:
-    import fcntl
-
     DiskTier(DiskTierConfig(tmp_path))
     dead, live = tmp_path / "tmp" / "dead.tmp", tmp_path / "tmp" / "live.tmp"
     dead.write_bytes(b"half")
@@ -159,6 +159,23 @@ def test_a_file_between_its_last_byte_and_its_name_is_not_swept(
     monkeypatch.setattr(os, "replace", replace)
     assert tier.write(chunk.key, [chunk.view]) is True
     assert tier.size(chunk.key) == len(chunk.view)
+
+
+def test_a_file_between_its_birth_and_its_lock_may_be_swept_and_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, chunk = DiskTier(DiskTierConfig(tmp_path)), make_chunk()
+    real_flock, sweeps = fcntl.flock, iter([True])
+
+    def flock(descriptor: int, operation: int) -> None:
+        if next(sweeps, False):
+            DiskTier(DiskTierConfig(tmp_path))  # another process opens the store just now
+        real_flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert tier.write(chunk.key, [chunk.view]) is True
+    assert tier.size(chunk.key) == len(chunk.view)
+    assert tier.temporaries() == []
 
 
 def test_every_folder_that_got_an_entry_is_synced(
@@ -232,6 +249,37 @@ def test_quarantine_is_bounded(tmp_path: Path) -> None:
     kept = [path.name[:64] for path in tier.quarantined()]
     assert sorted(kept) == sorted(make_key(i).hex() for i in (2, 3))
     assert tier.clear_quarantine() == 2 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_quarantine_is_ordered_by_when_objects_were_put_aside(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    tier = DiskTier(DiskTierConfig(tmp_path, quarantine_bytes=CHUNK_BYTES))
+    roomy = DiskTier(DiskTierConfig(tmp_path))
+    for i in (0, 1):
+        tier.write(make_key(i), [make_chunk(i).view])
+        os.utime(next((tmp_path / "objects").rglob(f"{make_key(i).hex()}*")), (i, i))
+    for i in order:
+        roomy.quarantine(make_key(i))
+    assert [path.name[:64] for path in tier.quarantined()] == [make_key(i).hex() for i in order]
+    tier.write(make_key(2), [make_chunk(2).view])
+    os.utime(next((tmp_path / "objects").rglob(f"{make_key(2).hex()}*")), (0, 0))  # oldest of all
+    tier.quarantine(make_key(2))
+    assert [path.name[:64] for path in tier.quarantined()] == [make_key(2).hex()]
+
+
+def test_quarantine_that_another_process_clears_meanwhile_is_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, chunk = DiskTier(DiskTierConfig(tmp_path, quarantine_bytes=0)), make_chunk()
+    ghost = tmp_path / "quarantine" / f"{make_key(7).hex()}.1.kv"
+    real_files = Quarantine.files
+    monkeypatch.setattr(Quarantine, "files", lambda self: [ghost, *real_files(self)])
+    tier.write(chunk.key, [chunk.view])
+    assert tier.quarantine(chunk.key) is True
+    assert list((tmp_path / "quarantine").iterdir()) == []
+    assert tier.clear_quarantine() == 0
 
 
 def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:

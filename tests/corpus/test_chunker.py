@@ -77,7 +77,7 @@ def test_a_long_text_is_cut_well_whatever_window_it_is_tokenised_in(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, window_chunks: int
 ) -> None:
     text = make_text(3000, seed=3)
-    monkeypatch.setattr("kvweave.corpus.chunker.WINDOW_CHUNKS", window_chunks)
+    monkeypatch.setattr("kvweave.corpus.cuts.WINDOW_CHUNKS", window_chunks)
     placed = list(Chunker(tokenizer, 48).cut("Note", text))
     assert "".join(text[p.start : p.end] for p in placed) == text
     fills = [len(p.chunk.token_ids) for p in placed[:-1]]

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from kvweave.corpus.chunker import Chunker
+from kvweave.corpus.creating import CHUNK_TOKENS
 from kvweave.corpus.index import FLAT_LIMIT, HNSW_LIMIT
-from kvweave.corpus.knowledge_base import CHUNK_TOKENS, MODES
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
+from kvweave.corpus.search import MODES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "corpus.md").read_text()
 

@@ -235,3 +235,37 @@ def test_a_qdrant_server_that_is_down_is_one_line(tmp_path: Path, tokenizer: Tok
     with pytest.raises(CorpusError, match=r"http://127\.0\.0\.1:9/things does not answer"):
         ingest(kb, PAIRS)
     assert kb.totals().num_documents == len(PAIRS)  # the catalogue has them; the next run goes on
+
+
+@pytest.mark.parametrize("reference", ["~nobody-of-that-name/notes.md", "no\0file", "x" * 5000])
+def test_a_document_that_no_file_could_be_named_like_is_not_there(
+    kb: KnowledgeBase, reference: str
+) -> None:
+    with pytest.raises(CorpusError, match="has no document"):
+        kb.find(reference)
+
+
+def test_a_lock_that_cannot_be_taken_is_one_line_with_a_way_out(kb: KnowledgeBase) -> None:
+    (kb.folder / "writer.lock").unlink(missing_ok=True)
+    (kb.folder / "writer.lock").mkdir()
+    with pytest.raises(CorpusError, match=r"cannot write .*; make the folder writable"):
+        kb.remove_documents([])
+    with kb.writing_if_free() as is_free:
+        assert not is_free
+
+
+def test_trouble_of_the_writer_itself_is_not_taken_for_the_lock(kb: KnowledgeBase) -> None:
+    with pytest.raises(FileNotFoundError), kb.writing():
+        raise FileNotFoundError("a file of the writer")
+
+
+def test_a_knowledge_base_whose_maker_was_killed_can_be_made_again(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    folder = tmp_path / "kb"
+    folder.mkdir()
+    (folder / "kb.json.4242.tmp").write_text('{"tokeni')
+    kb = open_kb(folder, tokenizer)
+    with kb.writing():
+        pass
+    assert kb.check() == []

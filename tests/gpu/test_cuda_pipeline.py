@@ -20,10 +20,11 @@ from kvweave.fuse.ring import Ring
 from kvweave.kv import memory as memory_module
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext, make_chunk_key
+from kvweave.kv.leases import Lease
 from kvweave.kv.memory import new_memory
 from kvweave.kv.objects import pack_chunk
 from kvweave.kv.store import KVStore
-from kvweave.kv.transfers import Lease, Transfer
+from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
 

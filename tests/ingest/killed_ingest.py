@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvweave.ingest import IngestOptions, ingest, pipeline
+from kvweave.ingest import IngestOptions, ingest, window
 from kvweave.tokenizer import Tokenizer
 from tiny_corpus import make_folder, open_kb
 
 
 def run(kb_folder: Path, tokenizer: Tokenizer, docs: Path) -> None:
     """Small windows, so that a few documents pass through every state there is."""
-    pipeline.WINDOW, pipeline.SLICE = 4, 3
+    window.WINDOW, window.SLICE = 4, 3
     with open_kb(kb_folder, tokenizer) as kb:
         ingest(kb, [docs], options=IngestOptions(prune=True))
 

@@ -1,5 +1,7 @@
 """Ingest does only what changed, skips what is bad, and never leaves half a document."""
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.parsers import ParseLimits, Record
 from kvweave.errors import CorpusError
-from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, pipeline
+from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, reading, window
 from kvweave.ingest.sources import Selection, TextSource
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import Chunk, PlacedChunk
@@ -59,6 +61,26 @@ def test_prune_removes_the_documents_of_files_that_are_gone(
     assert report.orphaned
     assert len(kb.documents()) == 6
     assert kb.check() == []
+
+
+def test_prune_keeps_the_documents_of_files_it_may_not_look_at(
+    world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kb, folder = world
+    ingest(kb, [folder])
+    shut = folder / "doc000.md"
+    real_stat = Path.stat
+
+    def stat(path: Path, **options: bool) -> os.stat_result:  # a root user is refused nothing
+        if path.name == shut.name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real_stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    report = ingest(kb, [folder], options=IngestOptions(prune=True))
+    assert counts(report) == (0, 0, 5, 0)
+    assert [skipped.source for skipped in report.skipped] == [str(shut)]
+    assert len(kb.documents()) == 6
 
 
 def test_the_same_passage_in_two_documents_is_one_chunk(
@@ -117,7 +139,7 @@ def test_trouble_while_writing_stops_the_run_and_blames_no_file(
     def full(*_: object) -> None:
         raise CorpusError("the disk is full")
 
-    monkeypatch.setattr(pipeline, "WINDOW", 1)
+    monkeypatch.setattr(window, "WINDOW", 1)
     monkeypatch.setattr(kb.catalogue, "put_vectors", full)
     with pytest.raises(CorpusError, match="the disk is full"):
         ingest(kb, [folder])
@@ -208,8 +230,8 @@ def test_trouble_of_the_embedder_is_one_line_and_keeps_what_is_complete(
             raise OSError(28, "No space left on device")
         return embed(texts)
 
-    monkeypatch.setattr(pipeline, "WINDOW", 1)
-    monkeypatch.setattr(pipeline, "SLICE", 256)
+    monkeypatch.setattr(window, "WINDOW", 1)
+    monkeypatch.setattr(window, "SLICE", 256)
     monkeypatch.setattr(kb.embedder, "embed_passages", fails_later)
     with pytest.raises(CorpusError, match=r"ingest stopped .*No space left on device.* run it"):
         ingest(kb, [folder])
@@ -246,7 +268,7 @@ def test_a_file_that_trips_the_parser_or_the_chunker_is_skipped_with_the_reason(
     world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     kb, folder = world
-    real_parse, real_cut = pipeline.parse, Chunker.cut
+    real_parse, real_cut = reading.parse, Chunker.cut
 
     def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
         if path.name == "doc003.md":
@@ -259,7 +281,7 @@ def test_a_file_that_trips_the_parser_or_the_chunker_is_skipped_with_the_reason(
         return real_cut(self, title, text)
 
     if part == "parse":
-        monkeypatch.setattr(pipeline, "parse", parse)
+        monkeypatch.setattr(reading, "parse", parse)
     else:
         monkeypatch.setattr(Chunker, "cut", cut)
     report = ingest(kb, [folder])
@@ -286,8 +308,8 @@ class FailingEmbedder(WordEmbedder):
 def test_an_interrupt_keeps_whole_documents_and_the_next_run_embeds_nothing_twice(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "WINDOW", 24)
-    monkeypatch.setattr(pipeline, "SLICE", 4)
+    monkeypatch.setattr(window, "WINDOW", 24)
+    monkeypatch.setattr(window, "SLICE", 4)
     folder = make_folder(tmp_path / "docs", 12)
     first = FailingEmbedder(after=50)
     kb = open_kb(tmp_path / "kb", tokenizer, embedder=first)

@@ -71,6 +71,15 @@ def slow_disk(root: Path, **changes: object) -> StoreConfig:
     return make_config(root, **fields)  # type: ignore[arg-type]
 
 
+def test_a_layer_that_no_chunk_has_is_as_ready_as_it_will_ever_be(tmp_path: Path) -> None:
+    store, _ = open_store(slow_disk(tmp_path))
+    with store, store.acquire([KEY]) as lease:
+        transfer = store.load(lease)
+        transfer.headers()
+        assert transfer.is_ready(LAYERS)
+        assert transfer.wait_layer(LAYERS) == {}
+
+
 def test_wanted_layers_are_there_before_the_earlier_ones(tmp_path: Path) -> None:
     store, witness = open_store(slow_disk(tmp_path), delay_s=0.05)
     with store, store.acquire([KEY]) as lease:

@@ -68,13 +68,12 @@ def stat(store: Path, as_json: bool) -> None:
             groups[name] = {"objects": 0, "bytes": 0, "like": describe(tier, each)}
         groups[name]["objects"] += 1
         groups[name]["bytes"] += each.size_bytes
-    aside = tier.quarantined()
     summary = {
         "objects": sum(g["objects"] for g in groups.values()),
         "bytes": sum(g["bytes"] for g in groups.values()),
         "contexts": groups,
-        "quarantined": len(aside),
-        "quarantined_bytes": sum(path.stat().st_size for path in aside),
+        "quarantined": len(tier.quarantined()),
+        "quarantined_bytes": tier.quarantined_bytes(),
         "temporaries": len(tier.temporaries()),
     }
     if as_json:
@@ -166,7 +165,7 @@ def gc(
             doomed.append(each)
         else:
             kept_bytes += each.size_bytes
-    quarantine_bytes = sum(path.stat().st_size for path in tier.quarantined())
+    quarantine_bytes = tier.quarantined_bytes()
     if not dry_run:
         for each in doomed:
             tier.delete(each.key)

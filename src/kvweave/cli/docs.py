@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from kvweave.cli.knowledge_bases import api_key_option, find_embedder, json_option, kb_option
-from kvweave.corpus.knowledge_base import MODES, KnowledgeBase, Mode
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.search import MODES, Mode
 
 
 @click.group()

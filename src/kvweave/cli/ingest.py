@@ -1,15 +1,12 @@
 """`kvweave ingest`: files and folders into a knowledge base."""
 
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvweave.cli.ingest_view import progress_bar, show
 from kvweave.cli.knowledge_bases import (
     api_key_option,
     find_embedder,
@@ -23,12 +20,9 @@ from kvweave.errors import ConfigError
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.chunk_encoder import ChunkEncoder
-    from kvweave.fuse.saves import Saves
     from kvweave.ingest.encoder import Upkeep
-    from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
-MAX_LISTED = 20
 
 
 @click.command()
@@ -126,7 +120,7 @@ def command(
                 _encoding(
                     kb, model, kv, encoding, _extras(extras), refresh_neighbours, machine
                 ) as (encoder, upkeep),
-                _progress_bar() as progress,
+                progress_bar() as progress,
             ):
                 report = ingest(
                     kb, paths, encoder, progress=progress, options=options, upkeep=upkeep
@@ -139,7 +133,7 @@ def command(
                 err=True,
             )
             raise
-        _show(kb, report, saves, as_json)
+        show(kb, report, saves, as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
 
@@ -177,97 +171,3 @@ def _extras(given: tuple[str, ...]) -> tuple[str, ...] | None:
     if not given:
         return None
     return () if given == ("none",) else given
-
-
-def unsaved_line(saves: "Saves | None") -> str | None:
-    """One line on chunk KV that was computed and could not be kept; None if all was."""
-    if saves is None or not saves.dropped:
-        return None
-    why = f" ({', '.join(saves.reasons)})" if saves.reasons else ""
-    return (
-        f"{saves.dropped:,} of {saves.saved + saves.dropped:,} chunk KV could not be saved{why}; "
-        "questions compute it, run the same command to try again"
-    )
-
-
-def _show(
-    kb: "KnowledgeBase", report: "IngestReport", saves: "Saves | None", as_json: bool
-) -> None:
-    totals = kb.totals()
-    unsaved = unsaved_line(saves)
-    if unsaved is not None:
-        click.echo(unsaved, err=True)
-    if as_json:
-        outcome = asdict(report) | {"skipped": [s._asdict() for s in report.skipped]}
-        told = {"chunk_kv": None if saves is None else saves._asdict(), "totals": totals._asdict()}
-        click.echo(json.dumps({"kb": str(kb.folder), **outcome, **told}))
-        return
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"[bold]{report.added:,}[/] added, {report.updated:,} updated, {report.unchanged:,} "
-        f"unchanged, {report.removed:,} removed in {report.elapsed_s:.1f} s"
-    )
-    console.print(
-        f"{report.new_chunks:,} new chunks, {report.shared_chunks:,} shared; "
-        f"{escape(str(kb.folder))} now holds {totals.num_documents:,} documents, "
-        f"{totals.num_chunks:,} chunks, {totals.num_tokens:,} tokens"
-    )
-    if report.ignored_files:
-        console.print(f"[dim]{report.ignored_files:,} files of other kinds left alone[/]")
-    complaints = Console(stderr=True, highlight=False, soft_wrap=True)
-    for source, reason in report.skipped[:MAX_LISTED]:
-        complaints.print(f"[yellow]skipped[/] {escape(source)}: {escape(reason)}")
-    if len(report.skipped) > MAX_LISTED:
-        complaints.print(f"… and {len(report.skipped) - MAX_LISTED} more; --json lists all")
-
-
-@contextmanager
-def _progress_bar() -> "Iterator[OnProgress | None]":
-    """Rate and time left on a terminal; nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
-    columns = (
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[chunks]:,} chunks · {task.fields[rate]:,.0f}/s"),
-        TimeLeft(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("read", total=None, chunks=0, rate=0.0)
-
-        second: list[TaskID] = []  # a bar of its own: it starts when the first one is full
-
-        def show(state: "IngestProgress") -> None:
-            if state.phase == "neighbours":
-                if not second:
-                    bar.update(task, total=1, completed=1)
-                    second.append(bar.add_task("neighbours", chunks=0, rate=0.0))
-                elapsed_s = bar.tasks[-1].elapsed or 1.0
-                bar.update(
-                    second[0],
-                    total=state.total_chunks,
-                    completed=state.num_chunks,
-                    chunks=state.num_chunks,
-                    rate=state.num_chunks / max(elapsed_s, 0.1),
-                )
-                return
-            elapsed_s = bar.tasks[0].elapsed or 1.0
-            bar.update(
-                task,
-                description=state.phase,
-                total=state.total_bytes,
-                completed=state.done_bytes,
-                chunks=state.num_chunks,
-                rate=state.num_chunks / max(elapsed_s, 0.1),
-            )
-
-        yield show

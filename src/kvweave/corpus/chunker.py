@@ -2,7 +2,7 @@
 
 Each chunk is tokenised by itself, title line in front, and those ids are what later stands in the
 prompt. So the limit holds for the ids that count, not for an estimate of them: offsets of a longer
-stretch of text propose where to cut, the chunk's own tokenisation decides.
+stretch of text propose where to cut (`cuts.py`), the chunk's own tokenisation decides.
 
     text   |# Drain a node↵↵Cordon first. …|Then evict the pods. …|
     chunks  [start, end) ranges that touch: together they are the text, nothing lost, nothing twice
@@ -11,37 +11,18 @@ stretch of text propose where to cut, the chunk's own tokenisation decides.
 """
 
 import hashlib
-import re
 import struct
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
 
+from kvweave.corpus.cuts import HEADING, ChunkTokenizer, TextWindow, last_heading, skip_blank
 from kvweave.errors import ConfigError
 from kvweave.types import Chunk, ChunkId, PlacedChunk
 
 MIN_CHUNK_TOKENS = 32  # below this a title line leaves no room for text
 CLOSE = "\n\n"  # ends every chunk: part of its ids, so no separator is ever put between chunks
 LIKELY_CHARS = 5  # per token: a text no longer than that is tried as one chunk first
-WINDOW_CHUNKS = 32  # tokenise this many chunks' worth of text at a time: memory stays flat
-
-HEADING = re.compile(r"^#{1,6}[ \t]+\S.*$", re.MULTILINE)
-PARAGRAPH = re.compile(r"\n(?:[ \t]*\n)+")
-SENTENCE = re.compile(r"(?<=[.!?…])[\"'”’)\]]*[ \t]+|(?<=[。！？])|\n")
-WORD = re.compile(r"\n|[^\S\n]+")
-BLANK = re.compile(r"\s*")
-
-
-class ChunkTokenizer(Protocol):
-    """The part of `kvweave.tokenizer.Tokenizer` that cutting needs."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def make_chunk_id(token_ids: Sequence[int]) -> ChunkId:
@@ -69,25 +50,25 @@ class Chunker:
 
     def cut(self, title: str, text: str) -> Iterator[PlacedChunk]:
         """Chunks of `text` in order. Their ranges touch and cover it; blank text has none."""
-        window = _Window(self.tokenizer, text, 0, self.max_tokens)
+        window = TextWindow(self.tokenizer, text, 0, self.max_tokens)
         title = self._short_title(title)
-        start = _skip_blank(text, 0)
+        start = skip_blank(text, 0)
         heading = ""
         begin = 0  # blank lines in front belong to the first chunk
         while start < len(text):
             window = window.covering(start)
             end, chunk = self._take(window, self._title_line(title, heading), title, start)
-            following = _skip_blank(text, end)
+            following = skip_blank(text, end)
             if following == len(text):
                 end = following
             if chunk is not None:
                 yield PlacedChunk(chunk, begin, end)
-                heading = _last_heading(text, start, end) or heading
+                heading = last_heading(text, start, end) or heading
                 begin = end
             start = following
 
     def _take(
-        self, window: "_Window", line: str, title: str, start: int
+        self, window: TextWindow, line: str, title: str, start: int
     ) -> tuple[int, Chunk | None]:
         """The longest good piece from `start` whose own tokens stay within the limit.
 
@@ -168,91 +149,3 @@ class Chunker:
             if len(spelled) > 1 and spelled == self.tokenizer.decode([token_id]).strip():
                 middles.append(text.index(spelled, start) + 1)
         return middles
-
-
-class _Break(NamedTuple):
-    """Places where a cut of one kind may fall, ascending, and how full a chunk must be for it."""
-
-    ends: list[int]
-    min_fill: float
-
-
-@dataclass(frozen=True)
-class _Window:
-    """A stretch of the text with its tokens' places and its possible cuts."""
-
-    tokenizer: ChunkTokenizer
-    text: str
-    start: int
-    max_tokens: int
-
-    @cached_property
-    def end(self) -> int:
-        """Generous: English has about four characters per token."""
-        return min(len(self.text), self.start + WINDOW_CHUNKS * self.max_tokens * 4)
-
-    @cached_property
-    def token_ends(self) -> list[int]:
-        _, offsets = self.tokenizer.encode_with_offsets(self.text[self.start : self.end])
-        return [self.start + end for _, end in offsets]
-
-    @cached_property
-    def breaks(self) -> list[_Break]:
-        """Best kind first. A cut right behind a heading would tear it from its section."""
-        text, start, end = self.text, self.start, self.end
-        headings = [m.start() for m in HEADING.finditer(text, start, end)]
-        torn: set[int] = set()
-        for match in HEADING.finditer(text, start, end):
-            torn.update(range(match.end(), _skip_blank(text, match.end()) + 1))
-        paragraphs = [m.end() for m in PARAGRAPH.finditer(text, start, end) if m.end() not in torn]
-        sentences = [m.end() for m in SENTENCE.finditer(text, start, end) if m.end() not in torn]
-        words = [m.end() for m in WORD.finditer(text, start, end)]
-        return [
-            _Break(headings, 0.5),
-            _Break(paragraphs, 0.5),
-            _Break(sentences, 0.25),
-            _Break(words, 0.0),
-        ]
-
-    def covering(self, start: int) -> "_Window":
-        """This window, or the next one if the longest chunk from `start` might leave this one."""
-        if self.end == len(self.text):
-            return self
-        if start >= self.start and self._furthest(start, self.max_tokens) < self.end:
-            return self
-        return _Window(self.tokenizer, self.text, start, self.max_tokens)
-
-    def cut_after(self, start: int, room: int) -> int:
-        """Where to end a chunk that begins at `start` and may hold about `room` tokens."""
-        limit = self._furthest(start, room)
-        if limit == len(self.text):
-            return limit
-        for kind in self.breaks:
-            least = start + int((limit - start) * kind.min_fill)
-            last = bisect_right(kind.ends, limit) - 1
-            if last >= 0 and kind.ends[last] > max(start, least):
-                return kind.ends[last]
-        return max(limit, start + 1)
-
-    def _furthest(self, start: int, room: int) -> int:
-        """The end of the `room`-th token from `start`."""
-        ends = self.token_ends
-        last = bisect_right(ends, start) + room - 1
-        return ends[last] if last < len(ends) else self.end
-
-
-def _skip_blank(text: str, start: int) -> int:
-    """Past blank lines, but not into the indentation of the first line with text."""
-    match = BLANK.match(text, start)
-    assert match is not None, "an empty match always exists"
-    if match.end() == len(text):
-        return match.end()
-    newline = text.rfind("\n", start, match.end())
-    return start if newline < 0 else newline + 1
-
-
-def _last_heading(text: str, start: int, end: int) -> str:
-    last = ""
-    for match in HEADING.finditer(text, start, end):
-        last = match.group().lstrip("#").strip()
-    return last

@@ -12,37 +12,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
 
 from kvweave.corpus.catalogue import Catalogue, Written
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
-from kvweave.corpus.chunker import Chunker, ChunkTokenizer
+from kvweave.corpus.chunker import Chunker
+from kvweave.corpus.creating import KnowledgeBaseTokenizer, create_folder
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import sweep_temporaries
-from kvweave.corpus.lexical import fuse_ranks, search_words
 from kvweave.corpus.live_index import LiveIndex
+from kvweave.corpus.search import ChunkSearch, Mode
 from kvweave.corpus.settings import (
-    FILE,
     KnowledgeBaseSettings,
     check_settings,
-    new_settings,
     read_settings,
     write_settings,
 )
-from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.corpus.writer_lock import writer_lock
+from kvweave.errors import ConfigError, CorpusError
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit
-
-CHUNK_TOKENS = 256
-LOCK = "writer.lock"
-Mode = Literal["vector", "words", "hybrid"]
-MODES: tuple[Mode, ...] = ("vector", "words", "hybrid")
-
-
-class KnowledgeBaseTokenizer(ChunkTokenizer, Protocol):
-    @property
-    def fingerprint(self) -> str: ...
 
 
 class KnowledgeBase:
@@ -64,6 +53,7 @@ class KnowledgeBase:
         self._embedder = embedder
         self.catalogue = Catalogue(folder / "catalogue.sqlite")
         self._live = LiveIndex(folder / "index", self.catalogue, settings, api_key)
+        self._search = ChunkSearch(self.catalogue, self._live, settings.dim)
 
     @classmethod
     def open(
@@ -91,7 +81,7 @@ class KnowledgeBase:
                 )
             if tokenizer is None or embedder is None:
                 raise ConfigError("a new knowledge base needs a tokenizer and an embedder")
-            settings = _create(folder, tokenizer, embedder, chunk_tokens, index)
+            settings = create_folder(folder, tokenizer, embedder, chunk_tokens, index)
         check_settings(
             folder,
             settings,
@@ -101,7 +91,7 @@ class KnowledgeBase:
         )
         if index is not None and index != settings.index:
             settings = replace(settings, index=check_kind(index))
-            with _writer_lock(folder):
+            with writer_lock(folder):
                 write_settings(folder, settings)
         return cls(folder, settings, tokenizer=tokenizer, embedder=embedder, api_key=api_key)
 
@@ -128,26 +118,7 @@ class KnowledgeBase:
 
         The caller may stop at any time and may take its time between stages.
         """
-        if mode not in MODES:
-            raise RequestError(f"no search mode {mode!r}; known: {', '.join(MODES)}")
-        if k < 1 or stages < 1:
-            raise RequestError(f"k and stages must be at least 1, got k={k}, stages={stages}")
-        if mode != "vector" and not isinstance(query, str):
-            raise RequestError(f"a search by {mode} needs the query's words, not its vector")
-        if mode == "words":
-            assert isinstance(query, str), "checked above"
-            yield self._hits(search_words(self.catalogue, query, k))
-            return
-        vector = self.embedder.embed_query(query) if isinstance(query, str) else query
-        if mode == "vector":
-            for found in self._live.search_staged(vector, k, stages):
-                yield self._hits(list(zip(found.ids.tolist(), found.scores.tolist(), strict=True)))
-            return
-        assert isinstance(query, str), "checked above"
-        depth = max(50, 4 * k)  # a chunk that both rank low may still win together
-        words = [vector_id for vector_id, _ in search_words(self.catalogue, query, depth)]
-        for found in self._live.search_staged(vector, depth, stages):
-            yield self._hits(fuse_ranks([found.ids.tolist(), words], k))
+        yield from self._search.staged(query, k, stages, mode, self._embed_query)
 
     def nearest(self, chunks: Sequence[Chunk], n: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """For each chunk the ids of the `n` others most like it, nearest first; fewer if there are.
@@ -155,29 +126,10 @@ class KnowledgeBase:
         Neither the chunk itself nor another with the same words under another title, and of chunks
         that say the same only the nearest. By the stored vectors: nothing is embedded again.
         """
-        if n < 1:
-            raise RequestError(f"a chunk has at least 1 neighbour, got {n}")
-        vectors = self.catalogue.vectors_of_chunks([c.id for c in chunks], self.settings.dim)
-        return {c.id: self._nearest(c, vectors[c.id], n) for c in chunks if c.id in vectors}
+        return self._search.nearest(chunks, n)
 
-    def _nearest(self, chunk: Chunk, vector: Vector, n: int) -> tuple[ChunkId, ...]:
-        k = n + 4  # itself, and some room for copies
-        while True:
-            found = self._live.search(vector, k)
-            hits = self._hits(list(zip(found.ids.tolist(), found.scores.tolist(), strict=True)))
-            words = {_words(chunk)}
-            others: list[ChunkId] = []
-            for other, _ in hits:
-                if other.id != chunk.id and _words(other) not in words:
-                    words.add(_words(other))
-                    others.append(other.id)
-            if len(others) >= n or len(found.ids) < k:
-                return tuple(others[:n])
-            k *= 4
-
-    def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
-        chunks = self.catalogue.chunks_of_vectors([vector_id for vector_id, _ in found])
-        return [Hit(chunks[vector_id], score) for vector_id, score in found if vector_id in chunks]
+    def _embed_query(self, text: str) -> Vector:
+        return self.embedder.embed_query(text)
 
     # ── looking around ───────────────────────────────────────────────────────
 
@@ -198,7 +150,10 @@ class KnowledgeBase:
         exact = [d for d in documents if d.id == reference]
         if exact:
             return exact
-        path = str(Path(reference).expanduser().resolve())
+        try:
+            path = str(Path(reference).expanduser().resolve())
+        except (OSError, RuntimeError, ValueError):  # nothing that a file could be called
+            path = reference
         by_source = [d for d in documents if d.source in (reference, path)]
         by_prefix = [d for d in documents if len(reference) >= 6 and d.id.startswith(reference)]
         found = by_source or by_prefix
@@ -241,10 +196,11 @@ class KnowledgeBase:
 
     @contextmanager
     def writing_if_free(self) -> Iterator[bool]:
-        """As `writing`, for what can wait: True if we are the writer, False if another one is."""
+        """As `writing`, for what can wait: True if we are the writer, False if another one is or
+        nobody can be."""
         with ExitStack() as stack:
             try:
-                stack.enter_context(_writer_lock(self.folder))
+                stack.enter_context(writer_lock(self.folder))
                 is_free = True
             except CorpusError:
                 is_free = False
@@ -253,7 +209,7 @@ class KnowledgeBase:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Be the one writer. A second one is refused at once; a dead one does not count."""
-        with _writer_lock(self.folder):
+        with writer_lock(self.folder):
             sweep_temporaries(self.folder)
             sweep_temporaries(self.folder / "index")
             yield
@@ -274,55 +230,3 @@ class KnowledgeBase:
         if self._embedder is None:
             raise ConfigError("this knowledge base was opened without an embedder: no search")
         return self._embedder
-
-
-def _words(chunk: Chunk) -> str:
-    """What a chunk says, without its title line and however it is spaced."""
-    return " ".join(chunk.text.removeprefix(chunk.title).split())
-
-
-def _create(
-    folder: Path,
-    tokenizer: KnowledgeBaseTokenizer,
-    embedder: Embedder,
-    chunk_tokens: int | None,
-    index: str | None,
-) -> KnowledgeBaseSettings:
-    if folder.exists() and (not folder.is_dir() or any(p.name != LOCK for p in folder.iterdir())):
-        raise CorpusError(
-            f"{folder} exists and is no knowledge base (it has no {FILE}); name a new folder"
-        )
-    settings = new_settings(
-        tokenizer=tokenizer.fingerprint,
-        embedder=embedder.name,
-        embedder_identity=embedder.identity,
-        dim=embedder.dim,
-        chunk_tokens=CHUNK_TOKENS if chunk_tokens is None else chunk_tokens,
-        index="auto" if index is None else index,
-    )
-    Chunker(tokenizer, settings.chunk_tokens)  # refuses a bad size before anything is written
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CorpusError(f"cannot make {folder}: {error.strerror}; name another folder") from error
-    with _writer_lock(folder):
-        there = read_settings(folder)  # another process may have been first
-        if there is not None:
-            return there
-        write_settings(folder, settings)
-    return settings
-
-
-@contextmanager
-def _writer_lock(folder: Path) -> Iterator[None]:
-    """The operating system drops the lock when its holder dies, however it dies."""
-    from filelock import FileLock, Timeout
-
-    try:
-        lock = FileLock(folder / LOCK, timeout=0)
-        with lock:
-            yield
-    except Timeout as error:
-        raise CorpusError(
-            f"{folder} is being written by another process; wait for it and run this again"
-        ) from error

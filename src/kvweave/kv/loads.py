@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 import torch
 
-from kvweave.kv.arrivals import Arrival, Hooks, Landing
+from kvweave.kv.arrivals import Arrival, Hooks
+from kvweave.kv.awaited import Landing
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
+from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.locate import Locator
 from kvweave.kv.memory import BufferPool
 from kvweave.kv.residency import Miss
 from kvweave.kv.stock import Stock
-from kvweave.kv.transfers import Holds, Lease, Pin, Resident, Source, Transfer
+from kvweave.kv.transfers import Resident, Source, Transfer
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)

@@ -22,15 +22,16 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.finding import Finder
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
-from kvweave.kv.locate import Located, Locator
+from kvweave.kv.locate import Locator
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place, open_places
 from kvweave.kv.residency import Miss, Peek, Residency
-from kvweave.kv.shelf import Entry
 from kvweave.kv.stock import Stock
-from kvweave.kv.transfers import Holds, Lease, Pin, Transfer
+from kvweave.kv.transfers import Transfer
 from kvweave.kv.writer import Ticket
 from kvweave.metrics import Metrics
 
@@ -58,15 +59,16 @@ class KVStore:
             )
         self._locator = Locator(cfg.locate_deadline_s, self.metrics)
         self._loads = Loads(cfg, self._stock, self._locator, self.metrics)
+        self._finder = Finder(self._stock, self._locator, self._loads)
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
 
     # ---- reading
 
     def peek(self, keys: Sequence[ChunkKey]) -> list[Peek]:
         """Where each chunk's KV is, in the order asked. Pins nothing, touches nothing."""
-        answers = {key: self._peek_books(key) for key in dict.fromkeys(keys)}
+        answers = {key: self._finder.peek_books(key) for key in dict.fromkeys(keys)}
         unknown = [key for key, answer in answers.items() if answer is None]
-        for key, located in self._locate(unknown).items():
+        for key, located in self._finder.locate(unknown).items():
             answers[key] = Peek(Residency.HERE, located.place.name, located.size_bytes)
         absent = Peek(Residency.ABSENT, None, None)
         return [answers[key] or absent for key in keys]
@@ -75,22 +77,22 @@ class KVStore:
         """Pin what is there. What is not is in `lease.missing`, with the reason."""
         self._release_orphans()
         unique = list(dict.fromkeys(keys))
-        unknown = [key for key in unique if self._peek_books(key) is None]
-        located = self._locate(unknown)
+        unknown = [key for key in unique if self._finder.peek_books(key) is None]
+        located = self._finder.locate(unknown)
         now_s = time.time()
         tiers: dict[ChunkKey, str] = {}
         missing: dict[ChunkKey, Miss] = {}
         holds = Holds({}, [], [])
         with self._lock:
             for key in unique:
-                place, entry = self._find(key, located)
+                place, entry = self._finder.find(key, located)
                 usage = self._stock.usage.touch(key, now_s, entry.size_bytes if entry else 0)
                 if place is not None:
                     tiers[key] = place.name
                 elif (arriving_from := self._loads.tier_of(key)) is not None:
                     tiers[key] = arriving_from
                 else:
-                    missing[key] = self._why_absent(key)
+                    missing[key] = self._finder.why_absent(key)
                 if place is not None and place.shelf is not None and entry is not None:
                     entry.pins += 1
                     place.shelf.touch(key, usage)
@@ -217,49 +219,6 @@ class KVStore:
         self._stock.check_integrity()
         with self._lock:
             self._loads.check_integrity()
-
-    # ---- finding
-
-    def _peek_books(self, key: ChunkKey) -> Peek | None:
-        """What the books say; None where only a tier could tell."""
-        with self._lock:
-            place, entry = self._find(key, {})
-            if place is not None and entry is not None:
-                return Peek(Residency.HERE, place.name, entry.size_bytes)
-            arriving_from = self._loads.tier_of(key)
-            if arriving_from is not None:
-                return Peek(Residency.ARRIVING, arriving_from, None)
-        return None
-
-    def _locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
-        """Ask the tiers for what is not in the books. The deleted that only await their last lease
-        are not looked for: their bytes are still there."""
-        shelves = [place.shelf for place in self._stock.places if place.shelf is not None]
-        with self._lock:
-            entries = {key: [shelf.find(key) for shelf in shelves] for key in keys}
-            foreign = frozenset(self._stock.foreign)
-        doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
-        wanted = [key for key in keys if key not in doomed]
-        return self._locator.locate(self._stock.below, wanted, foreign)
-
-    def _find(
-        self, key: ChunkKey, located: dict[ChunkKey, Located]
-    ) -> tuple[Place | None, Entry | None]:
-        """Fastest tier in working order that has a key, with its entry if that tier keeps a shelf.
-        Lock is held."""
-        for place in self._stock.places:
-            entry = place.shelf.get(key) if place.shelf is not None else None
-            is_foreign = (place.name, key) in self._stock.foreign
-            if entry is not None and not is_foreign and not place.reads.is_open:
-                return place, entry
-        return (located[key].place, None) if key in located else (None, None)
-
-    def _why_absent(self, key: ChunkKey) -> Miss:
-        """Lock is held."""
-        for place in self._stock.places:
-            if place.reads.is_open and (place.shelf is None or key in place.shelf):
-                return Miss.TIER_FAILED
-        return Miss.ABSENT
 
     # ---- releasing
 

@@ -1,21 +1,16 @@
 """Chunk objects as files.
 
     root/objects/<context>/<xx>/<key>.kv    xx: the first byte of the content id, 256 folders
-    root/tmp/                               being written; swept at the next start
-    root/quarantine/                        damaged objects, the newest up to a byte bound
+    root/tmp/                               being written, swept at the next start: `durable_files`
+    root/quarantine/                        damaged objects, the newest of them: `quarantine`
 
-A file appears under its name only when it is complete and on the medium: written under a temporary
-name, fsync, rename, fsync of the folder. Killed at any moment, a writer leaves at most a temporary
-file. Each is locked while its writer lives, so the sweep of one process never takes the file of
-another. An unreadable folder below the root is skipped with a warning: its objects are misses.
+An unreadable folder below the root is skipped with a warning: its objects are misses (`listing`).
 """
 
 import errno
-import fcntl
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,12 +21,14 @@ from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.keys import ChunkKey, context_of, parse_key
 from kvweave.kv.tiers.base import StoredObject
+from kvweave.kv.tiers.durable_files import DurableFiles
+from kvweave.kv.tiers.listing import Listing
+from kvweave.kv.tiers.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
 
 _SUFFIX = ".kv"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_MAX_PARTS = 1024  # IOV_MAX on Linux
 
 
 class DiskReader:
@@ -84,14 +81,13 @@ class DiskTier:
         self.name = "disk"
         self._cfg = cfg
         self._objects = cfg.root / "objects"
-        self._tmp = cfg.root / "tmp"
-        self._quarantine = cfg.root / "quarantine"
-        self._known_folders: set[Path] = set()
-        self._skipped: set[Path] = set()  # unreadable folders that the log has named
+        self._listing = Listing(needed=self._objects)
+        self._files = DurableFiles(cfg.root, self._listing, fsync=cfg.fsync)
+        self._aside = Quarantine(cfg.root / "quarantine", cfg.quarantine_bytes, self._listing)
         self._flags = os.O_RDONLY | os.O_CLOEXEC
         try:
-            for folder in (self._objects, self._tmp):
-                self._make_folder(folder)
+            for folder in (self._objects, self._files.tmp):
+                self._files.make_folder(folder)
             os.listdir(self._objects)
         except OSError as error:
             if not _readable(self._objects):
@@ -101,7 +97,7 @@ class DiskTier:
                 ) from error
             log.warning("%s cannot be written (%s): reading only", cfg.root, error.strerror)
         if sweep:
-            self._sweep()
+            self._files.sweep()
         if cfg.direct_io:
             self._flags |= self._direct_flag()
 
@@ -124,17 +120,9 @@ class DiskTier:
         return DiskReader(path, descriptor, os.fstat(descriptor).st_size)
 
     def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
-        final = self._path(key)
-        temporary = self._tmp / f"{key.hex()}.{os.urandom(8).hex()}.tmp"
         try:
-            self._ensure_folder(final.parent)
-            self._write_file(temporary, final, parts)
-            if self._cfg.fsync:
-                _sync_folder(final.parent)
+            self._files.write(self._path(key), parts)
         except OSError as error:
-            with suppress(OSError):  # it may be the disk itself that is gone
-                temporary.unlink(missing_ok=True)
-            self._known_folders.discard(final.parent)
             if error.errno in _NO_ROOM:
                 return False
             raise self._trouble("write", key, error) from error
@@ -151,10 +139,7 @@ class DiskTier:
 
     def quarantine(self, key: ChunkKey) -> bool:
         try:
-            self._quarantine.mkdir(exist_ok=True)
-            aside = self._quarantine / f"{key.hex()}.{time.time_ns()}{_SUFFIX}"
-            os.replace(self._path(key), aside)
-            self._trim_quarantine()
+            self._aside.put(self._path(key))
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -162,7 +147,7 @@ class DiskTier:
         return True
 
     def scan(self) -> Iterator[StoredObject]:
-        for entry in self._files(self._objects):
+        for entry in self._listing.files(self._objects):
             key = parse_key(entry.name.removesuffix(_SUFFIX))
             if key is None or not entry.name.endswith(_SUFFIX):
                 continue  # not ours: leave it alone
@@ -171,7 +156,7 @@ class DiskTier:
             except FileNotFoundError:  # deleted since it was listed
                 continue
             except OSError as error:
-                self._skip(Path(entry.path).parent, error)
+                self._listing.skip(Path(entry.path).parent, error)
                 continue
             yield StoredObject(key, stat.st_size, stat.st_mtime)
 
@@ -180,19 +165,18 @@ class DiskTier:
 
     def quarantined(self) -> list[Path]:
         """Files put aside, oldest first."""
-        return sorted(Path(e.path) for e in self._files(self._quarantine))
+        return self._aside.files()
+
+    def quarantined_bytes(self) -> int:
+        return self._aside.size_bytes()
 
     def clear_quarantine(self) -> int:
         """Delete what was put aside; returns how many bytes that freed."""
-        freed = 0
-        for path in self.quarantined():
-            freed += path.stat().st_size
-            path.unlink()
-        return freed
+        return self._aside.clear()
 
     def temporaries(self) -> list[Path]:
         """Files being written now, or left by a dead writer until the next sweep."""
-        return sorted(Path(e.path) for e in self._files(self._tmp))
+        return self._files.temporaries()
 
     def _path(self, key: ChunkKey) -> Path:
         return Path(self._name(key))
@@ -204,88 +188,9 @@ class DiskTier:
         shard = name[len(context) : len(context) + 2]
         return f"{self._objects}/{context}/{shard}/{name}{_SUFFIX}"
 
-    def _write_file(self, path: Path, final: Path, parts: Sequence[Buffer]) -> None:
-        """Write under one name, then give it the other. Locked until it has it."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # tells the sweep that the writer lives
-            _write_all(descriptor, parts)
-            if self._cfg.fsync:
-                os.fsync(descriptor)
-            os.replace(path, final)
-        finally:
-            os.close(descriptor)
-
-    def _ensure_folder(self, folder: Path) -> None:
-        """Make a shard folder that survives a power cut, and those above it up to the root."""
-        if folder in self._known_folders:
-            return
-        self._make_folder(folder)
-        if self._cfg.fsync:  # whoever made them may not have synced them yet
-            for parent in (folder.parent, self._objects, self._cfg.root):
-                _sync_folder(parent)
-        self._known_folders.add(folder)
-
-    def _make_folder(self, folder: Path) -> None:
-        """mkdir -p, with an fsync of every folder that got a new entry."""
-        made = [each for each in (folder, *folder.parents) if not each.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._cfg.fsync:
-            for each in made:
-                _sync_folder(each.parent)
-
-    def _files(self, folder: Path) -> Iterator[os.DirEntry[str]]:
-        """Every file below a folder; none if it does not exist (any more)."""
-        try:
-            with os.scandir(folder) as found:
-                entries = list(found)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            self._skip(folder, error)
-            return
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from self._files(Path(entry.path))
-            else:
-                yield entry
-
-    def _skip(self, folder: Path, error: OSError) -> None:
-        """Say once that a folder is left out. A root that cannot be listed is no store at all."""
-        if folder == self._objects:
-            raise TierError(f"cannot list {folder}: {error.strerror}") from error
-        if folder not in self._skipped:
-            self._skipped.add(folder)
-            log.warning("%s is left out: %s; make it readable", folder, error.strerror)
-
-    def _sweep(self) -> None:
-        """Remove temporary files whose writer is dead."""
-        for path in self.temporaries():
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                continue  # gone already, or not ours to touch
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-                log.info("removed %s, left by a writer that died", path.name)
-            except OSError:
-                continue  # locked: its writer lives
-            finally:
-                os.close(descriptor)
-
-    def _trim_quarantine(self) -> None:
-        newest_first = sorted(self.quarantined(), key=lambda p: p.stat().st_mtime, reverse=True)
-        kept = 0
-        for path in newest_first:
-            kept += path.stat().st_size
-            if kept > self._cfg.quarantine_bytes:
-                path.unlink()
-
     def _direct_flag(self) -> int:
         """O_DIRECT where this filesystem takes it, 0 with a log line where it does not."""
-        probe = self._tmp / f"direct.{os.getpid()}.tmp"
+        probe = self._files.tmp / f"direct.{os.getpid()}.tmp"
         try:
             os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600))
             return os.O_DIRECT
@@ -300,25 +205,6 @@ class DiskTier:
         return TierError(
             f"disk cannot {verb} {key.hex()[:16]}… in {self._cfg.root}: {error.strerror}"
         )
-
-
-def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
-    """Gather-write; the kernel may take less than asked, most often just before it is full."""
-    pending = [memoryview(part).cast("B") for part in parts if len(part)]
-    while pending:
-        done = os.writev(descriptor, pending[:_MAX_PARTS])
-        while pending and done >= len(pending[0]):
-            done -= len(pending.pop(0))
-        if done:
-            pending[0] = pending[0][done:]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _readable(folder: Path) -> bool:

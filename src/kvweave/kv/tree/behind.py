@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from kvweave.kv.policies import UsageRecord
 from kvweave.kv.tree.node import ChunkRef, Match, Node
-from kvweave.kv.tree.tree import KnowledgeTree
+from kvweave.kv.tree.reads import TreeReads
 from kvweave.types import ChunkId
 
 
 class TreeBehind:
-    """Reads only, like `KnowledgeTree.match`, and on the same threads."""
+    """Reads only, on the threads of `TreeReads`."""
 
-    def __init__(self, tree: KnowledgeTree, preamble: ChunkRef) -> None:
+    def __init__(self, tree: TreeReads, preamble: ChunkRef) -> None:
         self._tree = tree
         self._preamble = preamble
         length = preamble.num_tokens

@@ -1,20 +1,18 @@
-"""The knowledge tree itself: match, lease, load, extend, survive.
+"""The knowledge tree itself: lease, load, extend, survive.
 
     preamble ── D1 ── D3        a node is a chunk *behind its path*: D3 behind D1 and D3 behind D2
             └── D2 ── D3        are two nodes with different KV
 
-The engine thread makes every change. `match` only follows dictionaries and may be called from
-another thread: what it says may be stale by the time the engine acts, which then finds fewer nodes
-and computes the rest. A failed copy is a shorter match, never an error.
+The engine thread makes every change; what others may read meanwhile is in `reads.py`. A failed copy
+is a shorter match, never an error.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
-from kvweave.errors import ConfigError
 from kvweave.kv.policies import Usage, open_policy
+from kvweave.kv.tree.config import TreeConfig
 from kvweave.kv.tree.keeper import Keeper, subtree
 from kvweave.kv.tree.lease import TreeLease
 from kvweave.kv.tree.memory import PathMemory
@@ -22,40 +20,16 @@ from kvweave.kv.tree.node import (
     DEVICE,
     HOST,
     ChunkRef,
-    Match,
     Node,
     PageOwner,
     Pages,
     TreeTier,
     path_key,
 )
+from kvweave.kv.tree.reads import TreeReads
 from kvweave.types import ChunkId
 
 NO_PREAMBLE = ChunkRef(ChunkId(""), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class TreeConfig:
-    """Budgets and rules of one tree."""
-
-    device_bytes: int
-    host_bytes: int  # one to two orders of magnitude more than on the device pays best; 0: none
-    policy: str = "pgdsf"  # lru, lfu, gdsf or pgdsf; each tier has its own clock
-    max_depth: int | None = None  # keep only the first so many chunks of a path; None: all
-    remembered_paths: int = 1 << 16  # absent paths whose usage is remembered; 0: none
-
-    def __post_init__(self) -> None:
-        if self.device_bytes <= 0 or self.host_bytes < 0:
-            raise ConfigError(
-                f"a tree needs device_bytes > 0 and host_bytes >= 0, "
-                f"got {self.device_bytes} and {self.host_bytes}"
-            )
-        if self.max_depth is not None and self.max_depth < 0:
-            raise ConfigError(f"TreeConfig.max_depth must be None or >= 0, got {self.max_depth}")
-        if self.remembered_paths < 0:
-            raise ConfigError(
-                f"TreeConfig.remembered_paths must be >= 0, got {self.remembered_paths}"
-            )
 
 
 class Extended(Enum):
@@ -67,7 +41,7 @@ class Extended(Enum):
     NO_ROOM = "no room"  # leased nodes are in the way; the caller keeps its pages
 
 
-class KnowledgeTree:
+class KnowledgeTree(TreeReads):
     """Exact KV of ordered chunk paths behind one preamble, in device and host memory.
 
     For several preambles or tenants under one budget, leave the preamble empty here and make each
@@ -94,7 +68,8 @@ class KnowledgeTree:
         self._keeper = Keeper(floors, owner, self._usage, memory)
         key = path_key(b"", preamble.id)
         usage = memory.take(key, preamble.num_tokens)
-        self.root = Node(preamble.id, preamble.num_tokens, preamble.num_tokens, 0, key, None, usage)
+        length = preamble.num_tokens
+        super().__init__(Node(preamble.id, length, length, 0, key, None, usage))
 
     def price(self, cost_s: Callable[[int, int], float]) -> None:
         """Price by another `cost_s` from now on. Its 1,024 tokens from nothing count as those did
@@ -105,39 +80,6 @@ class KnowledgeTree:
             return
         scale = self._token_s * 1024 / measured_s
         self._cost_s = lambda cached, new: scale * cost_s(cached, new)
-
-    def match(self, chunk_ids: Sequence[ChunkId]) -> Match:
-        """The longest stored prefix. O(depth); changes nothing, counts nothing."""
-        node = self.root
-        if node.num_tokens and not node.pages:
-            return Match((), 0, 0, 0)
-        nodes: list[Node] = []
-        for chunk_id in chunk_ids:
-            child = node.children.get(chunk_id)
-            if child is None:
-                break
-            nodes.append(child)
-            node = child
-        host_bytes, host_tokens = 0, 0
-        for each in (*reversed(nodes), self.root):  # the device part lies above the host part
-            if DEVICE in each.pages:
-                break
-            if (pages := each.pages.get(HOST)) is not None:
-                host_bytes += pages.size_bytes
-                host_tokens += each.num_tokens
-        return Match(tuple(nodes), node.end, host_bytes, host_tokens)
-
-    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int:
-        """Exact tokens `match` would find, preamble included; the same walk and nothing else."""
-        node = self.root
-        if node.num_tokens and not node.pages:
-            return 0
-        for chunk in chunks:
-            child = node.children.get(chunk.id)
-            if child is None:
-                break
-            node = child
-        return node.end
 
     def acquire(
         self, chunks: Sequence[ChunkRef], num_question_tokens: int, *, count: bool = True

@@ -1,0 +1,63 @@
+"""Makes the folder of a new knowledge base. Nothing is written before all of it is known to fit."""
+
+from pathlib import Path
+from typing import Protocol
+
+from kvweave.corpus.chunker import Chunker
+from kvweave.corpus.cuts import ChunkTokenizer
+from kvweave.corpus.embedder import Embedder
+from kvweave.corpus.settings import (
+    FILE,
+    KnowledgeBaseSettings,
+    new_settings,
+    read_settings,
+    write_settings,
+)
+from kvweave.corpus.writer_lock import LOCK, writer_lock
+from kvweave.errors import CorpusError
+
+CHUNK_TOKENS = 256
+
+
+class KnowledgeBaseTokenizer(ChunkTokenizer, Protocol):
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def create_folder(
+    folder: Path,
+    tokenizer: KnowledgeBaseTokenizer,
+    embedder: Embedder,
+    chunk_tokens: int | None,
+    index: str | None,
+) -> KnowledgeBaseSettings:
+    """The settings of the new knowledge base in `folder`, or of the one that another process made
+    there just now: the caller checks that they fit. None is the default."""
+    if folder.exists() and not (folder.is_dir() and all(map(_is_ours, folder.iterdir()))):
+        raise CorpusError(
+            f"{folder} exists and is no knowledge base (it has no {FILE}); name a new folder"
+        )
+    settings = new_settings(
+        tokenizer=tokenizer.fingerprint,
+        embedder=embedder.name,
+        embedder_identity=embedder.identity,
+        dim=embedder.dim,
+        chunk_tokens=CHUNK_TOKENS if chunk_tokens is None else chunk_tokens,
+        index="auto" if index is None else index,
+    )
+    Chunker(tokenizer, settings.chunk_tokens)  # refuses a bad size before anything is written
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CorpusError(f"cannot make {folder}: {error.strerror}; name another folder") from error
+    with writer_lock(folder):
+        there = read_settings(folder)  # another process may have been first
+        if there is not None:
+            return there
+        write_settings(folder, settings)
+    return settings
+
+
+def _is_ours(path: Path) -> bool:
+    """What others who make it just now have there, or left when they were killed."""
+    return path.name == LOCK or (path.name.startswith(f"{FILE}.") and path.suffix == ".tmp")

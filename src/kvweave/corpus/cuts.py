@@ -1,0 +1,114 @@
+"""Where a text may be cut: at headings, paragraphs, sentences, words, by where its tokens end."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+WINDOW_CHUNKS = 32  # tokenise this many chunks' worth of text at a time: memory stays flat
+
+HEADING = re.compile(r"^#{1,6}[ \t]+\S.*$", re.MULTILINE)
+PARAGRAPH = re.compile(r"\n(?:[ \t]*\n)+")
+SENTENCE = re.compile(r"(?<=[.!?…])[\"'”’)\]]*[ \t]+|(?<=[。！？])|\n")
+WORD = re.compile(r"\n|[^\S\n]+")
+BLANK = re.compile(r"\s*")
+
+
+class ChunkTokenizer(Protocol):
+    """The part of `kvweave.tokenizer.Tokenizer` that cutting needs."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class _Break(NamedTuple):
+    """Places where a cut of one kind may fall, ascending, and how full a chunk must be for it."""
+
+    ends: list[int]
+    min_fill: float
+
+
+@dataclass(frozen=True)
+class TextWindow:
+    """A stretch of the text with its tokens' places and its possible cuts."""
+
+    tokenizer: ChunkTokenizer
+    text: str
+    start: int
+    max_tokens: int
+
+    @cached_property
+    def end(self) -> int:
+        """Generous: English has about four characters per token."""
+        return min(len(self.text), self.start + WINDOW_CHUNKS * self.max_tokens * 4)
+
+    @cached_property
+    def token_ends(self) -> list[int]:
+        _, offsets = self.tokenizer.encode_with_offsets(self.text[self.start : self.end])
+        return [self.start + end for _, end in offsets]
+
+    @cached_property
+    def breaks(self) -> list[_Break]:
+        """Best kind first. A cut right behind a heading would tear it from its section."""
+        text, start, end = self.text, self.start, self.end
+        headings = [m.start() for m in HEADING.finditer(text, start, end)]
+        torn: set[int] = set()
+        for match in HEADING.finditer(text, start, end):
+            torn.update(range(match.end(), skip_blank(text, match.end()) + 1))
+        paragraphs = [m.end() for m in PARAGRAPH.finditer(text, start, end) if m.end() not in torn]
+        sentences = [m.end() for m in SENTENCE.finditer(text, start, end) if m.end() not in torn]
+        words = [m.end() for m in WORD.finditer(text, start, end)]
+        return [
+            _Break(headings, 0.5),
+            _Break(paragraphs, 0.5),
+            _Break(sentences, 0.25),
+            _Break(words, 0.0),
+        ]
+
+    def covering(self, start: int) -> "TextWindow":
+        """This window, or the next one if the longest chunk from `start` might leave this one."""
+        if self.end == len(self.text):
+            return self
+        if start >= self.start and self._furthest(start, self.max_tokens) < self.end:
+            return self
+        return TextWindow(self.tokenizer, self.text, start, self.max_tokens)
+
+    def cut_after(self, start: int, room: int) -> int:
+        """Where to end a chunk that begins at `start` and may hold about `room` tokens."""
+        limit = self._furthest(start, room)
+        if limit == len(self.text):
+            return limit
+        for kind in self.breaks:
+            least = start + int((limit - start) * kind.min_fill)
+            last = bisect_right(kind.ends, limit) - 1
+            if last >= 0 and kind.ends[last] > max(start, least):
+                return kind.ends[last]
+        return max(limit, start + 1)
+
+    def _furthest(self, start: int, room: int) -> int:
+        """The end of the `room`-th token from `start`."""
+        ends = self.token_ends
+        last = bisect_right(ends, start) + room - 1
+        return ends[last] if last < len(ends) else self.end
+
+
+def skip_blank(text: str, start: int) -> int:
+    """Past blank lines, but not into the indentation of the first line with text."""
+    match = BLANK.match(text, start)
+    assert match is not None, "an empty match always exists"
+    if match.end() == len(text):
+        return match.end()
+    newline = text.rfind("\n", start, match.end())
+    return start if newline < 0 else newline + 1
+
+
+def last_heading(text: str, start: int, end: int) -> str:
+    """Of a stretch of the text; empty if it has none."""
+    last = ""
+    for match in HEADING.finditer(text, start, end):
+        last = match.group().lstrip("#").strip()
+    return last

@@ -1,0 +1,206 @@
+"""Sources to cut documents: finds, reads, parses, and cuts what is new or has changed.
+
+A bad file is counted as skipped, and leaves what an earlier run took from it.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence, Sized
+from pathlib import Path
+
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.parsers import ParseLimits, Record, parse, read_bytes
+from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
+from kvweave.errors import CorpusError
+from kvweave.ingest.report import Skipped
+from kvweave.ingest.sources import (
+    FileBytes,
+    FoundFile,
+    Ignored,
+    Later,
+    Selection,
+    Source,
+    TextSource,
+    find_files,
+    folder_of,
+)
+from kvweave.ingest.tally import Tally
+from kvweave.ingest.window import OpenSource, Pending, Window
+from kvweave.types import Document, DocumentId
+
+UPLOAD = "upload:"  # how sources begin that came as bytes with a name
+
+_Item = FoundFile | Ignored | Skipped | TextSource | FileBytes | Later
+
+
+class SourceReader:
+    """Lives on the thread that ingests; what it cuts goes into the window."""
+
+    def __init__(
+        self,
+        kb: KnowledgeBase,
+        selection: Selection,
+        limits: ParseLimits,
+        window: Window,
+        tally: Tally,
+    ) -> None:
+        self._catalogue = kb.catalogue
+        self._chunker = kb.chunker
+        self._selection = selection
+        self._limits = limits
+        self._window = window
+        self._tally = tally
+        self._present: dict[str, str] = {}  # sources seen in this run; of texts the fingerprint
+        self._folders: list[Path] = []
+
+    def take_all(self, sources: Iterable[Source]) -> None:
+        if isinstance(sources, Sized):
+            found = [item for source in sources for item in self._find(source)]
+            self._tally.total_bytes = sum(_size(item) for item in found)
+            for item in found:
+                self._take(item)
+        else:  # a generator: it may be endless, so take it as it comes
+            for source in sources:
+                for item in self._find(source):
+                    self._take(item)
+
+    def gone(self) -> list[str]:
+        """Sources of earlier runs below the folders of this one whose file is no longer there."""
+        return [
+            source
+            for source in self._catalogue.sources()
+            if any(Path(source).is_relative_to(folder) for folder in self._folders)
+            and source not in self._present
+            and _is_gone(Path(source))
+        ]
+
+    def _find(self, source: Source) -> Iterable[_Item]:
+        if isinstance(source, TextSource | FileBytes | Later):
+            return [source]
+        if isinstance(source, tuple):
+            return [TextSource(*source)]
+        path = Path(source)
+        folder = folder_of(path)
+        if folder is not None:
+            self._folders.append(folder)
+        return find_files(path, self._selection)
+
+    def _take(self, item: _Item) -> None:
+        match item:
+            case Skipped():
+                self._tally.skipped(item)
+            case Ignored():
+                self._tally.ignored_files += 1
+            case TextSource():
+                self._take_text(item)
+            case FileBytes(name, data):
+                self._take_bytes(f"{UPLOAD}{name}", Path(name), data)
+            case Later():
+                self._take(item.read())
+            case FoundFile(path, _):
+                self._take_file(path)
+
+    def _take_file(self, path: Path) -> None:
+        source = str(path)
+        if source in self._present:
+            return  # named twice, or reached by two links
+        self._present[source] = ""
+        self._tally.tell("read", source)
+        try:
+            data = read_bytes(path, self._limits)
+        except (CorpusError, OSError) as error:
+            self._tally.skip(source, error)
+            return
+        self._take_bytes(source, path, data)
+
+    def _take_bytes(self, source: str, path: Path, data: bytes) -> None:
+        """`path` is looked at for its name alone."""
+        fingerprint = f"{PARSERS_VERSION}:{hashlib.sha256(data).hexdigest()}"
+        if self._is_unchanged(source, fingerprint, len(data)):
+            return
+        try:
+            records = parse(path, data, self._limits)
+        except Exception as error:  # whatever a parser trips over, the other files can do without
+            self._tally.skip(source, error)
+            return
+        self._cut(OpenSource(source, fingerprint), records, len(data))
+
+    def _take_text(self, item: TextSource) -> None:
+        fingerprint = _text_fingerprint(item.title, item.text)
+        key = (item.key or fingerprint).encode(errors="replace").decode()  # the catalogue's UTF-8
+        source = f"text:{key}"
+        if self._present.get(source) == fingerprint:
+            return  # the same text twice in one run
+        self._present[source] = fingerprint
+        if self._is_unchanged(source, fingerprint, _size(item)):
+            return
+        try:
+            records = lone_record(item.title, item.text)
+        except CorpusError as error:
+            self._tally.skip(f"{source} ({item.title[:60]!a})", error)
+            return
+        self._cut(OpenSource(source, fingerprint), records, _size(item))
+
+    def _is_unchanged(self, source: str, fingerprint: str, size_bytes: int) -> bool:
+        if self._catalogue.source_fingerprint(source) != fingerprint:
+            return False
+        self._tally.unchanged += len(self._catalogue.fingerprints(source))
+        self._tally.done_bytes += size_bytes
+        return True
+
+    def _cut(self, source: OpenSource, records: Sequence[Record], size_bytes: int) -> None:
+        """Cut what is new or changed in a source into the window.
+
+        Only cutting is guarded: trouble while writing is not the file's fault and stops the run.
+        A file that cannot be cut to its end stays unfinished: the next run looks at it again.
+        """
+        old = self._catalogue.fingerprints(source.source)
+        num_chars = sum(len(record.text) for record in records)
+        for record in records:
+            share_bytes = size_bytes * len(record.text) // num_chars
+            document_id = _document_id(source.source, record.key)
+            source.seen.add(document_id)
+            fingerprint = _text_fingerprint(record.title, record.text)
+            if old.get(document_id) == fingerprint:
+                self._tally.unchanged += 1
+                self._tally.done_bytes += share_bytes
+                continue
+            document = Document(document_id, source.source, record.title, record.text)
+            try:
+                placed = list(self._chunker.cut(record.title, record.text))
+                assert placed, "parsers leave blank records out"
+            except Exception as error:  # as for a parser
+                self._tally.skip(source.source, error)
+                return
+            self._tally.num_chunks += len(placed)
+            is_update = document_id in old
+            self._window.add(Pending(source, document, fingerprint, placed, is_update, share_bytes))
+        self._window.end_of(source)
+
+
+def _document_id(source: str, key: str) -> DocumentId:
+    digest = hashlib.blake2b(f"{source}\0{key}".encode(errors="surrogateescape"), digest_size=16)
+    return DocumentId(digest.hexdigest())
+
+
+def _text_fingerprint(title: str, text: str) -> str:
+    data = f"{title}\0{text}".encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _is_gone(path: Path) -> bool:
+    """Certainly not there. Of a file in a folder that is closed to us nobody knows: it stays."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _size(item: _Item) -> int:
+    if isinstance(item, FoundFile | Later):
+        return item.size_bytes
+    if isinstance(item, FileBytes):
+        return len(item.data)
+    return len(item.text) if isinstance(item, TextSource) else 0

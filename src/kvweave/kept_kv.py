@@ -1,0 +1,59 @@
+"""The chunk KV that a knowledge base keeps: found by whose text it carries, deleted wherever it is.
+
+Works on the folder, and through the store where one is open, so that copies in memory and bytes on
+their way go too. Part of the composition root: `upkeep.py` and `neighbourhood.py` decide what goes.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.forget import Provenance, find_keys, keys_of_chunks
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.disk import DiskTier
+from kvweave.types import ChunkId
+
+log = logging.getLogger(__name__)
+
+KV_FOLDER = "kv"  # in the folder of the knowledge base
+
+
+class KeptKV:
+    """For the holder of the writer lock. May block: the disk is read object by object."""
+
+    def __init__(self, kb_folder: Path, store: KVStore | None) -> None:
+        self.folder = kb_folder / KV_FOLDER
+        self._store = store
+
+    def has_objects(self) -> bool:
+        return (self.folder / "objects").is_dir()
+
+    def find(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
+        """Objects of some provenance, see `find_keys`."""
+        return find_keys(self._disk(), is_wanted)
+
+    def of_chunks(self, chunk_ids: Collection[ChunkId]) -> list[ChunkKey]:
+        """Objects that carry text of one of these chunks, see `keys_of_chunks`."""
+        return keys_of_chunks(self._disk(), chunk_ids)
+
+    def flush(self) -> bool:
+        """Wait for what is still on its way: it must not land behind a deletion. False: a tier is
+        too slow for that, which the log says; some of it may."""
+        if self._store is None or self._store.flush():
+            return True
+        log.warning("a tier is too slow: chunk KV may be written behind its own deletion")
+        return False
+
+    def delete(self, keys: Sequence[ChunkKey]) -> int:
+        """Delete objects, and whatever else on the disk may hold bytes of them; returns how many
+        there were."""
+        disk = DiskTier(DiskTierConfig(self.folder))  # sweeps what a dead writer left half-way
+        disk.clear_quarantine()
+        if self._store is not None:
+            return self._store.delete(keys)
+        return sum(disk.delete(key) for key in dict.fromkeys(keys))
+
+    def _disk(self) -> DiskTier:
+        return DiskTier(DiskTierConfig(self.folder), sweep=False)

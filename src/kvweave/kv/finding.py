@@ -1,0 +1,62 @@
+"""Where a chunk's KV is: in the books, on its way, or where only a tier can tell."""
+
+from collections.abc import Sequence
+
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.loads import Loads
+from kvweave.kv.locate import Located, Locator
+from kvweave.kv.places import Place
+from kvweave.kv.residency import Miss, Peek, Residency
+from kvweave.kv.shelf import Entry
+from kvweave.kv.stock import Stock
+
+
+class Finder:
+    """Changes nothing. Any thread; the stock's lock is taken where it is not said to be held."""
+
+    def __init__(self, stock: Stock, locator: Locator, loads: Loads) -> None:
+        self._stock = stock
+        self._lock = stock.lock
+        self._locator = locator
+        self._loads = loads
+
+    def peek_books(self, key: ChunkKey) -> Peek | None:
+        """What the books say; None where only a tier could tell."""
+        with self._lock:
+            place, entry = self.find(key, {})
+            if place is not None and entry is not None:
+                return Peek(Residency.HERE, place.name, entry.size_bytes)
+            arriving_from = self._loads.tier_of(key)
+            if arriving_from is not None:
+                return Peek(Residency.ARRIVING, arriving_from, None)
+        return None
+
+    def locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
+        """Ask the tiers for what is not in the books. The deleted that only await their last lease
+        are not looked for: their bytes are still there."""
+        shelves = [place.shelf for place in self._stock.places if place.shelf is not None]
+        with self._lock:
+            entries = {key: [shelf.find(key) for shelf in shelves] for key in keys}
+            foreign = frozenset(self._stock.foreign)
+        doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
+        wanted = [key for key in keys if key not in doomed]
+        return self._locator.locate(self._stock.below, wanted, foreign)
+
+    def find(
+        self, key: ChunkKey, located: dict[ChunkKey, Located]
+    ) -> tuple[Place | None, Entry | None]:
+        """Fastest tier in working order that has a key, with its entry if that tier keeps a shelf.
+        Lock is held."""
+        for place in self._stock.places:
+            entry = place.shelf.get(key) if place.shelf is not None else None
+            is_foreign = (place.name, key) in self._stock.foreign
+            if entry is not None and not is_foreign and not place.reads.is_open:
+                return place, entry
+        return (located[key].place, None) if key in located else (None, None)
+
+    def why_absent(self, key: ChunkKey) -> Miss:
+        """Lock is held."""
+        for place in self._stock.places:
+            if place.reads.is_open and (place.shelf is None or key in place.shelf):
+                return Miss.TIER_FAILED
+        return Miss.ABSENT
