@@ -34,6 +34,7 @@ from kvweave.library import Library
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.plan.paid import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
 from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
@@ -281,6 +282,53 @@ def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_pa
         assert why(weave.plan(QUESTION))["reuse"] is Reason.TIER_TOO_SLOW
         load_links(weave)["disk/int8"].seen_s -= STALE_S
         plan_until(weave, lambda plan: plan.strategy == "reuse")
+
+
+def test_a_tier_that_takes_longer_than_its_price_is_left_after_a_few_answers(
+    world: World, tmp_path: Path
+) -> None:
+    disk = DiskTierConfig(tmp_path / "slow")
+    world.tier = disk
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+    world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.1))
+    world.set_machine(token_s=2e-4)
+    with world.open() as weave:
+        weave.plan(QUESTION)  # opens the planning
+        links, link = load_links(weave), "faulty disk/int8"
+        links[link] = Link(1e9, seen_s=time.time())  # what the first plans believe
+        first = weave.plan(QUESTION)
+        assert first.chosen.load is not None
+        assert (first.chosen.load.link, first.chosen.load.share) == (link, UNCHECKED)
+        links[link] = Link(first.chosen.load_bytes / 0.02, seen_s=time.time())
+        used = [ask(weave).explain for _ in range(6)]
+        reused = [record is not None and record.counts["reused"] > 0 for record in used]
+        assert reused[0], "it is taken until it is known to be slow"
+        assert not reused[-1]
+        assert reused == sorted(reused, reverse=True)
+        assert len(links[link].paid.shares) == sum(reused)
+        assert min(links[link].paid.shares) > UNCHECKED
+    kept = load_profile(profile_path(world.decoder)).links[link].paid
+    assert len(kept.shares) == sum(reused), "the next process knows too"
+
+
+def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path: Path) -> None:
+    world.tier = DiskTierConfig(tmp_path / "disk")
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+        world.set_machine()
+        weave.plan(QUESTION)
+        links = load_links(weave)
+        links.clear()
+        links["disk/int8"] = Link(1e6, seen_s=time.time())
+        plan = weave.plan(QUESTION)
+        planning = weave._replying.ways.planning
+        assert planning is not None
+        assert planning._expected(plan).load_s == pytest.approx(plan.chosen.load_bytes / 1e6)
 
 
 def plan_until(weave: Weave, is_so: Callable[[Plan], bool]) -> None:

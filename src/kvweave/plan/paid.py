@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 UNCHECKED = 1.25  # of a tier that no request has told about
 WINDOW = 5  # requests that are remembered
-MOST = 4.0  # a load that took longer says nothing more: a stall, not a pace
+MOST = 10.0  # a load that took longer says nothing more: a stall, not a pace
 LEAST_LOAD = 0.1  # of the work: below that the work's own error would be taken for the load's
 FORGET_S = 1800.0
 
