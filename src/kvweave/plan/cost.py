@@ -33,6 +33,15 @@ class Price(NamedTuple):
     load: Load | None = None  # what of it is loading; None: nothing is loaded
 
 
+class Slowest(NamedTuple):
+    """Of several loads the one that is paid for longest."""
+
+    link: str
+    load_s: float  # by itself
+    share: float
+    paid_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
     """What the planner must know of a fusion strategy. Plain data: `fuse` fills it in."""
@@ -77,7 +86,7 @@ class CostModel:
         """`exact` tokens in front, of which `loads` bytes come over each link."""
         compute_s = self.profile.prefill.at(exact, total - exact)
         least = self._pipe(self.queue_s, compute_s, loads, layer0_free=False)
-        return self._paid(least.seconds, compute_s, least.waits_for, loads)
+        return self._paid(least.seconds, compute_s, least.waits_for, self.slowest(loads))
 
     def fused(
         self,
@@ -87,8 +96,12 @@ class CostModel:
         question: int,
         hit_tokens: int,
         loads: Mapping[str, int],
+        slowest: Slowest | None = None,
     ) -> Price:
-        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link."""
+        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link.
+
+        `slowest` is of these loads, where it is known already.
+        """
         profile = self.profile
         compute_s = self.pass_s(strategy, rows, total)
         probe_s = 0.0
@@ -103,7 +116,8 @@ class CostModel:
         waits_for = least.waits_for
         if strategy.waits_for_all and evidence_s > self.queue_s + probe_s:
             waits_for = self._pipe(0.0, 0.0, loads, self.layer0_free).waits_for
-        return self._paid(least.seconds, compute_s + probe_s + score_s, waits_for, loads)
+        slowest = slowest or self.slowest(loads)
+        return self._paid(least.seconds, compute_s + probe_s + score_s, waits_for, slowest)
 
     def fused_at_least(self, strategy: StrategyInfo, rows: int, total: int) -> float:
         """What `fused` cannot be below: the pass alone, nothing waited for."""
@@ -170,20 +184,25 @@ class CostModel:
             share = self.shares.get(tier_of(name))
         return load_s, _unchecked(name) if share is None else share
 
-    def _paid(
-        self, least_s: float, work_s: float, waits_for: str | None, loads: Mapping[str, int]
-    ) -> Price:
-        """The price of what overlaps here, from that of perfect overlap. Tiers load together."""
-        longest_s, slowest = -1.0, None
+    def slowest(self, loads: Mapping[str, int]) -> Slowest | None:
+        """The load that is paid for longest: tiers load together. None: nothing is loaded."""
+        found: Slowest | None = None
         for name, size_bytes in loads.items():
             if size_bytes:
                 load_s, share = self.load(name, size_bytes)
-                if share * load_s > longest_s:
-                    longest_s, slowest = share * load_s, (name, load_s, share)
+                if found is None or share * load_s > found.paid_s:
+                    found = Slowest(name, load_s, share, share * load_s)
+        return found
+
+    def _paid(
+        self, least_s: float, work_s: float, waits_for: str | None, slowest: Slowest | None
+    ) -> Price:
+        """The price of what overlaps here, from that of perfect overlap."""
         if slowest is None:
             return Price(least_s, work_s, waits_for)
-        paid_s = work_s + max(self.queue_s, longest_s)
-        return Price(max(least_s, paid_s), work_s, waits_for, Load(*slowest, work_s, least_s))
+        link, load_s, share, paid_s = slowest
+        seconds = max(least_s, work_s + max(self.queue_s, paid_s))
+        return Price(seconds, work_s, waits_for, Load(link, load_s, share, work_s, least_s))
 
     def _link(self, name: str) -> Link:
         link = self.profile.link(name)

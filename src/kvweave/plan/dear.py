@@ -54,7 +54,10 @@ def too_dear(links: Sequence[Dear], ratio: float) -> set[str]:
 
 
 class AtLeast:
-    """What fused ways cannot be below, before it is known which copies a strategy can use."""
+    """What fused ways cannot be below, before it is known which copies a strategy can use.
+
+    The stored chunks of a tier are loaded and paid for, or computed.
+    """
 
     def __init__(self, costs: CostModel, layout: Layout) -> None:
         self._costs, self._total = costs, layout.total
@@ -73,15 +76,29 @@ class AtLeast:
                 loads[link] = loads.get(link, 0) + size_bytes
         exact = layout.exact_tokens + (layout.first.num_tokens if layout.first else 0)
         self._besides = layout.total - exact - self._most
-        self._dear = dear_links(costs, layout.total, self._besides, tokens, loads)
+        self._known: dict[int, float] = {}  # by rows
+        self._paid: list[tuple[float, int]] = []  # seconds, tokens
+        for link, size_bytes in loads.items():
+            load_s, share = costs.load(link, size_bytes)
+            if share >= 1:
+                self._paid.append((share * load_s, tokens[link]))
 
-    def seconds(self, strategy: StrategyInfo, ratio: float) -> float:
-        computed, paid_s = 0, 0.0
-        for dear in self._dear:
-            if dear.times <= 1 - ratio:
-                paid_s = dear.paid_s
-                break
-            computed += dear.num_tokens
-        loaded = max(0, self._most - computed)
-        rows = self._besides + self._most - loaded + row_budget(loaded, ratio)
-        return self._costs.fused_at_least(strategy, rows, self._total) + paid_s
+    def is_below(self, strategy: StrategyInfo, ratio: float, limit_s: float) -> bool:
+        """Whether a way may take less than `limit_s`."""
+        rows = self._besides + row_budget(self._most, ratio)
+        loaded_s = self._at_least_s(strategy, rows)
+        if loaded_s >= limit_s:
+            return False
+        return all(
+            loaded_s + paid_s < limit_s
+            # budgets are rounded down, here and there
+            or self._at_least_s(strategy, rows + num - row_budget(num, ratio) - 1) < limit_s
+            for paid_s, num in self._paid
+        )
+
+    def _at_least_s(self, strategy: StrategyInfo, rows: int) -> float:
+        if strategy.full_width_layers:
+            return self._costs.fused_at_least(strategy, rows, self._total)
+        if rows not in self._known:  # the same for most strategies
+            self._known[rows] = self._costs.fused_at_least(strategy, rows, self._total)
+        return self._known[rows]

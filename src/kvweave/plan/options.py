@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, Price, StrategyInfo, row_budget
+from kvweave.plan.cost import CostModel, Price, Slowest, StrategyInfo, row_budget
 from kvweave.plan.dear import Dear, dear_links, too_dear
 from kvweave.plan.layout import Layout, Stored, computed
 from kvweave.plan.paid import Load
@@ -83,6 +83,13 @@ def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
     return (*spans, layout.question(True))
 
 
+class _Loaded(NamedTuple):
+    num_tokens: int  # of the hits that are loaded
+    loads: Mapping[str, int]
+    num_bytes: int
+    slowest: Slowest | None
+
+
 class Hits(NamedTuple):
     """What the store has for strategies of one kind. The same for all that want the same copies."""
 
@@ -94,6 +101,7 @@ class Hits(NamedTuple):
     loads: dict[str, int]  # bytes per link with every hit loaded, exact parts included
     rows_besides: int  # tokens that are neither exact nor hits
     dear: tuple[Dear, ...]  # links whose loading is not hidden
+    known: dict[frozenset[int], "_Loaded"]  # what is loaded without these, for all strategies
 
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
@@ -117,7 +125,21 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
     rows_besides = layout.total - exact - num_tokens
     links = {i: link for i, _, link, _ in parts}
     dear = dear_links(costs, layout.total, rows_besides, tokens, loads)
-    return Hits(usable, loadable, tuple(parts), num_tokens, links, loads, rows_besides, dear)
+    return Hits(usable, loadable, tuple(parts), num_tokens, links, loads, rows_besides, dear, {})
+
+
+def _loaded(costs: CostModel, hits: Hits, computed_hits: frozenset[int]) -> _Loaded:
+    """What is loaded with these hits computed instead."""
+    known = hits.known.get(computed_hits)
+    if known is None:
+        tokens, loads = hits.num_tokens, dict(hits.loads)
+        for i, num_tokens, link, size_bytes in hits.parts if computed_hits else ():
+            if i in computed_hits:
+                tokens -= num_tokens
+                loads[link] -= size_bytes
+        known = _Loaded(tokens, loads, sum(loads.values()), costs.slowest(loads))
+        hits.known[computed_hits] = known
+    return known
 
 
 def price_fused(
@@ -134,16 +156,12 @@ def price_fused(
 
     def price(computed_hits: frozenset[int]) -> _Priced:
         """With these hits computed instead of loaded."""
-        tokens, loads = hits.num_tokens, hits.loads
-        if computed_hits:
-            loads = dict(loads)
-            for i, num_tokens, link, size_bytes in hits.parts:
-                if i in computed_hits:
-                    tokens -= num_tokens
-                    loads[link] -= size_bytes
+        tokens, loads, num_bytes, slowest = _loaded(costs, hits, computed_hits)
         rows = hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
-        out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
-        return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for, out.load)
+        out = costs.fused(
+            strategy, rows, layout.total, layout.question_tokens, tokens, loads, slowest
+        )
+        return _Priced(out.seconds, rows, num_bytes, out.waits_for, out.load)
 
     dear = too_dear(hits.dear, ratio)
     instead = frozenset(i for i, link in hits.links.items() if link in dear) if dear else NONE
