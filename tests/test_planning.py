@@ -13,6 +13,7 @@ from kvweave import Weave
 from kvweave.app import Answer, Sampling
 from kvweave.ask import Ask, AskOptions, PlanOptions
 from kvweave.cli import planning as cli_planning
+from kvweave.cli.plan_view import plan_document
 from kvweave.encoders import make_encoder
 from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
@@ -562,6 +563,7 @@ def test_plan_prints_every_option_and_computes_no_answer(
     assert ran.code == 0, ran.err
     for words in ("→ fused epic at 0.1", "full", "prefix", "not calibrated", "chunk 5", "question"):
         assert words in ran.out, ran.out
+    assert "s × 0.00" in ran.out, "what of the load the price holds: from host memory nothing"
 
 
 def test_plan_as_json_has_what_people_see(
@@ -578,6 +580,16 @@ def test_plan_as_json_has_what_people_see(
     assert options["fused epic"]["reason"] == Reason.BOUND_NOT_MET
     assert sum(span["tokens"] for span in plan["spans"]) == options["full"]["rows"]
     assert [span["kind"] for span in plan["spans"]] == ["exact", *["computed"] * 6]
+
+
+def test_an_option_says_what_of_its_price_is_loading(world: World, weave: Weave) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    options = plan_document(weave.plan(QUESTION))["options"]
+    loads = {option["name"]: option["load"] for option in options}
+    assert loads["full"] is None
+    assert (loads["fused epic"]["link"], loads["fused epic"]["share"]) == ("host/int8", 0.0)
+    assert loads["fused epic"]["seconds"] > 0
 
 
 def test_ask_explains_what_auto_did(

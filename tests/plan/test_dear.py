@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.dear import AtLeast, dear_links, too_dear
+from kvweave.plan.hits import find_hits
 from kvweave.plan.layout import lay_out
-from kvweave.plan.options import Candidate, Limits, find_hits, price_fused
+from kvweave.plan.options import Candidate, Limits, price_fused
 from kvweave.plan.profile import Grid, Link, MachineProfile
 from kvweave.types import ChunkId
 from planworld import on_disk

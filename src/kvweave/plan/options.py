@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, Price, Slowest, StrategyInfo, row_budget
-from kvweave.plan.dear import Dear, dear_links, too_dear
-from kvweave.plan.layout import Layout, Stored, computed
+from kvweave.plan.cost import CostModel, Price, StrategyInfo, row_budget
+from kvweave.plan.dear import too_dear
+from kvweave.plan.hits import Hits, loaded_without, loads_of
+from kvweave.plan.layout import Layout, computed
 from kvweave.plan.paid import Load
 from kvweave.plan.plan import Option, Reason, Span, SpanKind
-from kvweave.plan.profile import link_name
 
 MAX_TIERS = 4  # that are looked at for chunks to compute instead
 NONE: frozenset[int] = frozenset()
@@ -58,7 +58,7 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
         kept = exact[:end]
         tokens = sum(span.num_tokens for span in kept)
-        loads = _loads(kept)
+        loads = loads_of(kept)
         price = costs.prefix(tokens, layout.total, loads)
         if best is None or price.seconds <= best[0].seconds:
             best = (price, end, tokens, sum(loads.values()))
@@ -83,65 +83,6 @@ def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
     return (*spans, layout.question(True))
 
 
-class _Loaded(NamedTuple):
-    num_tokens: int  # of the hits that are loaded
-    loads: Mapping[str, int]
-    num_bytes: int
-    slowest: Slowest | None
-
-
-class Hits(NamedTuple):
-    """What the store has for strategies of one kind. The same for all that want the same copies."""
-
-    usable: tuple[Stored | None, ...]  # per chunk behind the path
-    loadable: tuple[Stored | None, ...]  # of these, where the tier's speed is known
-    parts: tuple[tuple[int, int, str, int], ...]  # chunk, tokens, link, bytes of each hit
-    num_tokens: int
-    links: dict[int, str]  # of each hit
-    loads: dict[str, int]  # bytes per link with every hit loaded, exact parts included
-    rows_besides: int  # tokens that are neither exact nor hits
-    dear: tuple[Dear, ...]  # links whose loading is not hidden
-    known: dict[frozenset[int], "_Loaded"]  # what is loaded without these, for all strategies
-
-
-def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
-    """Which stored chunks a strategy can use."""
-    usable = tuple(_usable(copies, strategy) for copies in layout.stored)
-    loadable = tuple(copy if copy and costs.can_load(copy.link) else None for copy in usable)
-    first = layout.first
-    loads = _loads([layout.preamble, *layout.path, *([first] if first else [])])
-    parts: list[tuple[int, int, str, int]] = []
-    tokens: dict[str, int] = {}  # by link
-    for i in range(1 if first else 0, len(loadable)):
-        copy = loadable[i]
-        if copy is not None:
-            size = layout.behind[i].num_tokens
-            link = copy.link
-            parts.append((i, size, link, copy.size_bytes))
-            tokens[link] = tokens.get(link, 0) + size
-            loads[link] = loads.get(link, 0) + copy.size_bytes
-    exact = layout.exact_tokens + (first.num_tokens if first else 0)
-    num_tokens = sum(tokens.values())
-    rows_besides = layout.total - exact - num_tokens
-    links = {i: link for i, _, link, _ in parts}
-    dear = dear_links(costs, layout.total, rows_besides, tokens, loads)
-    return Hits(usable, loadable, tuple(parts), num_tokens, links, loads, rows_besides, dear, {})
-
-
-def _loaded(costs: CostModel, hits: Hits, computed_hits: frozenset[int]) -> _Loaded:
-    """What is loaded with these hits computed instead."""
-    known = hits.known.get(computed_hits)
-    if known is None:
-        tokens, loads = hits.num_tokens, dict(hits.loads)
-        for i, num_tokens, link, size_bytes in hits.parts if computed_hits else ():
-            if i in computed_hits:
-                tokens -= num_tokens
-                loads[link] -= size_bytes
-        known = _Loaded(tokens, loads, sum(loads.values()), costs.slowest(loads))
-        hits.known[computed_hits] = known
-    return known
-
-
 def price_fused(
     costs: CostModel,
     layout: Layout,
@@ -156,7 +97,7 @@ def price_fused(
 
     def price(computed_hits: frozenset[int]) -> _Priced:
         """With these hits computed instead of loaded."""
-        tokens, loads, num_bytes, slowest = _loaded(costs, hits, computed_hits)
+        tokens, loads, num_bytes, slowest = loaded_without(costs, hits, computed_hits)
         rows = hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
         out = costs.fused(
             strategy, rows, layout.total, layout.question_tokens, tokens, loads, slowest
@@ -212,14 +153,6 @@ def _computed_instead(
     return chosen, best
 
 
-def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
-    for variant in strategy.variants:
-        for copy in copies:
-            if copy.variant == variant and strategy.needs <= copy.has:
-                return copy
-    return None
-
-
 def _why_few(layout: Layout, hits: Hits) -> Reason:
     copies = zip(hits.usable, layout.stored, strict=True)
     if any(copy is None and stored for copy, stored in copies):
@@ -227,15 +160,6 @@ def _why_few(layout: Layout, hits: Hits) -> Reason:
     if any(hits.usable) and not any(hits.loadable):
         return Reason.TIER_UNKNOWN
     return Reason.TOO_FEW_HITS
-
-
-def _loads(spans: Sequence[Span]) -> dict[str, int]:
-    loads: dict[str, int] = {}
-    for span in spans:
-        if span.load_bytes:
-            link = link_name(span.tier, span.codec)
-            loads[link] = loads.get(link, 0) + span.load_bytes
-    return loads
 
 
 def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ...]:

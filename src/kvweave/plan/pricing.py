@@ -6,8 +6,9 @@ from typing import NamedTuple
 from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.dear import AtLeast
+from kvweave.plan.hits import Hits, find_hits
 from kvweave.plan.layout import Layout, Stored, lay_out
-from kvweave.plan.options import Candidate, Hits, Limits, find_hits, price_fused, price_prefix
+from kvweave.plan.options import Candidate, Limits, price_fused, price_prefix
 from kvweave.plan.ordering import AccessTable, Ordering, OrderPermission, choose_order
 from kvweave.plan.plan import Option, PlanRequest, Reason, Reuse
 from kvweave.plan.readable_tree import ReadableTree
