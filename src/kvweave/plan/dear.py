@@ -70,10 +70,16 @@ class AtLeast:
                 continue
             self._most += chunk.num_tokens
             link = copies[0].link
-            if costs.can_load(link) and all(copy.link == link for copy in copies[1:]):
-                tokens[link] = tokens.get(link, 0) + chunk.num_tokens
+            size_bytes = copies[0].size_bytes
+            if len(copies) > 1:  # which of them is taken is not known yet
+                if any(copy.link != link for copy in copies[1:]):
+                    continue
                 size_bytes = min(copy.size_bytes for copy in copies)
-                loads[link] = loads.get(link, 0) + size_bytes
+            if link in tokens:
+                tokens[link] += chunk.num_tokens
+                loads[link] += size_bytes
+            elif costs.can_load(link):
+                tokens[link], loads[link] = chunk.num_tokens, size_bytes
         exact = layout.exact_tokens + (layout.first.num_tokens if layout.first else 0)
         self._besides = layout.total - exact - self._most
         self._known: dict[int, float] = {}  # by rows

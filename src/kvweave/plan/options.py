@@ -132,8 +132,10 @@ def _computed_instead(
     best = price(chosen)
     for _ in range(MAX_TIERS):
         slow = best.waits_for
+        if slow is None or (best.load is not None and best.load.share >= 1):
+            break
         here = [i for i, link in links.items() if link == slow and i not in chosen]
-        if slow is None or not here or (best.load is not None and best.load.share >= 1):
+        if not here:
             break
         low, high = 1, len(here)  # with none of them computed it is slow, as just seen
         tried = {0: best}
