@@ -30,10 +30,11 @@ from kvweave.fuse.strategy import open_strategy
 from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.store import KVStore
+from kvweave.machine import copy_bytes_per_s
 from kvweave.model.decoder import Rows
 from shapes import SHAPES, eager_seconds
-from ttft_plan import choices
-from ttft_world import Size, World, versions, wait
+from ttft_plan import GATES, Prompts, choices
+from ttft_world import CHUNK_TOKENS, PREAMBLE, QUESTION, Size, World, versions, wait
 
 WAYS = (("reuse", 0.0), ("epic", 0.15), ("fusionrag", 0.15), ("qcfuse", 0.15), ("weave", 0.15))
 
@@ -201,8 +202,9 @@ class Runs:
                 int(done.logits.argmax())
                 at = done.record.stages
                 found = stages(at.load / 1e3, at.select / 1e3, at.compute / 1e3)
+                loaded = sum(done.record.loaded_bytes.values())
                 for seconds in done.record.arrived_s.values():
-                    found["read_gb_s"] = sum(done.record.loaded_bytes.values()) / seconds / 1e9
+                    found |= {"read_gb_s": loaded / seconds / 1e9, "loaded_mb": loaded / 1e6}
                 return found
 
             def before() -> None:
@@ -210,7 +212,7 @@ class Runs:
                     drop(folder)
 
             slow = tier.startswith("disk")
-            self.cell(size, tier, codec, name, ratio, once, 2 if slow else None, before)
+            self.cell(size, tier, codec, name, ratio, once, 3 if slow else None, before)
 
     def cell(
         self,
@@ -245,6 +247,7 @@ class Runs:
         cell = {
             "size": size.name, "tier": tier, "codec": codec, "way": way, "ratio": ratio,
             "ttft_ms": round(ms, 2), "best_ms": round(min(times), 2), "stages_ms": middle,
+            "times_ms": [round(each, 2) for each in times],
         }  # fmt: skip
         if full := self.full_ms.get(size.name):
             cell["speedup"] = round(full / ms, 2)
@@ -270,9 +273,18 @@ class Runs:
                 over = round(self.full_ms[size.name] / eager, 3)
                 self.result[f"full_over_eager_{size.name}"] = over
                 say(f"full/eager {size.name} = {over}")
-        self.result["planner"] = choices(self.world, self.cells)
-        for each in self.result["planner"]["choices"]:
-            say(str(each))
+        world = self.world
+        prompts = Prompts(
+            {size.name: size.chunks for size in world.sizes if size.name in self.full_ms},
+            CHUNK_TOKENS, PREAMBLE, QUESTION, world.spec.num_layers,
+        )  # fmt: skip
+        played = choices(prompts, self.cells, copy_bytes_per_s(world.decoder))
+        self.result["planner"] = played
+        for gate in GATES:
+            for case in played[gate]:
+                say(f"{gate}: {case}")
+        for name in ("first_over_full", "worst_over_full"):
+            say(f"planner {name} = {played.get(name)}")
 
 
 def stages(load_s: float, select_s: float, compute_s: float) -> dict[str, float]:

@@ -13,6 +13,7 @@ from kvweave import Weave
 from kvweave.app import Answer, Sampling
 from kvweave.ask import Ask, AskOptions, PlanOptions
 from kvweave.cli import planning as cli_planning
+from kvweave.cli.plan_view import plan_document
 from kvweave.encoders import make_encoder
 from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
@@ -34,6 +35,7 @@ from kvweave.library import Library
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.plan.paid import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
 from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
@@ -283,6 +285,53 @@ def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_pa
         plan_until(weave, lambda plan: plan.strategy == "reuse")
 
 
+def test_a_tier_that_takes_longer_than_its_price_is_left_after_a_few_answers(
+    world: World, tmp_path: Path
+) -> None:
+    disk = DiskTierConfig(tmp_path / "slow")
+    world.tier = disk
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+    world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.1))
+    world.set_machine(token_s=2e-4)
+    with world.open() as weave:
+        weave.plan(QUESTION)  # opens the planning
+        links, link = load_links(weave), "faulty disk/int8"
+        links[link] = Link(1e9, seen_s=time.time())  # what the first plans believe
+        first = weave.plan(QUESTION)
+        assert first.chosen.load is not None
+        assert (first.chosen.load.link, first.chosen.load.share) == (link, UNCHECKED)
+        links[link] = Link(first.chosen.load_bytes / 0.02, seen_s=time.time())
+        used = [ask(weave).explain for _ in range(6)]
+        reused = [record is not None and record.counts["reused"] > 0 for record in used]
+        assert reused[0], "it is taken until it is known to be slow"
+        assert not reused[-1]
+        assert reused == sorted(reused, reverse=True)
+        assert len(links[link].paid.shares) == sum(reused)
+        assert min(links[link].paid.shares) > UNCHECKED
+    kept = load_profile(profile_path(world.decoder)).links[link].paid
+    assert len(kept.shares) == sum(reused), "the next process knows too"
+
+
+def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path: Path) -> None:
+    world.tier = DiskTierConfig(tmp_path / "disk")
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+        world.set_machine()
+        weave.plan(QUESTION)
+        links = load_links(weave)
+        links.clear()
+        links["disk/int8"] = Link(1e6, seen_s=time.time())
+        plan = weave.plan(QUESTION)
+        planning = weave._replying.ways.planning
+        assert planning is not None
+        assert planning._expected(plan).load_s == pytest.approx(plan.chosen.load_bytes / 1e6)
+
+
 def plan_until(weave: Weave, is_so: Callable[[Plan], bool]) -> None:
     """Plan until something found out beside the plans shows."""
     give_up_s = time.monotonic() + 20
@@ -514,6 +563,7 @@ def test_plan_prints_every_option_and_computes_no_answer(
     assert ran.code == 0, ran.err
     for words in ("→ fused epic at 0.1", "full", "prefix", "not calibrated", "chunk 5", "question"):
         assert words in ran.out, ran.out
+    assert "s × 0.00" in ran.out, "what of the load the price holds: from host memory nothing"
 
 
 def test_plan_as_json_has_what_people_see(
@@ -530,6 +580,16 @@ def test_plan_as_json_has_what_people_see(
     assert options["fused epic"]["reason"] == Reason.BOUND_NOT_MET
     assert sum(span["tokens"] for span in plan["spans"]) == options["full"]["rows"]
     assert [span["kind"] for span in plan["spans"]] == ["exact", *["computed"] * 6]
+
+
+def test_an_option_says_what_of_its_price_is_loading(world: World, weave: Weave) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    options = plan_document(weave.plan(QUESTION))["options"]
+    loads = {option["name"]: option["load"] for option in options}
+    assert loads["full"] is None
+    assert (loads["fused epic"]["link"], loads["fused epic"]["share"]) == ("host/int8", 0.0)
+    assert loads["fused epic"]["seconds"] > 0
 
 
 def test_ask_explains_what_auto_did(

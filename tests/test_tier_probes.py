@@ -11,6 +11,7 @@ from kvweave.kv.places import make_place
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.plan.paid import Paid
 from kvweave.plan.profile import Link
 from kvweave.tier_probes import FIRST_REST_S, WAIT_S, TierProbes
 from kvworld import LAYERS, make_chunk, make_config, make_key
@@ -84,7 +85,7 @@ def test_a_hung_tier_costs_a_plan_a_moment_and_others_nothing(world: World) -> N
 
 
 def test_a_tier_known_for_long_is_measured_again_without_waiting(world: World) -> None:
-    world.links["faulty disk/raw"] = Link(1.0, seen_s=-1e9)
+    world.links["faulty disk/raw"] = Link(1.0, seen_s=-1e9, paid=Paid([2.0, 3.0], 1.0))
     world.tier.plan = FaultPlan(delay=1.0, delay_s=0.05)
     started_s = time.monotonic()
     world.meet()
@@ -94,3 +95,4 @@ def test_a_tier_known_for_long_is_measured_again_without_waiting(world: World) -
         time.sleep(0.02)
         world.meet()
     assert world.links["faulty disk/raw"].bytes_per_s > 1.0
+    assert world.links["faulty disk/raw"].paid.shares == [2.0, 3.0], "what requests found stays"

@@ -118,7 +118,7 @@ def measure(decoder: Decoder, codec: str) -> MachineProfile:
         decoder.spec.num_layers,
         grid_of(prefill, cached, in_slices=True),
         grid_of(recompute, prompts, in_slices=False),
-        {HOST.value: Link(_copy_bytes_per_s(decoder))},
+        {HOST.value: Link(copy_bytes_per_s(decoder))},
         _unpack_s(decoder, codec) if on_gpu else _stitch_s(decoder, codec),
     )
 
@@ -164,7 +164,7 @@ def wait_for(decoder: Decoder) -> None:
         torch.cuda.synchronize(decoder.device)
 
 
-def _copy_bytes_per_s(decoder: Decoder) -> float:
+def copy_bytes_per_s(decoder: Decoder) -> float:
     """Copies inside host memory, or from page-locked memory to the GPU: no load from the host tier
     is faster."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)

@@ -33,7 +33,7 @@ from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import GAIN, MachineProfile
+from kvweave.plan.profile import GAIN, MachineProfile, link_name, tier_of
 from kvweave.planning_facts import (
     CalibratedGate,
     StoredChunkPeek,
@@ -185,13 +185,16 @@ class Planning:
         with self._lock:
             if not timeline.shared:  # a step in company took longer than this request alone
                 self._observe(self._strategy(plan), record, actual_s)
+                if _came_as_planned(plan, record):
+                    self._planner.took(plan, actual_s)
             self._planner.finished(planned.request, plan)
 
     def _expected(self, plan: Plan) -> LoadCost:
         """How long the chosen way loads and computes, by the machine's profile."""
         load_s = 0.0
         for span in plan.spans:
-            link = self.machine.link(span.tier) if span.tier else None
+            name = link_name(span.tier, span.codec)
+            link = self.machine.link(name) if span.tier else None
             if link is not None and span.kind is SpanKind.FUSED:
                 load_s += span.load_bytes / link.bytes_per_s
         total = sum(span.num_tokens for span in plan.spans)
@@ -238,6 +241,17 @@ def _computed(plan: Plan) -> dict[int, str]:
         for place, span in enumerate(chunks)
         if span.kind is SpanKind.COMPUTED
     }
+
+
+def _came_as_planned(plan: Plan, record: FuseRecord) -> bool:
+    """Whether what the plan pays for was loaded from where it thought: not lost on the way, nor
+    brought nearer for somebody else."""
+    load = plan.chosen.load
+    if load is None:
+        return False
+    tier = tier_of(load.link)
+    fused = (s for s in plan.spans if s.kind is SpanKind.FUSED and s.tier == tier)
+    return record.loaded_bytes.get(tier, 0) >= sum(span.load_bytes for span in fused) > 0
 
 
 def _tree(engine: Engine, library: Library, tenant: str) -> TreeBehind:

@@ -115,7 +115,10 @@ class TierProbes:
                 continue
             del self._running[tier]
             if probe.link is not None:
-                self._links[link_name(tier, self._codec)] = probe.link
+                known = self._links.get(name := link_name(tier, self._codec))
+                if known is not None:
+                    probe.link.paid = known.paid  # a probe loads: what requests pay it cannot tell
+                self._links[name] = probe.link
                 self._resting.pop(tier, None)
                 continue
             before = self._resting.get(tier)

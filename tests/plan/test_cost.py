@@ -23,7 +23,7 @@ def make_costs(
     grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
     links = {"disk": Link(bytes_per_s, latency_s), "host": Link(1e12)}
     profile = MachineProfile("m", "test", layers, grid, grid, links)
-    return CostModel(profile, layer0_free, queue_s, {"disk": pending})
+    return CostModel(profile, layer0_free, queue_s, {"disk": pending}, {"disk": 0.0})
 
 
 def loop(

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import ConfigError
+from kvweave.plan.paid import Paid
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile, measure_grid
 
 XS, YS = (0, 128, 512), (32, 64, 256)
@@ -85,6 +86,28 @@ def test_a_link_follows_its_transfers_without_their_latency() -> None:
     assert link.bytes_per_s == pytest.approx(1e9)
 
 
+def test_a_link_that_got_slow_is_believed_before_one_that_got_fast() -> None:
+    slow, fast = Link(1e9), Link(1e9)
+    for _ in range(5):
+        slow.observe(1_000_000, 0.01)  # a tenth of its speed
+        fast.observe(1_000_000, 0.0001)  # ten times
+    assert slow.bytes_per_s < 0.25e9
+    assert 1.2e9 < fast.bytes_per_s < 2e9
+
+
+def test_a_profile_from_before_shares_were_learnt_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), {"disk": Link(5e8)}).save(path)
+    saved = json.loads(path.read_text())
+    del saved["links"]["disk"]["paid"]
+    path.write_text(json.dumps(saved))
+    assert load_profile(path).links["disk"] == Link(5e8)
+    saved["links"]["disk"]["paid"] = {"shares": [-1.0], "at_s": 0.0}
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match="share of loading"):
+        load_profile(path)
+
+
 def test_measuring_goes_round_and_takes_medians_after_a_warm_up() -> None:
     rounds = [[9.0, 99.0], [1.0, 10.0], [50.0, 60.0], [2.0, 20.0], [1.5, 15.0], [1.0, 10.0]]
     durations = iter([seconds for each in rounds for seconds in each])
@@ -98,7 +121,7 @@ def test_measuring_goes_round_and_takes_medians_after_a_warm_up() -> None:
 
 
 def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
-    links = {"disk": Link(5e8, 1e-4), "disk/int8": Link(3e8)}
+    links = {"disk": Link(5e8, 1e-4), "disk/int8": Link(3e8, paid=Paid([1.5, 0.25], 99.0))}
     profile = MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links)
     profile.save(tmp_path / "profile.json")
     back = load_profile(tmp_path / "profile.json")

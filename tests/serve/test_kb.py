@@ -178,6 +178,9 @@ def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: Shelf) -> 
     told = ask(filled.url, kb="cluster")["explain"]
     assert told["decision"]["chosen"] in {o["name"] for o in told["decision"]["options"]}
     assert all(option["reason"] for option in told["decision"]["options"])
+    for option in told["decision"]["options"]:
+        assert (option["load_ms"] is None) == (option["load_share"] is None), option
+        assert option["load_bytes"] == 0 or option["load_ms"] > 0, option
     other = [{"role": "system", "content": "Be exact."}, *user("How do I drain a node?")]
     told = ask(filled.url, kb="cluster", messages=other)["explain"]
     assert (told["strategy"], told["decision"]) == ("full", None)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvweave.plan.paid import Load
     from kvweave.plan.plan import Decision, Option, Plan
 
 
@@ -61,7 +62,7 @@ def options_table(plan: "Plan") -> "Table":
     from rich.table import Table
 
     table = Table(title="what each way would cost")
-    for name in ("option", "seconds", "rows", "load"):
+    for name in ("option", "seconds", "rows", "load", "loading"):
         table.add_column(name, justify="left" if name == "option" else "right")
     table.add_column("why")
     priced = [o for o in plan.options if o.predicted_s is not None]
@@ -72,6 +73,7 @@ def options_table(plan: "Plan") -> "Table":
             f"{option.predicted_s:.3f}",
             f"{option.rows:,}",
             f"{option.load_bytes / 1e6:.1f} MB" if option.load_bytes else "",
+            _loading(option),
             str(option.reason),
             style="bold" if chosen else None,
         )
@@ -80,7 +82,7 @@ def options_table(plan: "Plan") -> "Table":
         if option.predicted_s is None:
             declined.setdefault(str(option.reason), []).append(option.name.removeprefix("fused "))
     for reason, names in declined.items():
-        table.add_row("  fused " + ", ".join(names), "", "", "", reason)
+        table.add_row("  fused " + ", ".join(names), "", "", "", "", reason)
     return table
 
 
@@ -113,8 +115,24 @@ def _option(option: "Option") -> dict[str, Any]:
         "ratio": option.ratio,
         "rows": option.rows,
         "load_bytes": option.load_bytes,
+        "load": None if option.load is None else _load(option.load),
         "reason": str(option.reason),
     }
+
+
+def _load(load: "Load") -> dict[str, Any]:
+    """What of a price is loading: seconds over a link, and the share of them that is paid."""
+    return {
+        "link": load.link,
+        "seconds": _rounded(load.seconds),
+        "share": round(load.share, 3),
+    }
+
+
+def _loading(option: "Option") -> str:
+    """`0.130 s × 1.25`: the load by itself, and the share of it that the price holds."""
+    load = option.load
+    return "" if load is None else f"{load.seconds:.3f} s × {load.share:.2f}"
 
 
 def _name(option: "Option") -> str:

@@ -6,6 +6,11 @@ Bytes arrive layer by layer while layers before them compute:
 
 With equal layers that is the largest of three straight lines, so pricing an option costs a few
 multiplications instead of a loop over layers. A queue ahead delays compute but not loading.
+
+That is the least it can take. What is paid is more, by the share of loading that nothing hides
+(`paid.py`). Bytes from a tier behind host memory load twice: into it, and from there to the device.
+
+    price = max(done, work + share · load)
 """
 
 import math
@@ -14,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.errors import ConfigError
+from kvweave.kv.tree.node import HOST
+from kvweave.plan.paid import UNCHECKED, Load
 from kvweave.plan.profile import Link, MachineProfile, tier_of
 
 
@@ -23,6 +30,16 @@ class Price(NamedTuple):
     seconds: float
     compute_s: float  # of it, were nothing to be waited for
     waits_for: str | None  # the link that is slower than compute
+    load: Load | None = None  # what of it is loading; None: nothing is loaded
+
+
+class Slowest(NamedTuple):
+    """Of several loads the one that is paid for longest."""
+
+    link: str
+    load_s: float  # by itself
+    share: float
+    paid_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,7 @@ class CostModel:
     layer0_free: bool = True  # chunk KV of layer 0 is derived from the tokens, not loaded
     queue_s: float = 0.0  # compute promised to requests ahead
     pending: Mapping[str, int] = field(default_factory=dict)  # bytes others wait for, by tier
+    shares: Mapping[str, float] = field(default_factory=dict)  # of loading paid for, by link
 
     def __post_init__(self) -> None:
         if self.profile.num_layers < 1:
@@ -67,7 +85,8 @@ class CostModel:
     def prefix(self, exact: int, total: int, loads: Mapping[str, int]) -> Price:
         """`exact` tokens in front, of which `loads` bytes come over each link."""
         compute_s = self.profile.prefill.at(exact, total - exact)
-        return self._pipe(self.queue_s, compute_s, loads, layer0_free=False)
+        least = self._pipe(self.queue_s, compute_s, loads, layer0_free=False)
+        return self._paid(least.seconds, compute_s, least.waits_for, self.slowest(loads))
 
     def fused(
         self,
@@ -77,13 +96,14 @@ class CostModel:
         question: int,
         hit_tokens: int,
         loads: Mapping[str, int],
+        slowest: Slowest | None = None,
     ) -> Price:
-        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link."""
+        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link.
+
+        `slowest` is of these loads, where it is known already.
+        """
         profile = self.profile
-        compute_s = profile.recompute.at(total, rows)
-        if strategy.full_width_layers:
-            layer_s = profile.prefill.at(0, total) / profile.num_layers
-            compute_s += strategy.full_width_layers * layer_s
+        compute_s = self.pass_s(strategy, rows, total)
         probe_s = 0.0
         if strategy.probe_layers:
             share = strategy.probe_layers / profile.num_layers
@@ -92,20 +112,30 @@ class CostModel:
         evidence_s = self._evidence_s(strategy, hit_tokens, loads)
         start_s = max(self.queue_s + probe_s, evidence_s) + score_s
         ahead = strategy.extra_bytes_per_token * hit_tokens
-        price = self._pipe(start_s, compute_s, loads, self.layer0_free, ahead)
-        waits_for = price.waits_for
+        least = self._pipe(start_s, compute_s, loads, self.layer0_free, ahead)
+        waits_for = least.waits_for
         if strategy.waits_for_all and evidence_s > self.queue_s + probe_s:
             waits_for = self._pipe(0.0, 0.0, loads, self.layer0_free).waits_for
-        return Price(price.seconds, compute_s + probe_s + score_s, waits_for)
+        slowest = slowest or self.slowest(loads)
+        return self._paid(least.seconds, compute_s + probe_s + score_s, waits_for, slowest)
 
     def fused_at_least(self, strategy: StrategyInfo, rows: int, total: int) -> float:
         """What `fused` cannot be below: the pass alone, nothing waited for."""
+        return self.queue_s + self.pass_s(strategy, rows, total)
+
+    def pass_s(self, strategy: StrategyInfo, rows: int, total: int) -> float:
+        """Computing `rows` of `total` tokens."""
         profile = self.profile
         compute_s = profile.recompute.at(total, rows)
         if strategy.full_width_layers:
             layer_s = profile.prefill.at(0, total) / profile.num_layers
             compute_s += strategy.full_width_layers * layer_s
-        return self.queue_s + compute_s
+        return compute_s
+
+    def shares_at(self, now_s: float) -> dict[str, float]:
+        """By link, what requests over it paid for their loading lately."""
+        links = self.profile.links
+        return {name: link.paid.share(_unchecked(name), now_s) for name, link in links.items()}
 
     def can_load(self, link: str) -> bool:
         """Whether its speed is known. `link` as `link_name` gives it."""
@@ -141,6 +171,39 @@ class CostModel:
                 done, waits_for = late, name
         return Price(done, compute_s, waits_for)
 
+    def load(self, name: str, size_bytes: int) -> tuple[float, float]:
+        """Seconds of a load by itself, to where it is computed with, and the share paid for."""
+        link = self.profile.links.get(name) or self._link(name)
+        load_s = (self._pending(name) + size_bytes) / link.bytes_per_s
+        load_s += self.profile.num_layers * link.latency_s
+        host = self.profile.links.get(HOST.value)
+        if host is not None and link is not host:
+            load_s += size_bytes / host.bytes_per_s
+        share = self.shares.get(name)
+        if share is None:
+            share = self.shares.get(tier_of(name))
+        return load_s, _unchecked(name) if share is None else share
+
+    def slowest(self, loads: Mapping[str, int]) -> Slowest | None:
+        """The load that is paid for longest: tiers load together. None: nothing is loaded."""
+        found: Slowest | None = None
+        for name, size_bytes in loads.items():
+            if size_bytes:
+                load_s, share = self.load(name, size_bytes)
+                if found is None or share * load_s > found.paid_s:
+                    found = Slowest(name, load_s, share, share * load_s)
+        return found
+
+    def _paid(
+        self, least_s: float, work_s: float, waits_for: str | None, slowest: Slowest | None
+    ) -> Price:
+        """The price of what overlaps here, from that of perfect overlap."""
+        if slowest is None:
+            return Price(least_s, work_s, waits_for)
+        link, load_s, share, paid_s = slowest
+        seconds = max(least_s, work_s + max(self.queue_s, paid_s))
+        return Price(seconds, work_s, waits_for, Load(link, load_s, share, work_s, least_s))
+
     def _link(self, name: str) -> Link:
         link = self.profile.link(name)
         assert link is not None, "can_load was asked before"
@@ -168,3 +231,8 @@ class CostModel:
             ahead_bytes = self._pending(name) + wanted * size_bytes / total
             arrivals.append(link.latency_s + ahead_bytes / link.bytes_per_s)
         return max(arrivals)
+
+
+def _unchecked(link: str) -> float:
+    """Copies from host memory need nobody on the host: they are hidden until seen otherwise."""
+    return 0.0 if tier_of(link) == HOST.value else UNCHECKED

@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
-from kvweave.plan.layout import Layout, Stored, computed
+from kvweave.plan.cost import CostModel, Price, StrategyInfo, row_budget
+from kvweave.plan.dear import too_dear
+from kvweave.plan.hits import Hits, loaded_without, loads_of
+from kvweave.plan.layout import Layout, computed
+from kvweave.plan.paid import Load
 from kvweave.plan.plan import Option, Reason, Span, SpanKind
-from kvweave.plan.profile import link_name
 
 MAX_TIERS = 4  # that are looked at for chunks to compute instead
+NONE: frozenset[int] = frozenset()
 MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation
 
 
@@ -38,6 +41,7 @@ class _Priced(NamedTuple):
     rows: int
     load_bytes: int
     waits_for: str | None
+    load: Load | None
 
 
 def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
@@ -50,17 +54,18 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
         exact.append(layout.first)
     on_device = next((i for i, span in enumerate(exact) if span.load_bytes), len(exact))
     on_device = max(1, on_device)  # without the preamble it would be full prefill
-    best: tuple[float, int, int, int] | None = None
+    best: tuple[Price, int, int, int] | None = None
     for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
         kept = exact[:end]
         tokens = sum(span.num_tokens for span in kept)
-        loads = _loads(kept)
+        loads = loads_of(kept)
         price = costs.prefix(tokens, layout.total, loads)
-        if best is None or price.seconds <= best[0]:
-            best = (price.seconds, end, tokens, sum(loads.values()))
+        if best is None or price.seconds <= best[0].seconds:
+            best = (price, end, tokens, sum(loads.values()))
     assert best is not None, "the part on the device is always a choice"
-    seconds, end, tokens, load_bytes = best
-    option = Option("prefix", seconds, layout.total - tokens, load_bytes, Reason.CHEAPEST)
+    price, end, tokens, load_bytes = best
+    rows = layout.total - tokens
+    option = Option("prefix", price.seconds, rows, load_bytes, Reason.CHEAPEST, load=price.load)
     return [Candidate(option, lambda: _prefix_spans(layout, exact[:end]))]
 
 
@@ -78,40 +83,6 @@ def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
     return (*spans, layout.question(True))
 
 
-class Hits(NamedTuple):
-    """What the store has for strategies of one kind. The same for all that want the same copies."""
-
-    usable: tuple[Stored | None, ...]  # per chunk behind the path
-    loadable: tuple[Stored | None, ...]  # of these, where the tier's speed is known
-    parts: tuple[tuple[int, int, str, int], ...]  # chunk, tokens, link, bytes of each hit
-    num_tokens: int
-    links: dict[int, str]  # of each hit
-    loads: dict[str, int]  # bytes per link with every hit loaded, exact parts included
-    rows_besides: int  # tokens that are neither exact nor hits
-
-
-def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
-    """Which stored chunks a strategy can use."""
-    usable = tuple(_usable(copies, strategy) for copies in layout.stored)
-    loadable = tuple(copy if copy and costs.can_load(copy.link) else None for copy in usable)
-    first = layout.first
-    loads = _loads([layout.preamble, *layout.path, *([first] if first else [])])
-    parts: list[tuple[int, int, str, int]] = []
-    num_tokens = 0
-    for i in range(1 if first else 0, len(loadable)):
-        copy = loadable[i]
-        if copy is not None:
-            size = layout.behind[i].num_tokens
-            link = copy.link
-            parts.append((i, size, link, copy.size_bytes))
-            num_tokens += size
-            loads[link] = loads.get(link, 0) + copy.size_bytes
-    exact = layout.exact_tokens + (first.num_tokens if first else 0)
-    rows_besides = layout.total - exact - num_tokens
-    links = {i: link for i, _, link, _ in parts}
-    return Hits(usable, loadable, tuple(parts), num_tokens, links, loads, rows_besides)
-
-
 def price_fused(
     costs: CostModel,
     layout: Layout,
@@ -126,18 +97,16 @@ def price_fused(
 
     def price(computed_hits: frozenset[int]) -> _Priced:
         """With these hits computed instead of loaded."""
-        tokens, loads = hits.num_tokens, hits.loads
-        if computed_hits:
-            loads = dict(loads)
-            for i, num_tokens, link, size_bytes in hits.parts:
-                if i in computed_hits:
-                    tokens -= num_tokens
-                    loads[link] -= size_bytes
+        tokens, loads, num_bytes, slowest = loaded_without(costs, hits, computed_hits)
         rows = hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
-        out = costs.fused(strategy, rows, layout.total, layout.question_tokens, tokens, loads)
-        return _Priced(out.seconds, rows, sum(loads.values()), out.waits_for)
+        out = costs.fused(
+            strategy, rows, layout.total, layout.question_tokens, tokens, loads, slowest
+        )
+        return _Priced(out.seconds, rows, num_bytes, out.waits_for, out.load)
 
-    computed_hits, best = _computed_instead(price, hits.links)
+    dear = too_dear(hits.dear, ratio)
+    instead = frozenset(i for i, link in hits.links.items() if link in dear) if dear else NONE
+    computed_hits, best = _computed_instead(price, hits.links, instead)
     loaded = hits.links.keys() - computed_hits
     if not loaded:
         return Reason.TIER_TOO_SLOW
@@ -146,24 +115,27 @@ def price_fused(
     num_chunks = len(layout.path) + len(layout.behind) - layout.num_history
     mixed = len(loaded) + bool(layout.first) < num_chunks
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
-    option = Option(name, best.seconds, best.rows, best.load_bytes, Reason.CHEAPEST, ratio)
+    priced = (best.seconds, best.rows, best.load_bytes)
+    option = Option(name, *priced, Reason.CHEAPEST, ratio, best.load)
     return Candidate(option, lambda: _fused_spans(layout, hits, loaded), strategy.name)
 
 
 def _computed_instead(
-    price: Callable[[frozenset[int]], _Priced], links: Mapping[int, str]
+    price: Callable[[frozenset[int]], _Priced], links: Mapping[int, str], chosen: frozenset[int]
 ) -> tuple[frozenset[int], _Priced]:
     """Which hits to compute rather than load: those of a tier that compute would wait for.
 
-    `links`: how each hit comes, in the order of the prompt. The more are computed, the less is
-    loaded: the best number is where the two cross, found by halving.
+    `links`: how each hit comes, in the order of the prompt; `chosen` are computed anyway. The more
+    are computed, the less is loaded: the best number is where the two cross, found by halving.
+    Where loading is not hidden the two add up, and there is no crossing to be found.
     """
-    chosen: frozenset[int] = frozenset()
     best = price(chosen)
     for _ in range(MAX_TIERS):
         slow = best.waits_for
+        if slow is None or (best.load is not None and best.load.share >= 1):
+            break
         here = [i for i, link in links.items() if link == slow and i not in chosen]
-        if slow is None or not here:
+        if not here:
             break
         low, high = 1, len(here)  # with none of them computed it is slow, as just seen
         tried = {0: best}
@@ -183,14 +155,6 @@ def _computed_instead(
     return chosen, best
 
 
-def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
-    for variant in strategy.variants:
-        for copy in copies:
-            if copy.variant == variant and strategy.needs <= copy.has:
-                return copy
-    return None
-
-
 def _why_few(layout: Layout, hits: Hits) -> Reason:
     copies = zip(hits.usable, layout.stored, strict=True)
     if any(copy is None and stored for copy, stored in copies):
@@ -198,15 +162,6 @@ def _why_few(layout: Layout, hits: Hits) -> Reason:
     if any(hits.usable) and not any(hits.loadable):
         return Reason.TIER_UNKNOWN
     return Reason.TOO_FEW_HITS
-
-
-def _loads(spans: Sequence[Span]) -> dict[str, int]:
-    loads: dict[str, int] = {}
-    for span in spans:
-        if span.load_bytes:
-            link = link_name(span.tier, span.codec)
-            loads[link] = loads.get(link, 0) + span.load_bytes
-    return loads
 
 
 def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ...]:

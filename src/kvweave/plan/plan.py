@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.ordering import OrderPermission
+from kvweave.plan.paid import Load
 from kvweave.types import ChunkId
 
 
@@ -77,6 +78,7 @@ class Option(NamedTuple):
     load_bytes: int
     reason: Reason  # why it was taken or not
     ratio: float | None = None  # of a strategy
+    load: Load | None = None  # what of the price is loading; None: nothing is loaded
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ What is fused, and whether a model was calibrated for it, comes from outside as 
 `StrategyInfo` per strategy and a `Gate`. Without them the planner serves exact KV only.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -42,7 +43,7 @@ def _nothing() -> Mapping[str, int]:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans requests of one model and preamble. `plan` is pure; `finished` learns from a run."""
+    """Plans requests of one model and preamble. `plan` is pure; `finished` and `took` learn."""
 
     tree: ReadableTree
     costs: CostModel
@@ -56,6 +57,7 @@ class Planner:
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     queue_s: Callable[[], float] = _none  # compute promised to requests ahead, now
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # on the way for others, by tier
+    now_s: Callable[[], float] = time.time
 
     def plan(self, request: PlanRequest) -> Plan:
         chunks = tuple({chunk.id: chunk for chunk in request.chunks}.values())  # each once
@@ -85,11 +87,21 @@ class Planner:
         matched = len(self.tree.match(path).nodes) - len(request.history)
         return num_promotable(plan.order, max(0, matched), self.accesses, self.promotion)
 
+    def took(self, plan: Plan, actual_s: float) -> None:
+        """A plan was carried out as it says, alone, in so many seconds: what did loading cost?"""
+        load = plan.chosen.load
+        link = None if load is None else self.costs.profile.link(load.link)
+        if load is not None and link is not None:
+            link.paid.observe(load, actual_s, self.now_s())
+
     def _costs_now(self) -> CostModel:
-        queue_s, pending = self.queue_s(), self.pending_bytes()
-        if not queue_s and not pending:
-            return self.costs
-        return replace(self.costs, queue_s=self.costs.queue_s + queue_s, pending=pending)
+        costs = self.costs
+        return replace(
+            costs,
+            queue_s=costs.queue_s + self.queue_s(),
+            pending=self.pending_bytes(),
+            shares=costs.shares_at(self.now_s()),
+        )
 
     def _strategies(self, request: PlanRequest) -> tuple[list[Allowed], list[Option]]:
         """What the gate lets through, and why not the others."""

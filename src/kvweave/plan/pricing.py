@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef, Node
-from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
+from kvweave.plan.cost import CostModel, StrategyInfo
+from kvweave.plan.dear import AtLeast
+from kvweave.plan.hits import Hits, find_hits
 from kvweave.plan.layout import Layout, Stored, lay_out
-from kvweave.plan.options import Candidate, Hits, Limits, find_hits, price_fused, price_prefix
+from kvweave.plan.options import Candidate, Limits, price_fused, price_prefix
 from kvweave.plan.ordering import AccessTable, Ordering, OrderPermission, choose_order
 from kvweave.plan.plan import Option, PlanRequest, Reason, Reuse
 from kvweave.plan.readable_tree import ReadableTree
@@ -91,7 +93,7 @@ class Pricing:
     def costs_more(self, order: tuple[ChunkRef, ...], given: tuple[ChunkRef, ...]) -> bool:
         """Whether the given order would be answered faster, by the same rules of choice.
 
-        Ways whose compute alone takes longer are not priced: most of those of the given order.
+        Ways that cannot be faster are not priced: most of those of the given order.
         """
         limit_s = price_of(self.price(order).chosen)
         layout, exact = self._exact(given)
@@ -100,14 +102,11 @@ class Pricing:
             return True
         needed_s = _needed_s(exact_s - self._facts.costs.queue_s)
         costs, limits = self._facts.costs, self._facts.limits
-        most = sum(c.num_tokens for c, s in zip(layout.behind, layout.stored, strict=True) if s)
-        besides = layout.total - layout.exact_tokens - most  # of each way, at least
-        hits = most - (layout.first.num_tokens if layout.first else 0)
+        at_least = AtLeast(costs, layout)
         cheap = [
             (strategy, ratio)
             for strategy, ratio in self._facts.allowed
-            if costs.fused_at_least(strategy, besides + row_budget(hits, ratio), layout.total)
-            < limit_s
+            if at_least.is_below(strategy, ratio, limit_s)
         ]
         for strategy, ratio, found in self._hits(layout, cheap):
             outcome = price_fused(costs, layout, found, strategy, ratio, limits)
@@ -193,11 +192,17 @@ def _take(
     layout: Layout, candidates: list[Candidate], declined: list[Option], queue_s: float
 ) -> Priced:
     """The cheapest; but an approximation must win clearly, or the best exact way is taken."""
-    best = min(candidates, key=price_of)
+    best = min(candidates, key=_rank)
     exact = min((c for c in candidates if c.strategy is None), key=price_of)
     needed_s = _needed_s(price_of(exact) - queue_s)
     too_close = best.strategy is not None and price_of(exact) - price_of(best) < needed_s
     return Priced(layout, candidates, declined, exact if too_close else best, exact, needed_s)
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    """By price; of equal ones first what hides more of its loading, should the machine let it."""
+    price_s, load = price_of(candidate), candidate.option.load
+    return price_s, price_s if load is None else load.least_s
 
 
 def _needed_s(exact_s: float) -> float:
@@ -206,13 +211,13 @@ def _needed_s(exact_s: float) -> float:
 
 
 def _judged(candidate: Candidate, priced: Priced) -> Option:
-    option = candidate.option
     if candidate is priced.chosen:
-        return option._replace(reason=Reason.CHEAPEST)
+        return candidate.option  # which says that it is the cheapest
     gain_s = price_of(priced.exact) - price_of(candidate)
-    if candidate.strategy is not None and 0 <= gain_s < priced.needed_s:
-        return option._replace(reason=Reason.GAIN_TOO_SMALL)
-    return option._replace(reason=Reason.DEARER)
+    too_small = candidate.strategy is not None and 0 <= gain_s < priced.needed_s
+    reason = Reason.GAIN_TOO_SMALL if too_small else Reason.DEARER
+    name, seconds, rows, load_bytes, _, ratio, load = candidate.option
+    return Option(name, seconds, rows, load_bytes, reason, ratio, load)  # `_replace` takes longer
 
 
 def price_of(candidate: Candidate) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import ConfigError
+from kvweave.plan.paid import Paid
 
 GAIN = 0.1  # weight of the newest observation in every moving estimate
 VERSION = 2  # of what is measured: a profile of another one is measured anew
@@ -73,12 +74,17 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0  # per layer asked for
     seen_s: float = 0.0  # Unix time of the last transfer; a speed of long ago is worth little
+    paid: Paid = field(default_factory=Paid)  # what requests that loaded over it found
 
     def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
-        """A transfer finished. Its latency is left out of the bandwidth."""
+        """A transfer finished. Its latency is left out of the bandwidth.
+
+        Seconds per byte are averaged, not bytes per second: a tier that got slow is believed soon.
+        """
         busy_s = seconds - self.latency_s
         if size_bytes > 0 and busy_s > 0:
-            self.bytes_per_s += gain * (size_bytes / busy_s - self.bytes_per_s)
+            byte_s = (1 - gain) / self.bytes_per_s + gain * busy_s / size_bytes
+            self.bytes_per_s = 1 / byte_s
 
     def seconds(self, size_bytes: int) -> float:
         return size_bytes / self.bytes_per_s
@@ -134,10 +140,7 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         )
         for name in ("prefill", "recompute")
     }
-    links = {
-        name: Link(**{k: v for k, v in link.items() if k != "pending_bytes"})  # of version 1
-        for name, link in saved["links"].items()
-    }
+    links = {name: _link_from(link) for name, link in saved["links"].items()}
     stitch_s = float(saved.get("stitch_s", 0.0))
     times = [s for grid in grids.values() for row in grid.seconds for s in row]
     speeds = [link.bytes_per_s for link in links.values()]
@@ -154,6 +157,15 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         stitch_s=stitch_s,
         version=int(saved.get("version", 1)),
     )
+
+
+def _link_from(saved: Mapping[str, Any]) -> Link:
+    known = {k: v for k, v in saved.items() if k not in ("pending_bytes", "paid")}  # of version 1
+    paid = saved.get("paid", {})  # of a profile that was saved before there was any
+    shares = [float(share) for share in paid.get("shares", ())]
+    if not all(math.isfinite(share) and share >= 0 for share in shares):
+        raise ValueError("a share of loading is negative or no number")
+    return Link(**known, paid=Paid(shares, float(paid.get("at_s", 0.0))))
 
 
 def measure_grid(

@@ -63,6 +63,8 @@ def _decision(answer: Answer) -> DecisionOut | None:
                 predicted_ms=_ms(option.predicted_s),
                 rows=option.rows,
                 load_bytes=option.load_bytes,
+                load_ms=None if option.load is None else _ms(option.load.seconds),
+                load_share=None if option.load is None else round(option.load.share, 3),
                 ratio=option.ratio,
                 reason=str(option.reason),
             )

@@ -23,6 +23,8 @@ class OptionOut(Outgoing):
     predicted_ms: float | None  # to the first token; null: not priced
     rows: int  # tokens computed
     load_bytes: int
+    load_ms: float | None = None  # loading by itself; null: nothing is loaded
+    load_share: float | None = None  # of it that the price holds, learnt from earlier requests
     ratio: float | None
     reason: str  # why it was taken or not
 

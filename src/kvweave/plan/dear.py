@@ -1,0 +1,110 @@
+"""Loading that nothing hides, held against computing instead.
+
+Where loading and computing add up there is no best mixture of the two: of each tier it is all
+chunks or none, and which can be said from a few numbers per tier, before any way is priced.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
+from kvweave.plan.layout import Layout
+
+
+class Dear(NamedTuple):
+    """A link whose loading nothing hides. Tiers load together: without the slowest, the next one is
+    waited for, and what computing saves is the difference."""
+
+    times: float  # what is saved by not loading, over computing every row of it
+    link: str
+    num_tokens: int
+    paid_s: float  # for loading
+
+
+def dear_links(
+    costs: CostModel, total: int, rows: int, tokens: Mapping[str, int], loads: Mapping[str, int]
+) -> tuple[Dear, ...]:
+    """What loading costs that nothing hides, the slowest link first. `rows` are computed anyway."""
+    paid = []
+    for link in tokens:
+        seconds, share = costs.load(link, loads[link])
+        if share >= 1:
+            paid.append((share * seconds, link))
+    if not paid:
+        return ()
+    paid.sort(reverse=True)
+    recompute, num_tokens = costs.profile.recompute, sum(tokens.values())
+    rows_s = recompute.at(total, rows + num_tokens) - recompute.at(total, rows)
+    row_s = max(1e-12, rows_s / num_tokens)
+    nexts = [*(paid_s for paid_s, _ in paid[1:]), 0.0]
+    return tuple(
+        Dear((paid_s - next_s) / (tokens[link] * row_s), link, tokens[link], paid_s)
+        for (paid_s, link), next_s in zip(paid, nexts, strict=True)
+    )
+
+
+def too_dear(links: Sequence[Dear], ratio: float) -> set[str]:
+    """Links to compute the hits of, because loading those takes longer. `links` as `dear_links`."""
+    found = set()
+    for dear in links:
+        if dear.times <= 1 - ratio:
+            break
+        found.add(dear.link)
+    return found
+
+
+class AtLeast:
+    """What fused ways cannot be below, before it is known which copies a strategy can use.
+
+    The stored chunks of a tier are loaded and paid for, or computed.
+    """
+
+    def __init__(self, costs: CostModel, layout: Layout) -> None:
+        self._costs, self._total = costs, layout.total
+        self._most = 0  # tokens that may be hits
+        tokens: dict[str, int] = {}
+        loads: dict[str, int] = {}
+        first = 1 if layout.first else 0
+        for chunk, copies in zip(layout.behind[first:], layout.stored[first:], strict=True):
+            if not copies:
+                continue
+            self._most += chunk.num_tokens
+            link = copies[0].link
+            size_bytes = copies[0].size_bytes
+            if len(copies) > 1:  # which of them is taken is not known yet
+                if any(copy.link != link for copy in copies[1:]):
+                    continue
+                size_bytes = min(copy.size_bytes for copy in copies)
+            if link in tokens:
+                tokens[link] += chunk.num_tokens
+                loads[link] += size_bytes
+            elif costs.can_load(link):
+                tokens[link], loads[link] = chunk.num_tokens, size_bytes
+        exact = layout.exact_tokens + (layout.first.num_tokens if layout.first else 0)
+        self._besides = layout.total - exact - self._most
+        self._known: dict[int, float] = {}  # by rows
+        self._paid: list[tuple[float, int]] = []  # seconds, tokens
+        for link, size_bytes in loads.items():
+            load_s, share = costs.load(link, size_bytes)
+            if share >= 1:
+                self._paid.append((share * load_s, tokens[link]))
+
+    def is_below(self, strategy: StrategyInfo, ratio: float, limit_s: float) -> bool:
+        """Whether a way may take less than `limit_s`."""
+        rows = self._besides + row_budget(self._most, ratio)
+        loaded_s = self._at_least_s(strategy, rows)
+        if loaded_s >= limit_s:
+            return False
+        return all(
+            loaded_s + paid_s < limit_s
+            # budgets are rounded down, here and there
+            or self._at_least_s(strategy, rows + num - row_budget(num, ratio) - 1) < limit_s
+            for paid_s, num in self._paid
+        )
+
+    def _at_least_s(self, strategy: StrategyInfo, rows: int) -> float:
+        if strategy.full_width_layers:
+            return self._costs.fused_at_least(strategy, rows, self._total)
+        if rows not in self._known:  # the same for most strategies
+            self._known[rows] = self._costs.fused_at_least(strategy, rows, self._total)
+        return self._known[rows]
