@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 STRATEGIES = {  # in the order of the legend
     "weave": "#d62728",
+    "weave-deep": "#ff7f0e",
     "prophetkv": "#1f77b4",
     "qcfuse": "#2ca02c",
     "fusionrag": "#9467bd",

@@ -42,6 +42,7 @@ WAYS = (
     Way("weave", 0.05),
     Way("weave", 0.15),
     Way("weave", 0.3),
+    Way("weave-deep", 0.15),
     Way(AUTO, None),
 )
 

@@ -36,7 +36,10 @@ from shapes import SHAPES, eager_seconds
 from ttft_plan import GATES, Prompts, choices
 from ttft_world import CHUNK_TOKENS, PREAMBLE, QUESTION, Size, World, versions, wait
 
-WAYS = (("reuse", 0.0), ("epic", 0.15), ("fusionrag", 0.15), ("qcfuse", 0.15), ("weave", 0.15))
+WAYS = (
+    ("reuse", 0.0), ("epic", 0.15), ("fusionrag", 0.15), ("qcfuse", 0.15), ("weave", 0.15),
+    ("weave-deep", 0.15),
+)  # fmt: skip
 
 
 def main() -> None:

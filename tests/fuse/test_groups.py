@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fuseworld import SELECTING, Packed, World, assert_same, make_ids
-from kvweave.fuse import pipeline
 from kvweave.fuse.groups import GROUP_BYTES, Ahead, group_for
 from kvweave.fuse.pipeline import PipelinedChunks
 from kvweave.fuse.ring import Ring, Slot
@@ -217,47 +216,6 @@ def test_a_chunk_with_fewer_layers_keeps_the_others_from_travelling_in_groups(
     for layer in range(5):
         torch.testing.assert_close(source.layer(layer).k, world.source.layer(layer).k)
     assert ring.groups == [[layer] for layer in range(5)]
-
-
-def test_little_is_on_the_link_until_the_pass_is_under_way(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies stand in one line: what a pass needs first would stand behind every layer."""
-    monkeypatch.setattr(pipeline, "FEW_BYTES", 1)
-    ring, kv = Watched(), world.decoder.new_kv(len(world.request.prompt_ids))
-    kv.reserve(len(world.request.prompt_ids))
-    source = pipelined(world, ring, start_s=0.0)
-    assert ring.groups == [[0]]
-    source.lay(0, kv.keys(0), kv.values(0))
-    assert ring.groups == [[0], [1, 2]], "one more for the one that was taken"
-    source.lay(1, kv.keys(1), kv.values(1))
-    source.lay(2, kv.keys(2), kv.values(2))
-    assert len(ring.groups) > 3, "as far as there is room"
-
-
-def test_what_the_link_carries_while_rows_are_chosen_is_ordered_before(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline, "FEW_BYTES", 1)
-
-    def ordered(start_s: float) -> int:
-        ring = Watched()
-        ring.bytes_per_s = 1e6
-        pipelined(world, ring, start_s=start_s)
-        return sum(map(len, ring.groups))
-
-    layer_bytes = sum(len(e.data) for e in stored(world).wait_layer(0).values())
-    assert ordered(float("inf")) == 1, "not known yet how long that takes"
-    assert ordered(4 * layer_bytes / 1e6 / pipeline.SURE) in range(4, 8), "groups are not cut"
-
-
-def test_where_tokens_go_is_known_before_a_probe_is_ordered(world: World) -> None:
-    layers, ring = stored(world), Watched()
-    order = [LAYERS - 1, *range(LAYERS - 1)]
-    source = PipelinedChunks(world.decoder, world.request.placed, layers, ring, order, begins=False)
-    assert source._placement is not None
-    assert ring.groups == [], "nothing travels yet"
-    torch.testing.assert_close(source.layer(LAYERS - 1).k, world.source.layer(LAYERS - 1).k)
 
 
 def test_a_ring_follows_a_shorter_start_at_once_and_a_longer_one_slowly() -> None:

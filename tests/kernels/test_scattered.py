@@ -133,7 +133,7 @@ def test_parts_hold_every_row_with_every_key_it_sees_once(
 ) -> None:
     monkeypatch.setattr(scattered, "BLOCK_WEIGHTS", weights)
     scattered._parts.cache_clear()
-    parts = scattered._parts(tuple(positions), HEADS, 1)
+    parts = scattered._parts(tuple(positions), 1)
     scattered._parts.cache_clear()
     seen = torch.zeros(len(positions), KEYS)
     for start, end, blocks in parts:

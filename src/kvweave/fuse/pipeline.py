@@ -11,7 +11,6 @@ layer comes alone, so that the pass begins, then two, then four. Layers that are
 from a tier, or are taken out of order, come one by one.
 """
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,9 +28,6 @@ from kvweave.fuse.strategy import Strategy
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer
-
-FEW_BYTES = 64 << 20  # on the link while a pass gets ready: about a millisecond
-SURE = 0.7  # of the time that choosing rows took lately: next time it may be shorter
 
 
 @contextmanager
@@ -104,12 +100,8 @@ class PipelinedChunks:
         self.pass_began_s: float | None = None  # host clock when the lowest layer was taken
         self._waited_s = 0.0  # where there is no device to wait
         self._begun = False
-        self._settled = False  # the pass is under way: no more tables to send for it
         if begins:
             self.begin()
-        elif layers.is_ready(first := self._ahead.next_group().start):
-            # while nothing is on the link: behind a probe it would wait for all that came since
-            self._placement = self._plan(self._open(first))
 
     def begin(self) -> None:
         self._begun = True
@@ -120,8 +112,6 @@ class PipelinedChunks:
         slot, placement = self._take(layer)
         if layer == 0:
             self.pass_began_s = time.perf_counter()
-        elif self.pass_began_s is not None:
-            self._settled = True
         placement.lay(slot.data, _place(slot, layer), keys, values)
         self._give_back(slot)
 
@@ -182,7 +172,7 @@ class PipelinedChunks:
 
     def _look_ahead(self) -> None:
         """Bring the next layers, as far as they have arrived and there is room."""
-        while self._ahead and (self._settled or self._may_hurry()):
+        while self._ahead:
             group = self._ahead.next_group()
             if self._whole is None and not self._layers.is_ready(group.start):
                 return
@@ -192,19 +182,6 @@ class PipelinedChunks:
                 return
             self._ahead.took(group)
             self._fill(slot, arrived)
-
-    def _may_hurry(self) -> bool:
-        """Whether more bytes may be on the link before the pass is under way.
-
-        Copies to a device stand in one line, whatever their stream: the small tables that a pass
-        needs first would wait for every layer ordered before them. So no more is ordered than will
-        be through when rows are chosen, and a little.
-        """
-        if self._strides is None:
-            return True
-        sure_s = SURE * self._start_s if math.isfinite(self._start_s) else 0.0
-        allowed = FEW_BYTES + sure_s * self._ring.bytes_per_s
-        return not self._brought or len(self._brought) * sum(self._strides.values()) < allowed
 
     def _bring(self, layer: int) -> None:
         """Begin to copy a layer that is asked for now. Blocks and raises as `_fill`."""
@@ -256,10 +233,8 @@ class PipelinedChunks:
         self._brought.update(dict.fromkeys(slot.layers, slot))
         if self._placement is None:  # while the first bytes travel
             assert arrived is not None, "it is the first layer"
-            self._placement = self._plan(arrived)
-
-    def _plan(self, arrived: Mapping[ChunkKey, EncodedLayer]) -> Placement:
-        return Placement(self._decoder, self._placed, arrived, self._ahead.most)
+            most = self._ahead.most
+            self._placement = Placement(self._decoder, self._placed, arrived, most)
 
 
 def _place(slot: Slot, layer: int) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """Attention of scattered rows on a CPU, as plain matrix products.
 
 Rows picked out of a prompt share no causal shape, so a fused kernel must be given a mask as wide as
-the prompt, and it works in slices too thin for fast products. Here a block of keys is looked at by
-all rows at or behind it together, and the query heads that share a KV head stand side by side as
-rows of one product. The weights of a block stay in the cache between the two products; the next
-block's part is added to it. Only the edge, keys that some of the rows do not see, is masked.
+the prompt, and it works in slices too thin for fast products. Here a block of keys of one KV head
+is looked at by all rows at or behind it together, and the query heads that share it stand side by
+side as rows of one product. The weights of a block stay in the cache between the two products; the
+next block's part is added to it. Only the edge, keys that some of the rows do not see, is masked.
+Heads go one by one: two cores share three products in a batch badly.
 
 Logits are exponentiated as they are: looking for each row's maximum first, only to take it out
 again, costs more than the exponential. That is the same softmax to rounding as long as the totals
@@ -31,7 +32,7 @@ BLOCK_WEIGHTS = 1 << 19
 # Keys of a block: fewer waste less at the edge, more make longer products. Rows of one run have one
 # edge, at the end.
 BLOCK_KEYS = (128, 256)
-RUN_KEYS = (128, 1024)
+RUN_KEYS = (256, 1024)
 
 
 class _Block(NamedTuple):
@@ -61,18 +62,20 @@ def attend_scattered(
     """
     (num_heads, head_dim), kv_heads = q.shape[1:], keys.shape[1]
     group = num_heads // kv_heads
-    parts = _parts(tuple(positions.tolist()), num_heads, group)
+    parts = _parts(tuple(positions.tolist()), group)
     out = q.new_empty(q.shape)
     most = max(b.last_key - b.first_key for part in parts for b in part.blocks)
-    room = q.new_empty(most * max(part.end - part.start for part in parts) * num_heads)
+    room = q.new_empty(most * max(part.end - part.start for part in parts) * group)
     for start, end, blocks in parts:
         # [r, Hq, D] -> [Hk, r, G, D]
         rows = (x[start:end].view(-1, kv_heads, group, head_dim).transpose(0, 1) for x in (q, out))
         asking, answer = rows
         scaled = torch.mul(asking, scale, out=q.new_empty(asking.shape)).flatten(1, 2)
-        attended = _attend_part(scaled, blocks, group, keys, values, room)
-        if attended is None:
-            return None
+        attended = torch.zeros_like(scaled)
+        for head in range(kv_heads):
+            shown = keys[:, head].t(), values[:, head]  # [D, N], [N, D]
+            if not _attend_part(scaled[head], blocks, group, *shown, room, attended[head]):
+                return None
         answer.copy_(attended.view(asking.shape))
     return out
 
@@ -84,38 +87,39 @@ def _attend_part(
     keys: Tensor,
     values: Tensor,
     room: Tensor,
-) -> Tensor | None:
-    """Attention output of `asking` [Hk, M, D], scaled. Weights are laid into `room`."""
-    kv_heads, num_rows = asking.shape[:2]
-    attended = torch.zeros_like(asking)
-    totals = asking.new_zeros(kv_heads, num_rows)
-    looked_at, taken = keys.permute(1, 2, 0), values.transpose(0, 1)  # [Hk, D, N], [Hk, N, D]
+    attended: Tensor,
+) -> bool:
+    """Add the attention output of `asking` [M, D], scaled, to `attended` [M, D]; one KV head, keys
+    [D, N] and values [N, D]. Weights are laid into `room`. False: the logits are too large."""
+    num_rows = len(asking)
+    totals = asking.new_zeros(num_rows)
     for start, first, last, edge in blocks:
         rows = slice(start * group, num_rows)
-        shape = kv_heads, num_rows - start * group, last - first
-        weights = room[: math.prod(shape)].view(shape)  # [Hk, M, n]
-        torch.bmm(asking[:, rows], looked_at[:, :, first:last], out=weights)
+        shape = num_rows - start * group, last - first
+        weights = room[: math.prod(shape)].view(shape)  # [M, n]
+        torch.mm(asking[rows], keys[:, first:last], out=weights)
         weights.exp_()
         if edge is not None:
-            weights[:, : len(edge), last - first - edge.shape[1] :].mul_(edge)
-        totals[:, rows] += weights.sum(2)
+            weights[: len(edge), last - first - edge.shape[1] :].mul_(edge)
+        totals[rows] += weights.sum(1)
         if not first and not totals.amax() <= TOTALS[1]:  # NaN is not either
-            return None
-        attended[:, rows].baddbmm_(weights, taken[:, first:last])
+            return False
+        attended[rows].addmm_(weights, values[first:last])
     low, high = totals.aminmax()
     if not (TOTALS[0] <= low and high <= TOTALS[1]):
-        return None
-    return attended.div_(totals[..., None])
+        return False
+    attended.div_(totals[:, None])
+    return True
 
 
 @lru_cache(maxsize=4)  # the same rows run through every layer
-def _parts(positions: tuple[int, ...], num_heads: int, group: int) -> tuple[_Part, ...]:
+def _parts(positions: tuple[int, ...], group: int) -> tuple[_Part, ...]:
     """Every row with every key it sees, once."""
     is_run = positions[-1] - positions[0] == len(positions) - 1
     fewest, most = RUN_KEYS if is_run else BLOCK_KEYS
-    num_parts = -(-len(positions) * num_heads * fewest // BLOCK_WEIGHTS)  # as even as can be
+    num_parts = -(-len(positions) * group * fewest // BLOCK_WEIGHTS)  # as even as can be
     num_rows = -(-len(positions) // num_parts)
-    num_keys = min(most, max(fewest, BLOCK_WEIGHTS // (num_rows * num_heads) // 64 * 64))
+    num_keys = min(most, max(fewest, BLOCK_WEIGHTS // (num_rows * group) // 64 * 64))
     parts: list[_Part] = []
     for start in range(0, len(positions), num_rows):
         mine = positions[start : start + num_rows]

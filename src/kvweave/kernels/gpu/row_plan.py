@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvweave.kernels.host import on_device
+
 KEPT = 8  # plans: a prefill and a decode batch per engine, and some room
 MIN_BLOCKS = 4  # of keys in a piece: below, starting and merging cost more than they save
 
@@ -140,7 +142,4 @@ def stream_of(device: torch.device) -> int:
 
 def to_device(table: NDArray[np.generic], device: torch.device) -> Tensor:
     """A small table on the device, without waiting for it."""
-    host = torch.from_numpy(np.ascontiguousarray(table))
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+    return on_device(torch.from_numpy(np.ascontiguousarray(table)), device)
