@@ -76,12 +76,12 @@ def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
     tried: list[int] = []
 
     class Short:
-        def __init__(self, decoder: Decoder, num_rows: int, layers: tuple[int, ...]) -> None:
-            tried.append(num_rows)
+        def __init__(self, decoder: Decoder, kind: captured_probe._Kind) -> None:
+            tried.append(kind.num_rows)
             if tried == [16]:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
-        def play(self, ids: list[int], first: int) -> dict[int, object]:
+        def play(self, *_: object) -> dict[int, object]:
             return {}
 
     monkeypatch.setattr(captured_probe, "_Recording", Short)

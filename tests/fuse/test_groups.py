@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fuseworld import SELECTING, Packed, World, assert_same, make_ids
+from kvweave.fuse import pipeline
 from kvweave.fuse.groups import GROUP_BYTES, Ahead, group_for
 from kvweave.fuse.pipeline import PipelinedChunks
 from kvweave.fuse.ring import Ring, Slot
@@ -171,6 +172,9 @@ def test_a_group_that_made_room_comes_again_without_what_was_taken_of_it(
     ring = Watched(PAIRS)
     source = pipelined(world, ring)
     first = [[0], [1, 2], [3, 4], [5, 6]]
+    assert ring.groups == first[: pipeline.AT_A_TIME], "not all at once"
+    for _ in range(3):
+        source.begin()
     assert ring.groups == first, "as much as there is room for"
     for layer in (*taken, 12):
         source.layer(layer)

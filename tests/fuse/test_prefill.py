@@ -215,8 +215,10 @@ def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
         with KVStore(cfg) as store:
             reused = answer(decoder, store, CHUNKS, saved=[])
             assert reasons(reused) == [None, None, Miss.CORRUPT, None]
-            again = answer(decoder, store, CHUNKS, saved=[])  # it is out of the way for good
-            assert reasons(again) == [None, None, Miss.ABSENT, None]
+            again = reused
+            while reasons(again)[2] == Miss.CORRUPT:  # put aside behind the request's back
+                again = answer(decoder, store, CHUNKS, saved=[])
+            assert reasons(again) == [None, None, Miss.ABSENT, None]  # and for good
             torch.testing.assert_close(again.logits, reused.logits)
         victim.parent.mkdir(parents=True, exist_ok=True)
         victim.write_bytes(pristine)

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from fuseworld import SELECTING, World, make_ids
+from kvweave.fuse.captured_probe import recordings_of
 from kvweave.fuse.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.prefill import prefill_from_store
-from kvweave.fuse.probe import NoContext, probe
+from kvweave.fuse.probe import FrontOnly, probe
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.ring import Ring
 from kvweave.kv import memory as memory_module
+from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.leases import Lease
@@ -197,11 +199,29 @@ def test_a_pass_makes_the_host_wait_once_at_most(
     assert len(waits) <= allowed, f"{name}: {waits}"
 
 
-def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World) -> None:
+@pytest.mark.parametrize("in_front", [0, 1, 7])
+def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World, in_front: int) -> None:
+    """Alone, or behind a preamble, which may be another one the next time."""
     decoder, request = world.decoder, world.request
     layers = (1, decoder.spec.num_layers - 1)
-    unrecorded = probe(decoder, request, NoContext(), layers)
-    recorded = [probe(decoder, request, NoContext(), layers) for _ in range(3)][-1]
-    for layer in layers:
-        torch.testing.assert_close(recorded[layer].q, unrecorded[layer].q, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(recorded[layer].k, unrecorded[layer].k, atol=1e-4, rtol=1e-4)
+    heads, dim = decoder.spec.num_kv_heads, decoder.spec.head_dim
+    shape = (decoder.spec.num_layers, 2, in_front, heads, dim)
+    fronts = [torch.randn(shape, device=decoder.device).to(decoder.dtype) for _ in range(2)]
+    views = [FrontOnly([LayerKV(k, v) for k, v in front] if in_front else ()) for front in fronts]
+    recordings_of(decoder)._graphs.clear()
+    probe(decoder, request, views[1], layers)  # warms up
+    for view in (views[0], views[1], views[1], views[0]):
+        recorded = probe(decoder, request, view, layers)
+        unrecorded = probe(decoder, request, _Unrecorded(view), layers)
+        for layer in layers:
+            for ours, want in zip(recorded[layer], unrecorded[layer], strict=True):
+                torch.testing.assert_close(ours, want, atol=1e-4, rtol=1e-4)
+    assert all(recordings_of(decoder)._graphs.values()), "it was recorded"
+
+
+class _Unrecorded:
+    """The same view, as the plain calls are given it."""
+
+    def __init__(self, view: FrontOnly) -> None:
+        self.context = view.context
+        self.with_question = view.with_question

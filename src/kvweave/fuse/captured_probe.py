@@ -1,14 +1,15 @@
-"""The question alone through the model, recorded once as a CUDA graph.
+"""The question behind nothing but the preamble, or alone, recorded once as a CUDA graph.
 
 A probe of some dozen rows is over before the host has given its orders: some hundred launches. They
 are the same for every question of about that length, so the second one is recorded and every later
 one is a single order. Rows are filled up to a multiple; rows behind a row never change it.
 
-Shapes: U question rows, Hq query heads, Hk KV heads, D head dim.
+Shapes: U question rows, P preamble tokens, Hq query heads, Hk KV heads, D head dim.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,9 +20,10 @@ from kvweave.fuse.protocol import Captures, Decoder
 from kvweave.kernels.host import on_device
 from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
+from kvweave.kv.codec import LayerKV
 
 STEP = 16  # rows
-MOST_ROWS = 512  # beyond, computing takes longer than ordering
+MOST_ROWS = 512  # of the question or before it; beyond, computing takes longer than ordering
 KEPT = 8  # recordings per decoder
 
 Found = dict[int, tuple[Tensor, Tensor]]  # layer to q [U, Hq, D], k [U, Hk, D], both turned
@@ -31,18 +33,24 @@ class Recordings:
     """What was recorded for one decoder. Used by the thread that owns the device."""
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[tuple[int, tuple[int, ...]], _Recording | None] = OrderedDict()
+        self._graphs: OrderedDict[_Kind, _Recording | None] = OrderedDict()
         self.refusals = Refusals("the question", "probes take longer")
 
     def probe(
-        self, decoder: Captures, ids: Sequence[int], first: int, layers: Sequence[int]
+        self,
+        decoder: Captures,
+        ids: Sequence[int],
+        first: int,
+        layers: Sequence[int],
+        front: Sequence[LayerKV] = (),
     ) -> Found | None:
-        """Queries and keys at `layers` of tokens at positions from `first` on. None: not recorded
-        yet; results are valid until the next call."""
+        """Queries and keys at `layers` of tokens at positions from `first` on, which see `front`
+        and each other. None: not recorded yet; results are valid until the next call."""
         num_rows = -(-len(ids) // STEP) * STEP
-        if num_rows > MOST_ROWS:
+        in_front = len(front[0].k) if front else 0
+        if max(num_rows, in_front) > MOST_ROWS:
             return None
-        key = (num_rows, tuple(sorted(layers)))
+        key = _Kind(num_rows, in_front, tuple(sorted(layers)))
         if key not in self._graphs:  # the first of its kind warms everything up
             self._graphs[key] = None
             if len(self._graphs) > KEPT:
@@ -52,20 +60,33 @@ class Recordings:
         recording = self._graphs[key]
         if recording is None and self.refusals.may_record(num_rows):
             try:
-                recording = self._graphs[key] = _Recording(decoder, *key)
+                recording = self._graphs[key] = _Recording(decoder, key)
             except RuntimeError as error:  # torch's word for every CUDA error
                 self.refusals.failed(num_rows, error)
-        return None if recording is None else recording.play(ids, first)
+        return None if recording is None else recording.play(ids, first, front)
+
+
+class _Kind(NamedTuple):
+    """What one recording can play."""
+
+    num_rows: int
+    in_front: int  # P
+    layers: tuple[int, ...]
 
 
 class _Recording:
-    def __init__(self, decoder: Captures, num_rows: int, layers: tuple[int, ...]) -> None:
-        self._device = decoder.device
-        inputs = torch.zeros(2, num_rows, dtype=torch.int64, device=decoder.device)
+    def __init__(self, decoder: Captures, kind: _Kind) -> None:
+        self._device = device = decoder.device
+        inputs = torch.zeros(2, kind.num_rows, dtype=torch.int64, device=device)
         self._inputs = inputs  # ids, positions
+        spec, layers = decoder.spec, kind.layers
+        shape = (max(layers), 2, kind.in_front, spec.num_kv_heads, spec.head_dim)
+        self._front = torch.zeros(shape, dtype=decoder.dtype, device=device)
+        self._shown: Sequence[LayerKV] = ()  # what lies there
         self._graph = torch.cuda.CUDAGraph()
         with decoder.capturing():
-            _question_alone(decoder, inputs, layers)  # what is made on first use is made here
+            # what is made on first use is made here
+            _question(decoder, inputs, layers, self._front)
             torch.cuda.synchronize(decoder.device)
         # scratch memory anew: taken inside it is the recording's own, and replays write there
         with (
@@ -73,9 +94,14 @@ class _Recording:
             # other threads go on locking memory and the like
             torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
         ):
-            self._found = _question_alone(decoder, inputs, layers)
+            self._found = _question(decoder, inputs, layers, self._front)
 
-    def play(self, ids: Sequence[int], first: int) -> Found:
+    def play(self, ids: Sequence[int], first: int, front: Sequence[LayerKV]) -> Found:
+        if front and front is not self._shown:  # the same preamble, question after question
+            below = front[: len(self._front)]
+            torch._foreach_copy_(list(self._front[:, 0]), [kv.k for kv in below])
+            torch._foreach_copy_(list(self._front[:, 1]), [kv.v for kv in below])
+            self._shown = front
         num_rows = self._inputs.shape[1]
         host = torch.zeros(2, num_rows, dtype=torch.int64)
         host[0, : len(ids)] = torch.tensor(ids)
@@ -85,11 +111,16 @@ class _Recording:
         return {at: (q[: len(ids)], k[: len(ids)]) for at, (q, k) in self._found.items()}
 
 
-def _question_alone(decoder: Decoder, inputs: Tensor, layers: tuple[int, ...]) -> Found:
-    ids, positions = inputs
+def _question(decoder: Decoder, inputs: Tensor, layers: tuple[int, ...], front: Tensor) -> Found:
+    """`front` [deepest, 2, P, Hk, D]: keys (turned) and values that every row sees."""
+    (ids, positions), in_front = inputs, front.shape[2]
     angles = decoder.angles(positions)
     h = decoder.embed(ids)
     found: Found = {}
+    seen = None  # [U, P + U]
+    if in_front:
+        seen = torch.ones(len(ids), in_front + len(ids), dtype=torch.bool, device=ids.device)
+        seen = seen.tril(in_front)
     for layer in range(max(layers) + 1):
         projected = decoder.qkv(layer, h)
         q, k = rotate(projected.q, angles), rotate(projected.k, angles)
@@ -97,8 +128,12 @@ def _question_alone(decoder: Decoder, inputs: Tensor, layers: tuple[int, ...]) -
             found[layer] = q, k
         if layer == max(layers):
             break
-        query, key, value = (x.transpose(0, 1)[None] for x in (q, k, projected.v))
-        o = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        keys = torch.cat([front[layer, 0], k]) if in_front else k
+        values = torch.cat([front[layer, 1], projected.v]) if in_front else projected.v
+        query, key, value = (x.transpose(0, 1)[None] for x in (q, keys, values))
+        o = F.scaled_dot_product_attention(
+            query, key, value, seen, is_causal=seen is None, enable_gqa=True
+        )
         h = decoder.finish(layer, h, o[0].transpose(0, 1))
     return found
 

@@ -30,6 +30,9 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer
 
 
+AT_A_TIME = 2  # groups of layers
+
+
 @contextmanager
 def open_source(
     decoder: Decoder, placed: Sequence[Span], layers: Layers, strategy: Strategy
@@ -171,8 +174,14 @@ class PipelinedChunks:
             self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Bring the next layers, as far as they have arrived and there is room."""
-        while self._ahead:
+        """Bring the next layers, as far as they have arrived and there is room.
+
+        A few groups at a time: a copy per chunk takes the host a while to order, in which the
+        device may have run out of other orders.
+        """
+        for _ in range(AT_A_TIME):
+            if not self._ahead:
+                return
             group = self._ahead.next_group()
             if self._whole is None and not self._layers.is_ready(group.start):
                 return

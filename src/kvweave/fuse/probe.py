@@ -13,7 +13,7 @@ Queries at layer l need context KV of the layers below l only.
 Shapes: U question rows, N context keys, Hq query heads, Hk KV heads, D head dim.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kv.codec import LayerKV
 
 
 class ContextView(Protocol):
@@ -60,11 +61,17 @@ class Probed(NamedTuple):
     k: Tensor  # [U, Hk, D] turned
 
 
-class NoContext:
-    """The question alone."""
+class FrontOnly:
+    """The question behind exact KV that is at hand: the preamble's, or nothing."""
+
+    def __init__(self, front: Sequence[LayerKV] = ()) -> None:
+        self.front = front  # keys turned; one per layer, or none
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        return None
+        if not self.front:
+            return None
+        kv = self.front[layer]
+        return kv.k, kv.v, torch.arange(len(kv.k))
 
     def with_question(self, layer: int, fresh: Projected, turn: Angles) -> None:
         return None
@@ -88,9 +95,9 @@ def probe(
     """
     rows = rows or range(request.question_start, len(request.prompt_ids))
     start = rows.start if first_position is None else first_position
-    if isinstance(view, NoContext) and isinstance(decoder, Captures) and decoder.can_capture:
-        ids_asked = request.prompt_ids[rows.start : rows.stop]
-        played = recordings_of(decoder).probe(decoder, ids_asked, start, sorted(layers))
+    if isinstance(view, FrontOnly) and isinstance(decoder, Captures) and decoder.can_capture:
+        asked, known = request.prompt_ids[rows.start : rows.stop], recordings_of(decoder)
+        played = known.probe(decoder, asked, start, sorted(layers), view.front)
         if played is not None:
             return {layer: Probed(q, k) for layer, (q, k) in played.items()}
     positions = torch.arange(start, start + len(rows))  # on the host

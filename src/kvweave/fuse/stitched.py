@@ -110,6 +110,11 @@ class Stitched:
         self._waited_s += time.perf_counter() - started_s
         return stored
 
+    @property
+    def front(self) -> Sequence[LayerKV]:
+        """The preamble's keys (turned) and values, layer by layer; nothing if it is empty."""
+        return self._preamble.layers
+
     def preamble(self, layer: int) -> LayerKV | None:
         """The preamble's keys (turned) and values; None if it is empty."""
         return self._preamble.layers[layer] if self._preamble.layers else None

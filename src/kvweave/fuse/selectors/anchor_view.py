@@ -1,4 +1,4 @@
-"""The context as its anchors: the whole preamble, and a few stored tokens of each chunk or none."""
+"""The context as its anchors: the preamble whole, and a few stored tokens of every chunk."""
 
 import torch
 from torch import Tensor
@@ -23,11 +23,10 @@ class AnchorView:
     Shapes: A anchors of all chunks, P preamble tokens, U question rows, Hk KV heads, D head dim.
     """
 
-    def __init__(self, scene: Scene, rule: str | None, depth: int) -> None:
-        """`rule` chose the anchors; None: the preamble is all there is to see."""
+    def __init__(self, scene: Scene, rule: str, depth: int) -> None:
         request = scene.request
-        found = _stored(scene, rule) if rule is not None else {}
-        chunks = [(s.start, found[s.key]) for s in request.placed if s.key in found]
+        found = _stored(scene, rule)
+        chunks = [(span.start, found[span.key]) for span in request.placed]
         positions = [start + anchors.indices[:depth] for start, anchors in chunks]
         front = torch.arange(request.preamble_len).expand(depth, -1)
         self._positions = torch.cat([front, *positions], dim=1)  # [depth, P + A] on the host

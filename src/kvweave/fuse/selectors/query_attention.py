@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvweave.fuse.probe import ContextView, NoContext, Probed, Whole, probe
+from kvweave.fuse.probe import ContextView, FrontOnly, Probed, Whole, probe
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State
 from kvweave.fuse.selectors.anchor_view import AnchorView
@@ -90,11 +90,13 @@ class QueryAttention:
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":
-            return NoContext()
+            return FrontOnly()
+        if self.view == "preamble":
+            return FrontOnly(scene.stitched.front)
         if self.view == "full":
             return FullView(scene)
         deepest = max(resolve_layers(self.layers, scene.decoder.spec.num_layers))
-        return AnchorView(scene, self.anchors if self.view == "anchors" else None, deepest)
+        return AnchorView(scene, self.anchors, deepest)
 
     def _columns(self, scene: Scene, layers: Sequence[int], probed: Mapping[int, Probed]) -> Tensor:
         """Scores of all placed tokens at some layers, [layers, N]."""
