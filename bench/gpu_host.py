@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile
 from common import finish, result_header
 from kvweave.fuse import recorded_layers
 from kvweave.fuse.prefill import prefill_from_store
-from kvweave.fuse.strategy import open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from shapes import SHAPES
@@ -55,7 +54,7 @@ def main() -> None:
 
 
 def way(world: World, store: KVStore, size: Size, name: str, ratio: float) -> Callable[[], None]:
-    strategy, chunks = open_strategy(name, world.facts), world.prompt_chunks(size, "raw")
+    strategy, chunks = world.strategy(name), world.prompt_chunks(size, "raw")
 
     def run() -> None:
         kv = world.decoder.new_kv(world.prompt_tokens(size))

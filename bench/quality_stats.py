@@ -67,20 +67,25 @@ def open_values(path: Path | None, config: dict[str, Any]) -> list[dict[Any, Any
     if not path.is_file() or path.stat().st_size == 0:
         path.write_text(json.dumps({"config": config}) + "\n")
         return []
-    first, *lines = path.read_text().splitlines()
-    kept = json.loads(first).get("config", {})
+    kept, found = read_values(path)
     for name, value in config.items():
         if kept.get(name) != value:
             raise SystemExit(
                 f"{path} was made with {name} {kept.get(name)!r}, this run has {value!r}; give "
                 "another --values file"
             )
+    return found
+
+
+def read_values(path: Path) -> tuple[dict[str, Any], list[dict[Any, Any]]]:
+    """The settings of a run, and every question's figures."""
+    first, *lines = path.read_text().splitlines()
     found = []
     for line in lines:
         value = json.loads(line)
         cells = {(e, s, r): f for e, s, r, f in value.pop("cells")}
         found.append({**cells, **value})
-    return found
+    return json.loads(first).get("config", {}), found
 
 
 def append_values(path: Path | None, value: dict[Any, Any]) -> None:

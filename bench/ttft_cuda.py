@@ -4,7 +4,7 @@ Random weights of a real shape, random prompts of chunks of 510 tokens. Chunk KV
 model itself, stored through the store, and prefilled from it as a request would be. Each cell is
 the median of a few runs after one to warm up; every run ends when the first token is on the host.
 
-`speedup_15_32k_host` and its like are full prefill's time over FusionRAG's at 15 % and plain
+`speedup_15_32k_host` and its like are full prefill's time over that of `weave` at 15 % and plain
 reuse's at 0 %, chunk KV raw in page-locked host memory. Every other cell stands beside them.
 """
 
@@ -26,7 +26,6 @@ from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import open_strategy
 from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.store import KVStore
@@ -128,7 +127,7 @@ class Runs:
             for name, ratio in WAYS:
                 if name == "qcfuse":  # anchors come from the store
                     continue
-                strategy = open_strategy(name, world.facts)
+                strategy = world.strategy(name)
 
                 def once(
                     strategy: Any = strategy, ratio: float = ratio, chunks: Any = chunks,
@@ -194,7 +193,7 @@ class Runs:
         world = self.world
         chunks = world.prompt_chunks(size, codec)
         for name, ratio in ways:
-            strategy = open_strategy(name, world.facts)
+            strategy = world.strategy(name)
 
             def once(strategy: Any = strategy, ratio: float = ratio) -> dict[str, float]:
                 kv = world.decoder.new_kv(world.prompt_tokens(size))
@@ -264,7 +263,7 @@ class Runs:
     def summary(self) -> None:
         by = {(c["size"], c["tier"], c["codec"], c["way"]): c for c in self.cells}
         for size in self.world.sizes:
-            for percent, way in ((15, "fusionrag"), (0, "reuse")):
+            for percent, way in ((15, "weave"), (0, "reuse")):
                 for tier in ("host", "device"):
                     cell = by.get((size.name, tier, "raw", way))
                     if cell is not None:

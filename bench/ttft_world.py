@@ -2,6 +2,7 @@
 
 import argparse
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from kvweave.fuse.anchors import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
 from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.strategy import ModelFacts
+from kvweave.fuse.selectors.query_attention import QueryAttention
+from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.objects import PackedChunk, pack_chunk
 from shapes import SHAPES, random_decoder
@@ -48,6 +50,14 @@ class World:
         layers = self.spec.num_layers
         self.critical = (layers * 2 // 5, layers * 2 // 5 + 1, layers // 2)
         self.facts = ModelFacts(layers, self.critical)
+
+    def strategy(self, name: str) -> Strategy:
+        """As it is, but rows are not weighed by cost: random weights look at all of them alike,
+        and the cheapest, at the front of the prompt, would win everywhere. So they lie spread."""
+        strategy = open_strategy(name, self.facts)
+        if isinstance(strategy.selector, QueryAttention):
+            return replace(strategy, selector=replace(strategy.selector, late=0.0))
+        return strategy
 
     def config(self) -> dict[str, Any]:
         token_bytes = 4 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim

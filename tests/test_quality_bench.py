@@ -123,3 +123,21 @@ def test_figures_say_in_which_precision_they_were_made(
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
     assert told == used == [False, True, True]
+
+
+def test_a_strategy_asked_again_takes_the_place_of_what_it_was(quality: ModuleType) -> None:
+    from quality_join import join
+
+    weave = ("isolated", "weave", 0.15)
+    old = [{**value(i, 1.0, 2.0), weave: {"kl": 0.5}, "tf32": False} for i in range(3)]
+    new = [{**value(i, 1.0, 2.0), weave: {"kl": 0.1}} for i in (1, 2, 7)]
+    joined, left_out = join([old, new])
+    assert [(v["number"], v[weave]["kl"]) for v in joined] == [(1, 0.1), (2, 0.1)]
+    assert left_out == 2
+
+
+def test_runs_over_other_prompts_are_not_joined(quality: ModuleType) -> None:
+    from quality_join import join
+
+    with pytest.raises(SystemExit, match=r"2wiki 3: nll of full is 1\.00000 in one run and 1\.1"):
+        join([[value(3, 1.0, 2.0)], [value(3, 1.1, 2.0)]])
