@@ -144,8 +144,8 @@ def test_whoever_writes_next_finishes_a_killed_removal(opened: Open, by: str) ->
         else:
             with KnowledgeBase.open(library.kb.folder) as kb:
                 remove_with_kv(kb, [kb.find(other)[0].id])
-        on_disk = [key for key in (library.encoder.exact_key(chunks["pod"].token_ids),)]
-        assert not any(key.hex() in name for key in on_disk for name in objects(library))
+        key = library.encoder.exact_key(chunks["pod"].token_ids)
+        assert not any(key.hex() in name for name in objects(library))
         assert has_kv(library, chunks["node"])
 
 

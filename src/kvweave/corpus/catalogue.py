@@ -156,8 +156,8 @@ class Catalogue(CatalogueReads):
     def _bury(
         self, db: sqlite3.Connection, vector_ids: Sequence[int], *, keep_vectors: bool
     ) -> tuple[ChunkId, ...]:
-        """Delete those chunks that nobody uses now, note them for the index and for whoever keeps their KV, move
-        on in time."""
+        """Delete those chunks that nobody uses now, note them for the index and for those who keep
+        KV of them, move on in time."""
         db.execute("UPDATE state SET generation = generation + 1")
         dead = db.execute(
             f"SELECT vector_id, chunk_id FROM chunks WHERE num_uses = 0 AND vector_id IN {AMONG}",
