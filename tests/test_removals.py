@@ -1,5 +1,10 @@
 """Chunk KV of a removed document goes, however its removal ended: killed, too early, elsewhere."""
 
+import random
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -128,6 +133,35 @@ def test_a_removal_that_was_killed_is_finished_at_the_next_open(
     with opened(encoding) as library:  # repairs
         assert_only_pod_went(library, chunks)
         assert library._upkeep().is_settled
+
+
+def test_a_removal_killed_at_any_moment_leaves_no_kv_of_what_went(
+    opened: Open, tmp_path: Path
+) -> None:
+    with opened("isolated") as library:
+        chunks = fill(library)
+        document = document_of(library, "pod")
+    parts = random.Random(3).sample(range(1, 99), 10)
+    for part in parts:
+        shutil.copytree(tmp_path / "kb", tmp_path / str(part))
+    script = Path(__file__).with_name("killed_removal.py")
+    arguments = [tmp_path, document, *parts]
+    done = subprocess.run(
+        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    killed = [int(code) == -signal.SIGKILL for code in done.stdout.split()]
+    assert sum(killed) >= len(parts) - 2  # a late one may find the work already done
+    was_gone = set()
+    for part in parts:
+        shutil.rmtree(tmp_path / "kb")
+        (tmp_path / str(part)).rename(tmp_path / "kb")
+        with opened("isolated") as library:  # repairs
+            is_gone = library.kb.totals().num_documents < len(WORDS)
+            was_gone.add(is_gone)
+            assert has_kv(library, chunks["pod"]) == (not is_gone)
+            assert has_kv(library, chunks["node"])
+    assert was_gone == {True, False}
 
 
 @pytest.mark.parametrize("by", ["an ingest", "a removal", "a removal without a model"])
