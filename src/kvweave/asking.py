@@ -42,6 +42,7 @@ class Asking:
         self._engine: Engine | None = None
         self._closed = False
         self.answers = Answers()  # under way
+        self.heard: dict[str, int] = {}  # catalogues: removals up to there are in the tombstones
         self.measured: MachineProfile | None = None  # in this process; set on the engine thread
 
     @property

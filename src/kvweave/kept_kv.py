@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.forget import Provenance, find_keys, keys_of_chunks
+from kvweave.kv.forget import Provenance, carries, find_keys
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
@@ -31,12 +31,13 @@ class KeptKV:
         return (self.folder / "objects").is_dir()
 
     def find(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
-        """Objects of some provenance, see `find_keys`."""
-        return find_keys(self._disk(), is_wanted)
+        """Objects of some provenance, on the disk or in memory alone; see `find_keys`."""
+        at_hand = [] if self._store is None else self._store.keys_at_hand(is_wanted)
+        return [*find_keys(self._disk(), is_wanted), *at_hand]
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> list[ChunkKey]:
-        """Objects that carry text of one of these chunks, see `keys_of_chunks`."""
-        return keys_of_chunks(self._disk(), chunk_ids)
+        """Objects that carry text of one of these chunks."""
+        return self.find(carries(chunk_ids)) if chunk_ids else []
 
     def flush(self) -> bool:
         """Wait for what is still on its way: it must not land behind a deletion. False: a tier is

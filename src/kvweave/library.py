@@ -29,6 +29,7 @@ from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
 from kvweave.kept_kv import KV_FOLDER
+from kvweave.kv.forget import carries
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
@@ -37,6 +38,7 @@ from kvweave.neighbourhood import open_table
 from kvweave.plan.plan import Reason
 from kvweave.prompt import SYSTEM, Prompt
 from kvweave.tokenizer import Tokenizer
+from kvweave.types import ChunkId
 from kvweave.upkeep import Forgotten, Upkeep, remove_documents
 
 DEFAULT_EMBEDDER = "minilm"
@@ -153,6 +155,11 @@ class Library:
         with self.kb.writing_if_free() as is_free:
             if is_free:
                 upkeep.before()
+
+    def drop_copies(self, chunk_ids: Collection[ChunkId]) -> None:
+        """Another process removed these chunks, and their files: so much for copies in memory."""
+        keys = self.store.keys_at_hand(carries(chunk_ids))
+        self.store.delete(keys)  # everywhere: one may have been written behind its back
 
     def _upkeep(
         self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False

@@ -34,7 +34,8 @@ class Prompting:
         self._system = system
         self._tenant = tenant
         self._find = find
-        self._conversations = conversations or Conversations()
+        given = conversations  # an empty one is one
+        self._conversations = Conversations() if given is None else given
         self._is_gone = is_gone
 
     def talk(self, ask: Ask) -> Talk:

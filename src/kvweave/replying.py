@@ -15,11 +15,13 @@ from kvweave.answering import Answering, Note
 from kvweave.ask import Ask
 from kvweave.asking import Asking, Way, plain_request
 from kvweave.conversations import Conversations, Part
+from kvweave.deletions import Deletions
 from kvweave.engine.sampling import Sampling
 from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import PROMOTION
 from kvweave.prompting import Find, Prompting
 from kvweave.tokenizer import Tokenizer
+from kvweave.types import ChunkId
 from kvweave.ways import Ways
 
 if TYPE_CHECKING:
@@ -67,19 +69,28 @@ class Replying:
         self.asking = asking
         self.seen: SeenChunks | None = None
         self._speculation: Speculation | None = None
+        self._deletions: Deletions | None = None
         if library is not None:
             from kvweave import speculation as speculating
             from kvweave.seen_chunks import watch
 
             library.encoder.alone = lambda job: asking.engine.run_alone(job)
             library.forgotten = asking.forget
+            catalogue = library.kb.catalogue
+            deletions = Deletions(
+                catalogue.path, catalogue.uid(), asking.heard, asking.forget, library.drop_copies
+            )
+            self._deletions = deletions
+
+            def is_gone(chunk_id: ChunkId, as_of: int) -> bool:
+                deletions.catch_up()  # a request may have found it long ago
+                return asking.is_gone(chunk_id, as_of)
+
             self._speculation = speculating.Speculation(
                 library.kb, asking, decoder.device, speculation
             )
             max_context = decoder.spec.max_context
-            self.seen = watch(
-                library.encoder, max_context, asking.answers, promotion, asking.is_gone
-            )
+            self.seen = watch(library.encoder, max_context, asking.answers, promotion, is_gone)
         self.ways = Ways(decoder, tokenizer, asking, library, self.seen, tenant)
         self.prompting = Prompting(
             tokenizer, system, tenant, find, conversations, is_gone=asking.is_gone
@@ -91,10 +102,13 @@ class Replying:
             self.seen.close()
         if with_engine:
             self.asking.close()
+        if self._deletions is not None:
+            self._deletions.close()
         self.ways.close()
 
     def answer(self, ask: Ask, called_s: float) -> Answering:
         """The answer to a question. Nothing is computed yet, unless a search guessed."""
+        self._catch_up()
         as_of = self.asking.now()
         stated, talk = self.ways.stated(ask), self.prompting.talk(ask)
 
@@ -119,7 +133,13 @@ class Replying:
 
     def plan(self, ask: Ask) -> "Plan":
         """What "auto" would do for a question."""
+        self._catch_up()
         return self.ways.plan(self.prompting.prompt(ask), ask)
+
+    def _catch_up(self) -> None:
+        """Other processes may have removed documents."""
+        if self._deletions is not None:
+            self._deletions.catch_up()
 
     def plain(
         self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float

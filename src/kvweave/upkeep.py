@@ -3,11 +3,12 @@
 Chunk KV behind neighbours carries their text. So a chunk that goes takes with it the KV of every
 chunk that was computed behind it. The order of steps makes a kill at any moment harmless:
 
-    a document goes     catalogue · entries dropped · KV deleted · settled
+    a document goes     catalogue, which notes what went · entries dropped · KV deleted · settled
     a chunk gets KV     entry written · KV saved (`neighbourhood.py`)
 
-Whoever finds that the catalogue has moved on since KV was last settled compares all of it with the
-documents first. Part of the composition root: it sees both the knowledge base and the encoder.
+Whoever finds that something went since KV was last settled deletes its KV first. Where some KV is
+behind neighbours, all of it is compared with the documents. Part of the composition root: it sees
+both the knowledge base and the encoder.
 """
 
 import logging
@@ -75,18 +76,25 @@ class Upkeep:
     @property
     def is_settled(self) -> bool:
         """Chunk KV agrees with the documents as they are now."""
-        return self._table is None or self._table.settled() == self.state()
+        has_settled = self._table is None or self._table.settled() == self.state()
+        return has_settled and self._kb.catalogue.kv_pending() is None
 
     def before(self) -> None:
         """Finish what an interrupted run left undone. Quick if there was none."""
-        if self._table is None or self.is_settled:
+        if self.is_settled:
             return
-        gone = self._gone(self._table.mentioned())
-        self._table.drop(gone | self._table.users_of(gone))
-        num_deleted = self._kept.delete(self._stray_keys()) if self._kept.has_objects() else 0
+        num_deleted, is_flushed = 0, True
+        if self._table is not None:
+            gone = self._gone(self._table.mentioned())
+            self._table.drop(gone | self._table.users_of(gone))
+        if self._kept.has_objects():
+            is_flushed = self._kept.flush()
+            keys = self._pending_keys() if self._table is None else self._stray_keys()
+            num_deleted = self._kept.delete(keys)
         if num_deleted:
             log.warning("%d chunk KV of removed documents were left over: deleted", num_deleted)
-        self._table.settle(self.state())
+        if is_flushed:
+            self._settle()
 
     def is_encoded(self) -> bool:
         """Every chunk that is there now was offered to the encoder, and all of it was saved."""
@@ -134,14 +142,28 @@ class Upkeep:
         if chunk_ids and self._kept.has_objects():
             is_flushed = self._kept.flush()
             num_deleted = self._kept.delete([*self._kept.of_chunks(chunk_ids), *keys])
-        if self._table is not None and is_flushed:  # else the next `before` looks at all of it
-            self._table.settle(self.state())
+        if is_flushed:  # else the next `before` looks again
+            self._settle()
         return num_deleted
 
     def state(self) -> str:
         """Of the documents: another one after every change."""
         catalogue = self._kb.catalogue
         return f"{catalogue.uid()}:{catalogue.generation()}"
+
+    def _settle(self) -> None:
+        """KV agrees with the documents as they are now: nobody else changes them."""
+        if self._table is not None:
+            self._table.settle(self.state())
+        catalogue = self._kb.catalogue
+        if catalogue.kv_pending() is not None:
+            catalogue.settle_kv(catalogue.generation())
+
+    def _pending_keys(self) -> list[ChunkKey]:
+        """Objects of chunks whose removal has not reached them yet. No others: what requests
+        brought and nobody ingested is theirs."""
+        pending = self._kb.catalogue.kv_pending()
+        return [] if pending is None else self._kept.of_chunks(pending.chunk_ids)
 
     def _gone(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         return set(chunk_ids) - self._kb.catalogue.known(chunk_ids)

@@ -269,3 +269,17 @@ def test_a_knowledge_base_whose_maker_was_killed_can_be_made_again(
     with kb.writing():
         pass
     assert kb.check() == []
+
+
+def test_what_is_being_written_beside_the_knowledge_base_was_not_left_behind(
+    kb: KnowledgeBase,
+) -> None:
+    (kb.folder / "kv" / "tmp").mkdir(parents=True)
+    (kb.folder / "kv" / "tmp" / "0123.tmp").touch()  # a store that lives has such
+    assert kb.check() == []
+    (kb.folder / "index").mkdir(exist_ok=True)
+    for folder in (kb.folder, kb.folder / "index"):
+        (folder / "dead.tmp").touch()
+    assert kb.check() == ["dead.tmp was left behind"] * 2
+    with kb.writing():
+        assert kb.check() == [], "the next writer sweeps what check speaks of"

@@ -120,6 +120,23 @@ def test_a_passage_that_moves_to_another_document_keeps_its_vector(
     assert kb.catalogue.drop_unused_vectors() == 0
 
 
+def test_a_passage_that_goes_twice_in_one_run_is_reported_once(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    kb = open_kb(tmp_path / "kb", tokenizer)
+    ingest(kb, [TextSource("Note", "moving text", "a"), TextSource("Note", "other", "b")])
+    report = ingest(
+        kb,
+        [
+            TextSource("Note", "new", "a"),
+            TextSource("Note", "moving text", "b"),
+            TextSource("Note", "newer", "b"),  # the passage goes with it again
+        ],
+    )
+    assert len(report.orphaned) == 2  # "moving text" and "other"
+    assert len(set(report.orphaned)) == 2
+
+
 def test_the_same_text_twice_in_one_run_is_one_document(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

@@ -1,5 +1,6 @@
 """The store on a bad day: tiers that drip or hang, objects it cannot read, deletes that fail."""
 
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,25 @@ def test_a_writer_that_came_back_takes_writes_again() -> None:
     assert writer.offer(make_chunk(2), Ticket(), wait_s=0)
     writer.close(5)
     assert wrote == [make_key(0), make_key(2)]
+
+
+def test_what_a_closed_writer_refused_is_not_waited_for() -> None:
+    go_on = threading.Event()
+
+    def write(packed: PackedChunk) -> bool:
+        return go_on.wait(30)
+
+    writer = Writer("slow", 8 * CHUNK_BYTES, write)
+    tickets = [Ticket() for _ in range(3)]
+    for number, ticket in enumerate(tickets):
+        assert writer.offer(make_chunk(number), ticket, wait_s=0)
+        ticket.answer(None)  # the store's own part
+    writer.close(0.1)  # the first is under way, the others wait
+    assert [ticket.is_answered for ticket in tickets] == [False, True, True]
+    assert writer.pending_bytes == make_chunk(0).header.total_bytes
+    go_on.set()
+    assert writer.flush(5), "only what was under way is waited for"
+    assert tickets[0].wait(5)
 
 
 def save_unreadable(store: KVStore, numbers: range, monkeypatch: pytest.MonkeyPatch) -> None:

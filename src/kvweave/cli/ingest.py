@@ -15,6 +15,7 @@ from kvweave.cli.knowledge_bases import (
     kb_option,
 )
 from kvweave.cli.loading import model_options
+from kvweave.cli.numbers import Amount
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ EXIT_SKIPPED = 1  # it went through, but some files did not get in
 @click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
 @click.option("--embedder", help="Folder, embedded model or hub id.  [default: minilm]")
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
-@click.option("--max-file-mb", type=click.FloatRange(min=0), default=64, show_default=True)
+@click.option("--max-file-mb", type=Amount(0), default=64, show_default=True)
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
 @click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
 @click.option(

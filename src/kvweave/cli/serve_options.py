@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvweave.cli.numbers import Amount
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,33 +24,27 @@ _OPTIONS = (
     click.option(
         "--waiting", type=click.IntRange(0), default=128, help="Answers that may queue [128]."
     ),
-    click.option(
-        "--max-body-mb", type=click.FloatRange(0.001), default=8, help="Of a request [8]."
-    ),
-    click.option(
-        "--max-upload-mb", type=click.FloatRange(0.001), default=64, help="Of an upload [64]."
-    ),
-    click.option(
-        "--timeout", type=click.FloatRange(0), default=600, help="Seconds per answer [600]."
-    ),
+    click.option("--max-body-mb", type=Amount(0.001), default=8, help="Of a request [8]."),
+    click.option("--max-upload-mb", type=Amount(0.001), default=64, help="Of an upload [64]."),
+    click.option("--timeout", type=Amount(0), default=600, help="Seconds per answer [600]."),
     click.option(
         "--open-kbs", type=click.IntRange(1), default=4, help="Knowledge bases open at a time [4]."
     ),
     click.option(
         "--host-gb",
-        type=click.FloatRange(0.001),
+        type=Amount(0.001),
         default=8,
         help="Host memory for chunk KV, an equal part for each of them [8].",
     ),
     click.option(
         "--grace",
-        type=click.FloatRange(0),
+        type=Amount(0),
         default=10,
         help="Seconds that answers may go on after Ctrl-C or SIGTERM [10].",
     ),
     click.option(
         "--lame",
-        type=click.FloatRange(0),
+        type=Amount(0),
         default=0,
         help="Seconds before that, in which /readyz says 503 and new work is refused [0].",
     ),

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvweave.corpus.catalogue_reads import AMONG, CatalogueReads
 from kvweave.corpus.embedder import Vectors
+from kvweave.corpus.removals import Removed, removed_since
 from kvweave.types import ChunkId, Document, DocumentId, PlacedChunk
 
 
@@ -120,6 +121,28 @@ class Catalogue(CatalogueReads):
             )
         return cursor.rowcount
 
+    # ── for whoever keeps chunk KV ───────────────────────────────────────────
+
+    def kv_pending(self) -> Removed | None:
+        """Chunks that went since `settle_kv`, less those that are back: their KV may still be on
+        the disk. None: nothing went."""
+        (is_pending,) = self._db.execute(
+            "SELECT EXISTS (SELECT 1 FROM state JOIN removals"
+            " ON removals.generation > kv_generation WHERE chunk_id IS NOT NULL)"
+        ).fetchone()
+        if not is_pending:
+            return None
+        with self._snapshot() as db:
+            (settled,) = db.execute("SELECT kv_generation FROM state").fetchone()
+            return removed_since(db, settled)
+
+    def settle_kv(self, generation: int) -> None:
+        """The KV of what went up to this generation is deleted, wherever it was."""
+        with self._transaction() as db:
+            db.execute("UPDATE state SET kv_generation = ?", (generation,))
+
+    # ── the parts of a change ────────────────────────────────────────────────
+
     def _release(self, db: sqlite3.Connection, document_ids: Sequence[DocumentId]) -> list[int]:
         """Delete documents; return the vector ids they used. Use counts follow by trigger."""
         ids = json.dumps(document_ids)
@@ -133,14 +156,17 @@ class Catalogue(CatalogueReads):
     def _bury(
         self, db: sqlite3.Connection, vector_ids: Sequence[int], *, keep_vectors: bool
     ) -> tuple[ChunkId, ...]:
-        """Delete those chunks that nobody uses now, note them for the index, move on in time."""
+        """Delete those chunks that nobody uses now, note them for the index and for those who keep
+        KV of them, move on in time."""
         db.execute("UPDATE state SET generation = generation + 1")
         dead = db.execute(
             f"SELECT vector_id, chunk_id FROM chunks WHERE num_uses = 0 AND vector_id IN {AMONG}",
             (json.dumps(vector_ids),),
         ).fetchall()
         db.executemany(
-            "INSERT INTO removals SELECT generation, ? FROM state", [(row[0],) for row in dead]
+            "INSERT INTO removals (generation, vector_id, chunk_id) SELECT generation, ?, ?"
+            " FROM state",
+            dead,
         )
         db.executemany("DELETE FROM chunks WHERE vector_id = ?", [(row[0],) for row in dead])
         if not keep_vectors:

@@ -21,7 +21,7 @@ class Database:
     """One catalogue file. Methods may be called from any thread; each thread has a connection."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
         self._writing = threading.RLock()
@@ -67,7 +67,7 @@ class Database:
                 yield db
                 db.execute("COMMIT")
             except sqlite3.OperationalError as error:
-                raise CorpusError(f"{self._path}: {error}") from error
+                raise CorpusError(f"{self.path}: {error}") from error
             finally:
                 if db.in_transaction:
                     db.execute("ROLLBACK")
@@ -88,7 +88,7 @@ class Database:
         if connection is None:
             # check_same_thread off: close() may come from another thread than the one that opened
             connection = sqlite3.connect(
-                self._path,
+                self.path,
                 timeout=BUSY_TIMEOUT_S,
                 isolation_level=None,
                 check_same_thread=False,

@@ -174,8 +174,12 @@ class KnowledgeBase:
         return self._live.kind
 
     def check(self) -> list[str]:
-        """Everything that does not fit together, in words. Empty for a sound knowledge base."""
-        leftovers = [f"{p.name} was left behind" for p in self.folder.rglob("*.tmp")]
+        """Everything that does not fit together, in words. Empty for a sound knowledge base.
+
+        What is being written beside it, as chunk KV is, belongs to others.
+        """
+        ours = (self.folder, self.folder / "index")
+        leftovers = [f"{p.name} was left behind" for each in ours for p in each.glob("*.tmp")]
         return [*self.catalogue.problems(), *self._live.problems(), *leftovers]
 
     # ── changing ─────────────────────────────────────────────────────────────

@@ -76,6 +76,12 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE state ADD COLUMN uid TEXT NOT NULL DEFAULT '';
     UPDATE state SET uid = lower(hex(randomblob(16)));
     """,
+    # 4: names what went, for those who keep KV of it; what went before has no name here
+    """
+    ALTER TABLE removals ADD COLUMN chunk_id TEXT;
+    ALTER TABLE state ADD COLUMN kv_generation INTEGER NOT NULL DEFAULT 0;
+    UPDATE state SET kv_generation = generation;  -- removals up to there have reached chunk KV
+    """,
 )
 
 

@@ -34,10 +34,13 @@ def pack_ids(chunk_ids: Sequence[str]) -> bytes:
 
 def keys_of_chunks(tier: Tier, chunk_ids: Collection[str]) -> list[ChunkKey]:
     """Keys of all objects in `tier` that were computed for one of these chunks, or behind one."""
+    return find_keys(tier, carries(chunk_ids)) if chunk_ids else []
+
+
+def carries(chunk_ids: Collection[str]) -> Callable[[Provenance], bool]:
+    """Whether an object was computed for one of these chunks, or behind one."""
     wanted = frozenset(chunk_ids)
-    if not wanted:
-        return []
-    return find_keys(tier, lambda of: of.chunk in wanted or not wanted.isdisjoint(of.behind))
+    return lambda of: of.chunk in wanted or not wanted.isdisjoint(of.behind)
 
 
 def find_keys(tier: Tier, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:

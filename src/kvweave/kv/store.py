@@ -18,11 +18,12 @@ the caller's thread; for keys that are not in the books they wait for the tiers'
 import logging
 import queue
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.finding import Finder
+from kvweave.kv.forget import Provenance, find_keys
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
@@ -149,6 +150,11 @@ class KVStore:
             found.append(self._delete_at_hand(key))  # what a lower tier still gave meanwhile
             had += any(found)
         return had
+
+    def keys_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
+        """What the host tier has of some provenance. Looks at every object there."""
+        host = self._stock.host
+        return [] if host is None else find_keys(host.tier, is_wanted)
 
     def _delete_at_hand(self, key: ChunkKey) -> bool:
         """Remove a chunk from the host tier, and see to it that no load under way brings it back.

@@ -149,6 +149,7 @@ class Writer:
             self._closed = True
             left = list(self._queue)
             self._queue.clear()
+            self._pending_bytes -= sum(pending.packed.header.total_bytes for pending in left)
             self._changed.notify_all()
         for pending in left:
             pending.ticket.answer(None)

@@ -1,0 +1,166 @@
+"""A document that another process removes leaves the memory of a running server as well."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from kvweave.app import Sampling, Weave
+from kvweave.conversations import Conversations
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.encoders import remove_with_kv
+from kvweave.ingest.pipeline import ingest
+from kvweave.kv.residency import Residency
+from kvweave.model.load import load_decoder
+from kvweave.tokenizer import Tokenizer
+from kvweave.types import Chunk
+from tiny_corpus import WordEmbedder
+
+GREEDY = Sampling(max_tokens=2)
+DRAIN = ("Drain", "To drain a node, cordon it first.")
+PAST = [
+    {"role": "user", "content": "How do I drain?"},
+    {"role": "assistant", "content": "Well."},
+]
+Over = Callable[[], AbstractContextManager[Weave]]
+
+
+@pytest.fixture
+def over(chat_model_folder: Path, tmp_path: Path) -> Iterator[Over]:
+    """Opens the knowledge base with one engine and one memory of conversations, as a server does:
+    again after it was closed for another."""
+    decoder, conversations = load_decoder(chat_model_folder, device="cpu"), Conversations()
+    with Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.") as whole:
+        yield lambda: whole.over(
+            tmp_path / "kb",
+            open_embedder=lambda name: WordEmbedder(),
+            encoding="isolated",
+            conversations=conversations,
+        )
+
+
+def fill(weave: Weave) -> Chunk:
+    """One document, known to tree, store and a conversation."""
+    weave.ingest(DRAIN, chunk_kv=True)
+    (hit,) = weave.search("drain", 1)
+    for reuse in ("prefix", "reuse"):
+        weave.ask(
+            "How do I drain?", k=1, reuse=reuse, conversation_id="c", history=[], sampling=GREEDY
+        )
+    assert in_tree(weave, hit.chunk)
+    assert in_host(weave, hit.chunk)
+    return hit.chunk
+
+
+def in_tree(weave: Weave, chunk: Chunk) -> bool:
+    engine = weave.engine
+    return engine.run_alone(lambda: any(n.chunk_id.endswith(chunk.id) for n in engine.tree))
+
+
+def in_host(weave: Weave, chunk: Chunk) -> bool:
+    (peek,) = weave.library.store.peek([weave.library.encoder.exact_key(chunk.token_ids)])
+    return peek.residency is not Residency.ABSENT
+
+
+def history_has(weave: Weave, chunk: Chunk) -> bool:
+    """Whether the next prompt of the conversation has the chunk, which it does not bring."""
+    later = weave.ask(
+        "And now?",
+        documents=["A quota limits pods."],
+        conversation_id="c",
+        history=PAST,
+        reuse="prefix",
+        sampling=GREEDY,
+    )
+    assert later.explain is not None
+    ids, width = tuple(later.explain.token_ids), len(chunk.token_ids)
+    return any(ids[at : at + width] == chunk.token_ids for at in range(len(ids) - width + 1))
+
+
+def test_a_removal_by_another_process_reaches_tree_store_and_conversations(
+    over: Over, tmp_path: Path
+) -> None:
+    with over() as weave:
+        chunk = fill(weave)
+        assert history_has(weave, chunk)
+        (document,) = weave.library.kb.documents()
+        source = Path(__file__).parents[1] / "src"
+        done = subprocess.run(
+            [sys.executable, "-m", "kvweave", "docs", "rm", document.id, "--kb", tmp_path / "kb"],
+            env={**os.environ, "PYTHONPATH": str(source)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert not history_has(weave, chunk)
+        assert not in_tree(weave, chunk)
+        assert not in_host(weave, chunk)
+        for _ in range(2):  # the same text from the caller is the caller's own
+            weave.ask("Well?", documents=[chunk.text], reuse="prefix", sampling=GREEDY)
+        assert in_tree(weave, chunk)
+
+
+def test_a_removal_while_the_knowledge_base_was_closed_is_heard_of_at_the_next_request(
+    over: Over, tmp_path: Path
+) -> None:
+    with over() as weave:
+        chunk = fill(weave)
+    with KnowledgeBase.open(tmp_path / "kb") as kb:
+        remove_with_kv(kb, [kb.documents()[0].id])
+    with over() as weave:
+        assert not history_has(weave, chunk)
+        assert not in_tree(weave, chunk)
+
+
+def test_a_chunk_that_another_process_brought_back_stays(over: Over, tmp_path: Path) -> None:
+    with over() as weave:
+        chunk = fill(weave)
+        kb = weave.library.kb
+        with KnowledgeBase.open(
+            tmp_path / "kb", tokenizer=weave._tokenizer, embedder=WordEmbedder()
+        ) as other:
+            other.remove_documents([other.documents()[0].id])
+            ingest(other, [DRAIN])
+        assert kb.documents()
+        assert history_has(weave, chunk)
+        assert in_tree(weave, chunk)
+        assert in_host(weave, chunk)
+
+
+def test_a_plan_hears_of_it_too(over: Over, tmp_path: Path) -> None:
+    with over() as weave:
+        chunk = fill(weave)
+        with KnowledgeBase.open(tmp_path / "kb") as kb:
+            kb.remove_documents([kb.documents()[0].id])  # by one who knows of no KV
+        weave.plan("Well?", documents=["A quota limits pods."])
+        assert not in_tree(weave, chunk)
+
+
+def test_a_chunk_removed_elsewhere_while_it_is_being_stored_is_not_left_behind(
+    over: Over, tmp_path: Path
+) -> None:
+    with over() as weave:
+        weave.ingest(DRAIN, chunk_kv=False)
+        (hit,) = weave.search("drain", 1)
+        seen, encoder = weave._replying.seen, weave.library.encoder
+        assert seen is not None
+        alone = encoder.alone
+
+        def interrupted(job: Callable[[], object]) -> object:
+            made = alone(job)
+            with KnowledgeBase.open(tmp_path / "kb") as kb:
+                if kb.documents():
+                    remove_with_kv(kb, [kb.documents()[0].id])
+            return made
+
+        encoder.alone = interrupted  # type: ignore[assignment]
+        now = weave.engine.tombstones.generation
+        seen.saw([hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
+        assert seen.wait(30)
+        assert weave.library.store.flush()
+        assert not in_host(weave, hit.chunk)
