@@ -18,7 +18,7 @@ the caller's thread; for keys that are not in the books they wait for the tiers'
 import logging
 import queue
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 from kvweave.kv.config import StoreConfig
@@ -101,13 +101,16 @@ class KVStore:
             self.metrics.count("kv_misses_total", reason=miss.value)
         return Lease(tiers, missing, holds, self._release, self._orphans.put)
 
-    def load(self, lease: Lease, first_layers: Sequence[int] = ()) -> Transfer:
+    def load(
+        self, lease: Lease, first_layers: Sequence[int] = (), extras: Collection[str] = ()
+    ) -> Transfer:
         """Start bringing a lease's chunks. Returns at once; see `Transfer.wait_layer`.
 
         `first_layers` come before all others, in the order given: a selector scores there before
-        the pass begins. The rest comes in order.
+        the pass begins. The rest comes in order. Of what lies beside the layers only `extras` are
+        read, where a chunk has them.
         """
-        return self._loads.start(lease, first_layers)
+        return self._loads.start(lease, first_layers, frozenset(extras))
 
     # ---- writing
 
