@@ -9,6 +9,7 @@ a place for each extra; the entry says which of them are empty (`lacks`) and whi
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
+from kvweave.kv.objects import PackedChunk
 from kvweave.kv.removal import Removal
 from kvweave.kv.shelf import Entry
 
@@ -60,6 +61,15 @@ class InHost(Removal):
         entry.lacks -= {name}
         if not entry.lacks:
             self.host.tier.complete(key)
+
+    def complete_from(self, packed: PackedChunk, entry: Entry) -> None:
+        """Fill in what an object lacks from the same one, just made. Lock is held."""
+        if entry.header != packed.header:
+            return  # of another making: its extras belong to other layers
+        for name in tuple(entry.lacks):
+            section = packed.header.extras[name]
+            padded = packed.view[section.offset : packed.header.padded_end(section)]
+            self.fill_in_host(packed.key, entry, name, padded)
 
     def give_up_part(self, key: ChunkKey, entry: Entry) -> None:
         """What an object lacks cannot be had: it goes with its last lease, so that the chunk is

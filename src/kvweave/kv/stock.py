@@ -14,7 +14,6 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place
-from kvweave.kv.shelf import Entry
 from kvweave.kv.writer import Ticket, Writer
 from kvweave.metrics import Metrics
 
@@ -75,8 +74,7 @@ class Stock(InHost):
         with self.lock:
             entry = self.host.shelf.revive(packed.key)
             if entry is not None:
-                if entry.lacks and entry.header == packed.header:  # the same bytes
-                    self._complete_from(packed, entry)
+                self.complete_from(packed, entry)
                 return True
         memory = self.room_in_host(packed.key, packed.header.total_bytes)
         if memory is None:
@@ -87,13 +85,6 @@ class Stock(InHost):
         if entry is None:
             self.give_back_host(memory)
         return True
-
-    def _complete_from(self, packed: PackedChunk, entry: Entry) -> None:
-        """Fill in what an object of the host tier lacks. Lock is held."""
-        for name in tuple(entry.lacks):
-            section = packed.header.extras[name]
-            padded = packed.view[section.offset : packed.header.padded_end(section)]
-            self.fill_in_host(packed.key, entry, name, padded)
 
     # ---- lower tiers
 
