@@ -7,8 +7,8 @@
 
 Loads land in the host tier if the chunk is worth more than what it would push out (promotion),
 otherwise in staging memory that goes with the lease. What leaves the host tier and is nowhere below
-is written down first (demotion). Trouble in a tier is a miss with a reason and a counter: no method
-here raises for it.
+is written down first (demotion), unless it is there in part (`in_host.py`). Trouble in a tier is a
+miss with a reason and a counter: no method here raises for it.
 
 Threads: every public method may be called from any thread. `peek`, `acquire` and `load` do no IO on
 the caller's thread; for keys that are not in the books they wait for the tiers' answer, at most
