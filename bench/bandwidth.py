@@ -169,7 +169,7 @@ def once(
         present={c.key for c in chunks}, first_is_exact=False,
     )  # fmt: skip
     with store.acquire([c.key for c in chunks]) as lease:
-        transfer = store.load(lease)
+        transfer = store.load(lease, extras=needs.extras)
         layers = Throttled(transfer, needs, world.spec.num_layers, speed * 1e9)
         chooses = Noting(strategy.selector)
         wait(world.device)

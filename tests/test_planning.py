@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,13 @@ from kvweave.model.load import load_decoder
 from kvweave.plan.paid import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
-from kvweave.planning_facts import CalibratedGate, is_lossless, strategy_info
+from kvweave.planning_facts import (
+    CalibratedGate,
+    is_lossless,
+    layer_bytes_per_token,
+    plain_bytes,
+    strategy_info,
+)
 from kvweave.prompt import SYSTEM, split_template
 from kvweave.tier_probes import STALE_S
 from kvweave.tokenizer import Tokenizer
@@ -547,7 +553,37 @@ def test_strategies_are_priced_by_what_their_selectors_need(weave: Weave) -> Non
     assert infos["prophetkv"].waits_for_all
     assert infos["qcfuse"].needs == {"anchors:kvzip"}
     assert infos["qcfuse"].extra_bytes_per_token > 0
+    layer_bytes = layer_bytes_per_token(encoder)
+    selection = infos["qcfuse"].selection_bytes_per_token
+    assert selection == pytest.approx(2 * layer_bytes + infos["qcfuse"].extra_bytes_per_token)
+    assert {infos[name].extra_bytes_per_token for name in ("epic", "prophetkv", "reuse")} == {0}
     assert {info.variants for info in infos.values()} == {("filler:1",)}
+
+
+def test_a_chunk_is_priced_by_what_a_load_of_its_layers_reads(weave: Weave) -> None:
+    library = weave.library
+    record = ask(weave, "reuse").explain
+    assert record is not None
+    lengths = [chunk.num_tokens for chunk in record.chunks if chunk.tier is not None]
+    priced = sum(plain_bytes(library.encoder, num_tokens) for num_tokens in lengths)
+    assert record.loaded_bytes == {"host": priced}
+
+
+def test_waiting_for_what_host_copies_lack_is_not_taken_for_laying(
+    world: World, weave: Weave
+) -> None:
+    world.set_machine()
+    weave.plan(QUESTION)
+    planning = weave._replying.ways.planning
+    assert planning is not None
+    record = ask(weave, "reuse").explain
+    assert record is not None
+    before_s = planning.machine.stitch_s
+    strategy = open_strategy("reuse", ModelFacts(world.decoder.spec.num_layers))
+    planning._observe(strategy, replace(record, arrived_s={"disk": 5.0}), 5.0)
+    assert planning.machine.stitch_s == before_s
+    planning._observe(strategy, replace(record, arrived_s={}), 5.0)
+    assert planning.machine.stitch_s != before_s
 
 
 def test_plan_prints_every_option_and_computes_no_answer(

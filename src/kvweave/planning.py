@@ -219,7 +219,8 @@ class Planning:
         if not needs.full_width_layers:  # there the pass has other rows in its first layers
             compute_s = record.stages.compute / 1e3
             machine.recompute.observe(len(record.token_ids), rows, compute_s)
-        if set(record.loaded_bytes) == {HOST.value}:  # nothing was waited for: all of it decoding
+        # nothing was waited for: all of it decoding. What host copies lacked comes from below
+        if set(record.loaded_bytes) == {HOST.value} and not record.arrived_s:
             laid_s = record.stages.load / 1e3 / placed
             machine.stitch_s += GAIN * (laid_s - machine.stitch_s)
 

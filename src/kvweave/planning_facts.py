@@ -12,10 +12,11 @@ from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Table, is_within
 from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.fuse.contexts import ISOLATED
 from kvweave.fuse.selectors.base import Needs
+from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.codec import open_codec
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Shape
+from kvweave.kv.layout import Shape, plan_header
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo
@@ -60,12 +61,13 @@ def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0
     needs = strategy.needs(num_layers)
     layers = _layers_first(needs)
     layer_bytes = layer_bytes_per_token(encoder)
+    extra_bytes = _extra_bytes(needs, encoder)
     return StrategyInfo(
         strategy.name,
         variants=(str(encoder.preparation.variant),),
         needs=frozenset(needs.extras),
-        selection_bytes_per_token=len(layers) * layer_bytes,
-        extra_bytes_per_token=_anchor_bytes(needs, encoder),
+        selection_bytes_per_token=len(layers) * layer_bytes + extra_bytes,
+        extra_bytes_per_token=extra_bytes,
         # scoring a layer reads the stored keys once more, about what a probe pays for a layer
         probe_layers=needs.probe_depth + (len(needs.key_layers) if needs.probe != "none" else 0),
         score_s_per_token=stitch_s,
@@ -82,11 +84,22 @@ def _layers_first(needs: Needs) -> set[int]:
     return layers | set(range(needs.probe_depth)) if needs.probe == "full" else layers
 
 
-def _anchor_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
-    """Copies of anchors beside the chunk KV, per token: float16 keys and values of a share."""
+def _extra_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
+    """What is read beside the layers, per token: float16 keys and values of a share of the tokens
+    for each kind of anchors, one float16 for inter-attention."""
     spec = encoder.decoder.spec
     copies = sum(name.startswith("anchors") for name in needs.extras)
-    return copies * SHARE * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
+    anchors = copies * SHARE * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
+    return anchors + 2 * needs.extras.count(INTER)
+
+
+def plain_bytes(encoder: ChunkEncoder, num_tokens: int) -> int:
+    """What a load of one chunk reads that wants nothing beside the layers."""
+    spec, context = encoder.decoder.spec, encoder.context
+    shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, context.dtype)
+    layer_bytes = open_codec(context.codec).num_bytes(shape)
+    header = plan_header(bytes(32), shape, context.codec, "", spec.num_layers, layer_bytes, {})
+    return header.total_bytes
 
 
 class CalibratedGate:
@@ -123,7 +136,7 @@ class StoredChunkPeek:
         self._chunks: Mapping[ChunkId, tuple[int, ...]] = {}
         context = encoder.context
         self._rounded = not is_lossless(context.codec, context.dtype)
-        self._token_bytes = layer_bytes_per_token(encoder) * encoder.decoder.spec.num_layers
+        self._sizes: dict[int, int] = {}  # by tokens, see `plain_bytes`
 
     def look_at(self, chunks: Mapping[ChunkId, tuple[int, ...]]) -> None:
         """The token ids behind the names that will be asked for."""
@@ -164,11 +177,13 @@ class StoredChunkPeek:
         isolated = key == self._encoder.exact_key(ids)
         # a chunk without neighbours has its isolated KV under both names
         is_variant = key == self._encoder.key(ids)
-        size_bytes = peek.size_bytes  # not known while it is on its way for somebody else
+        # not what the store says: that counts what lies beside the layers, wanted or not
+        size_bytes = self._sizes.get(len(ids)) or plain_bytes(self._encoder, len(ids))
+        self._sizes[len(ids)] = size_bytes
         return Stored(
             variant=str(preparation.variant) if is_variant else ISOLATED,
             tier=peek.tier or "",
-            size_bytes=int(len(ids) * self._token_bytes) if size_bytes is None else size_bytes,
+            size_bytes=size_bytes,
             exact_when_first=isolated,
             rounded=isolated and self._rounded,
             has=frozenset(preparation.extras),

@@ -102,7 +102,7 @@ class TierProbes:
             transfer = self._store.load(lease)
             for layer in range(self._num_layers):
                 transfer.wait_layer(layer)
-            sizes = [header.total_bytes for header in transfer.headers().values()]
+            sizes = list(transfer.sizes().values())
             seconds = transfer.seconds().get(tier, 0.0)
         if not sizes or seconds <= 0 or transfer.lost:
             return None

@@ -264,6 +264,6 @@ def test_extras_are_stored_beside_kv_behind_neighbours(decoder: Decoder, store: 
     for name in NEIGHBOURS:
         key = encoder.key(CHUNKS[name].token_ids)
         with store.acquire([key]) as lease:
-            transfer = store.load(lease)
+            transfer = store.load(lease, extras=(*EXTRAS, "behind"))
             assert all(transfer.extras(extra)[key] for extra in EXTRAS)
             assert bytes(transfer.extras("behind")[key]).decode().split() == [*NEIGHBOURS[name]]

@@ -71,7 +71,7 @@ class Transfers:
             self._store.save(packed, wait_s=10)
         self._store.flush()
         self.lease = self._store.acquire([span.key for span in placed])
-        return self._store.load(self.lease)
+        return self._store.load(self.lease, extras=self._world.extras or ())
 
 
 @pytest.mark.parametrize(("ring_bytes", "longest"), [(ALONE, 1), (PAIRS, 2), (ALL, 4)])

@@ -81,7 +81,7 @@ def test_fusion_from_the_store_equals_fusion_of_what_was_computed(
     source, strategy = world.source, world.strategy(name)
     try:
         with leased(store, world) as lease:
-            layers = store.load(lease)
+            layers = store.load(lease, extras=world.extras or ())
             with open_source(world.decoder, world.request.placed, layers, strategy) as pipelined:
                 assert isinstance(pipelined, PipelinedChunks)
                 world.source = pipelined  # type: ignore[assignment]
@@ -183,7 +183,7 @@ def test_a_pass_makes_the_host_wait_once_at_most(
     for _ in range(3):  # plans, kernels and recordings are made once
         world.fuse(name, 0.2)
     with leased(store, world) as lease:
-        layers = store.load(lease)
+        layers = store.load(lease, extras=world.extras or ())
         layers.wait_layer(world.decoder.spec.num_layers - 1)
         with open_source(world.decoder, world.request.placed, layers, strategy) as source:
             world.source = source  # type: ignore[assignment]

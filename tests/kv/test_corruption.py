@@ -34,7 +34,7 @@ def sampled_offsets() -> list[int]:
 def serve(store: KVStore) -> tuple[int, dict[bytes, Miss]]:
     """Load the chunk as a request would; returns how many layers came, and what was lost."""
     with store.acquire([CHUNK.key]) as lease:
-        transfer = store.load(lease)
+        transfer = store.load(lease, extras=["anchors"])
         came = 0
         for layer in range(LAYERS):
             for encoded in transfer.wait_layer(layer).values():

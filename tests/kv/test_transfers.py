@@ -131,7 +131,7 @@ def test_a_remote_tier_brings_wanted_layers_first(tmp_path: Path) -> None:
         cfg = StoreConfig((RedisTierConfig(f"redis://127.0.0.1:{port}/0"),), io_threads=1)
         store, witness = open_store(cfg, delay_s=0.02, extras={"anchors": b"abc"})
         with store, store.acquire([KEY]) as lease:
-            transfer = store.load(lease, first_layers=[5])
+            transfer = store.load(lease, first_layers=[5], extras=["anchors"])
             assert transfer.extras("anchors") == {KEY: b"abc"}
             assert is_layer_of(0, 5, transfer.wait_layer(5)[KEY], LAYERS)
             assert witness.layers[0] == 5
@@ -141,7 +141,7 @@ def test_host_memory_gives_any_layer_and_extra_at_once() -> None:
     with KVStore(make_config(None, host_chunks=16)) as store:
         store.save(make_chunk(0, num_layers=LAYERS, extras={"anchors": b"abc"}))
         with store.acquire([KEY]) as lease:
-            transfer = store.load(lease, first_layers=(7, 3))
+            transfer = store.load(lease, first_layers=(7, 3), extras=["anchors"])
             assert is_layer_of(0, 7, transfer.wait_layer(7)[KEY], LAYERS)
             assert transfer.extras("anchors") == {KEY: b"abc"}
 
@@ -153,7 +153,7 @@ def test_extras_come_with_the_header_and_before_any_layer(tmp_path: Path, size: 
     )
     store.save(make_chunk(1, num_layers=LAYERS), wait_s=5).wait(5)
     with store, store.acquire([make_key(1), KEY]) as lease:
-        transfer = store.load(lease)
+        transfer = store.load(lease, extras=["anchors", "unheard of"])
         (found,) = transfer.extras("anchors").items()  # chunk 1 has none
         assert found == (KEY, b"x" * size)
         assert found[1].readonly
@@ -168,7 +168,7 @@ def test_a_damaged_extra_is_a_miss(tmp_path: Path) -> None:
     raw[4096] ^= 1
     path.write_bytes(raw)
     with store, store.acquire([KEY]) as lease:
-        transfer = store.load(lease)
+        transfer = store.load(lease, extras=["anchors"])
         assert transfer.extras("anchors") == {}
         assert transfer.lost == {KEY: Miss.CORRUPT}
 

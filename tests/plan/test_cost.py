@@ -1,5 +1,7 @@
 """Prices follow the layer-by-layer pipeline they stand for."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,3 +142,12 @@ def test_break_even_of_the_reference() -> None:
             EPIC, 3072 + 64, 10_304, 64, 10_240, {"disk": 1_470_000_000}
         )
         assert (fused.seconds < CostModel(profile).full(10_304).seconds) is wins
+
+
+def test_what_comes_ahead_of_the_layers_is_counted_once() -> None:
+    costs = replace(make_costs(bytes_per_s=1e6), shares={"disk": 0.0})
+    ahead = StrategyInfo("a", extra_bytes_per_token=100.0)  # 80,000 of the bytes that are loaded
+    loads = {"disk": 900_000}
+    plain = costs.fused(EPIC, 100, 1000, 10, 800, loads).seconds
+    assert costs.fused(ahead, 100, 1000, 10, 800, loads).seconds == pytest.approx(plain)
+    assert plain == pytest.approx(0.9 + 0.1 / costs.profile.num_layers)

@@ -10,7 +10,18 @@ from kvweave.plan.options import Limits
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Judged, PlanRequest, Reason, Reuse, SpanKind
 from kvweave.types import ChunkId
-from planworld import EPIC, FAST, OpenGate, ask, kinds, make_planner, on_disk, price, why
+from planworld import (
+    EPIC,
+    FAST,
+    TOKEN_BYTES,
+    OpenGate,
+    ask,
+    kinds,
+    make_planner,
+    on_disk,
+    price,
+    why,
+)
 from treeworld import PREAMBLE, World, refs
 
 
@@ -110,6 +121,24 @@ def test_a_slow_host_is_not_waited_for_even_for_exact_pages() -> None:
     assert slow.spans[1].reason is Reason.TIER_TOO_SLOW
     unknown = make_planner(world, links={"disk": 1.0}).plan(ask("a300"))
     assert kinds(unknown) == ["exact", "computed", "computed"]
+
+
+def test_what_lies_beside_the_layers_is_priced_for_strategies_that_read_it() -> None:
+    needs = frozenset({"anchors"})
+    stored = {n: c._replace(has=needs) for n, c in on_disk("a300", "b300").items()}
+    anchored = StrategyInfo("anchored", needs=needs, extra_bytes_per_token=7.5)
+    plain_bytes = 600 * TOKEN_BYTES
+    for strategies, load_bytes in (
+        ((EPIC, anchored), plain_bytes),
+        ((anchored,), plain_bytes + 600 * 7.5),
+    ):
+        gate = OpenGate(epic=0.1, anchored=0.1)
+        plan = make_planner(stored=stored, strategies=strategies, gate=gate).plan(
+            ask("a300", "b300")
+        )
+        assert plan.strategy == strategies[0].name
+        assert plan.chosen.load_bytes == load_bytes
+        assert sum(span.load_bytes for span in plan.spans) == load_bytes
 
 
 @pytest.mark.parametrize(

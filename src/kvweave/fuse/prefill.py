@@ -105,12 +105,13 @@ class StoredPrompt:
         needs = strategy.needs(num_layers)
         self._lease = store.acquire(self._wanted)
         first = sorted({*needs.key_layers, *needs.value_layers} - {0})
-        self._transfer = store.load(self._lease, first)
+        self._transfer = store.load(self._lease, first, needs.extras)
         self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
 
     def arrive(self) -> None:
-        """Wait until every layer is in host memory, or lost."""
+        """Wait until all that the strategy wants is in host memory, or lost."""
         started_s = time.perf_counter()
+        self._transfer.wait_extras()
         for layer in range(self._num_layers):
             self._transfer.wait_layer(layer)
         self._waited_s += time.perf_counter() - started_s
@@ -128,7 +129,8 @@ class StoredPrompt:
     @property
     def has_arrived(self) -> bool:
         """Whether nothing would be waited for any more. Asks for nothing."""
-        return all(self._transfer.is_ready(layer) for layer in range(self._num_layers))
+        layers = range(self._num_layers)
+        return self._transfer.has_extras() and all(map(self._transfer.is_ready, layers))
 
     def prefill(self, decoder: Decoder, around: Around, kv: KVBuffer, ratio: float) -> Prefilled:
         """Weave the prompt into `kv`."""
@@ -238,7 +240,7 @@ class StoredPrompt:
 
     def _loaded(self, request: FuseRequest) -> dict[str, int]:
         """Bytes by tier."""
-        sizes = {key: header.total_bytes for key, header in self._transfer.headers().items()}
+        sizes = self._transfer.sizes()
         loaded: Counter[str] = Counter()
         for key in {span.key for span in request.placed}:
             loaded[self._lease.tiers[key]] += sizes.get(key, 0)

@@ -1,25 +1,29 @@
 """Brings one object from a tier into host memory, layer by layer.
 
-Readers are the IO threads of the tier it comes from; each run of layers is read, checked and only
-then shown to those who wait (`awaited.py`). Whatever goes wrong ends the arrival with a reason;
-layers shown before stay valid, later ones never come.
+Readers are the IO threads of the tier it comes from (`reads.py`); each run of layers is read,
+checked and only then shown to those who wait (`awaited.py`). Whatever goes wrong ends the arrival
+with a reason; layers shown before stay valid, later ones never come.
+
+Of the extras only those are read that some load has asked for: in front of the layers, or behind
+them for a load that joins later. The place of the others in memory is empty.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import NamedTuple
 
-from kvweave.errors import TierCorrupt, TierError, TierForeign
-from kvweave.kv.awaited import Awaited, Landing
+from kvweave.kv.awaited import Landing
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import HEAD_BYTES, Header, check_section
+from kvweave.kv.layout import HEAD_BYTES, PRELUDE_BYTES, Header, Section, check_section
 from kvweave.kv.memory import new_memory
 from kvweave.kv.objects import read_head
+from kvweave.kv.reads import Reads
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
-from kvweave.kv.spans import ReadingOrder, Span
+from kvweave.kv.spans import ReadingOrder, Span, extra_runs
 from kvweave.kv.tiers.base import Reader, Tier
 
 _scratch = threading.local()
@@ -30,17 +34,18 @@ class Hooks(NamedTuple):
 
     land: Callable[["Arrival", Header], Landing]  # memory for an object of this header
     complete: Callable[["Arrival"], None]  # every layer is there and checked
+    fill: Callable[["Arrival", str, memoryview], None]  # put an extra that came late into memory
     idle: Callable[["Arrival"], None]  # no IO thread touches it any more
     failed: Callable[["Arrival", Miss, str], None]  # once, with the reason in words
 
 
-class Arrival(Awaited):
+class Arrival(Reads):
     """Thread-safe. What belongs to the store is under its lock; all else is guarded in here."""
 
     def __init__(
         self, key: ChunkKey, tier: Tier, pool: IoPool, deadline_s: float, hooks: Hooks
     ) -> None:
-        super().__init__(tier.name, deadline_s)
+        super().__init__(tier.name, pool, deadline_s)
         # few reads of one chunk at a time, so that the early layers of all chunks of a request
         # come before the late layers of one; more where a round trip costs more than the bytes
         self._max_in_flight = 4 if tier.remote else 2
@@ -50,13 +55,11 @@ class Arrival(Awaited):
         self.kept: Entry | None = None  # the object of the host tier it became,
         self.disposed = False  # its memory was given back
         self._tier = tier
-        self._pool = pool
         self._hooks = hooks
         self._reader: Reader | None = None
-        self._cancelled = False
-        self._running = 0  # jobs submitted and not finished: they may write into the memory
-        self._active = 0  # those of them that a thread has begun
-        self._progress_s = 0.0  # when one of them last began or finished
+        self.front: frozenset[str] = frozenset()  # extras that came before the layers
+        self._wanted: frozenset[str] = frozenset()  # extras that somebody asked for
+        self._taken: frozenset[str] = frozenset()  # extras read, or being read
         self._order = ReadingOrder()
         self._reading = 0  # jobs that will each take a span, submitted and not finished
         self._spans_left = 0  # not read yet; meaningless before the header is known
@@ -81,13 +84,11 @@ class Arrival(Awaited):
             num_jobs = self._due_jobs()
         self._launch_reads(num_jobs)
 
-    def cancel(self) -> None:
-        """Nobody wants it any more: reads under way finish, no new ones begin."""
+    def want_extras(self, names: Collection[str]) -> None:
+        """Ask for extras, those that the object has. Returns at once."""
         with self._changed:
-            self._cancelled = True
-            idle = self._running == 0
-        if idle:
-            self._hooks.idle(self)
+            self._wanted |= frozenset(names)
+        self._launch_extras()
 
     def bytes_left(self) -> int:
         """What is still to come. Before the header is known: what the books say of its size."""
@@ -98,7 +99,9 @@ class Arrival(Awaited):
             if header is None:
                 return 0 if self.source is None else self.source.size_bytes
             layers = zip(header.layers, self._ready, strict=True)
-            return sum(section.size_bytes for section, is_here in layers if not is_here)
+            extras = self._wanted & header.extras.keys() - self.held
+            left = [*(s for s, is_here in layers if not is_here), *map(header.extras.get, extras)]
+            return sum(section.size_bytes for section in left if section is not None)
 
     def close_reader(self) -> None:
         """Called by the store when the arrival is idle for good."""
@@ -106,50 +109,11 @@ class Arrival(Awaited):
         if reader is not None:
             reader.close()
 
-    def _stalled_s(self) -> float:
-        """Since a read of this object began or finished; of those queued before it if none did."""
-        return time.monotonic() - self._progress_s if self._active else self._pool.stalled_s()
+    def _on_idle(self) -> None:
+        self._hooks.idle(self)
 
     def _on_failure(self, miss: Miss, detail: str) -> None:
         self._hooks.failed(self, miss, detail)
-
-    def _launch(self, job: Callable[[], None]) -> None:
-        with self._changed:
-            self._running += 1
-
-        def run() -> None:
-            with self._changed:
-                self._active += 1
-                self._progress_s = time.monotonic()
-            try:
-                if not self._cancelled and self._failure is None:
-                    self._attempt(job)
-            finally:
-                with self._changed:
-                    self._active -= 1
-                    self._progress_s = time.monotonic()
-                    self._running -= 1
-                    idle = self._running == 0
-                if idle:
-                    self._hooks.idle(self)
-
-        if not self._pool.submit(run):
-            with self._changed:
-                self._running -= 1
-            self._fail(Miss.TIER_FAILED, "the store was closed")
-
-    def _attempt(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except TierCorrupt as error:
-            self._fail(Miss.CORRUPT, str(error))
-        except TierForeign as error:
-            self._fail(Miss.FOREIGN, str(error))
-        except TierError as error:
-            self._fail(Miss.TIER_FAILED, str(error))
-        except Exception as error:  # a bug: nobody may wait for it forever, and it must be seen
-            self._fail(Miss.TIER_FAILED, f"{type(error).__name__}: {error}")
-            raise
 
     def _open(self) -> None:
         reader = self._tier.open(self.key)
@@ -157,25 +121,60 @@ class Arrival(Awaited):
             self._fail(Miss.ABSENT, "it is gone")
             return
         self._reader = reader
-        header, raw = read_head(reader, self.key, _thread_scratch())
+        # small extras come along with the header, where any are wanted
+        scratch = _thread_scratch()[: HEAD_BYTES if self._wanted else PRELUDE_BYTES]
+        header, raw = read_head(reader, self.key, scratch)
         landing = self.landing = self._hooks.land(self, header)
-        self._take_front(reader, header, raw, landing.memory.view[: header.layers[0].offset])
         with self._changed:
+            self._taken = frozenset(
+                name for name in header.extras if landing.whole or name in self._wanted
+            )
+        self._take_front(reader, header, raw, landing.memory.view)
+        with self._changed:
+            self.held = self.front = self._taken
             self._open_up(header)
             self._spans_left = self._order.plan(header, self._tier.best_read_bytes)
             num_jobs = self._due_jobs()
         self._launch_reads(num_jobs)
+        self._launch_extras()
 
     def _take_front(
-        self, reader: Reader, header: Header, raw: memoryview, front: memoryview
+        self, reader: Reader, header: Header, raw: memoryview, view: memoryview
     ) -> None:
-        """Header and extras into memory: what was checked is copied, the rest read and checked."""
-        at = min(len(raw), len(front))
-        front[:at] = raw[:at]
-        if at < len(front):
-            reader.read(at, front[at:])
-        for name, section in header.extras.items():
-            check_section(header, name, section, front[section.offset : header.padded_end(section)])
+        """Header and wanted extras into memory: what was read is copied, the rest read. Checked."""
+        view[: header.header_bytes] = raw[: header.header_bytes]
+        for start, end in extra_runs(header, self._taken):
+            here = max(start, min(len(raw), end))
+            view[start:here] = raw[start:here]
+            if here < end:
+                reader.read(here, view[here:end])
+        for name in self._taken:
+            section = header.extras[name]
+            check_section(header, name, section, view[section.offset : header.padded_end(section)])
+
+    def _launch_extras(self) -> None:
+        """Have extras read that were asked for after the front was."""
+        with self._changed:
+            if self.header is None or self._reader is None or self._cancelled or self._failure:
+                return
+            due = self._wanted & self.header.extras.keys() - self._taken
+            self._taken |= due
+        for name in sorted(due):
+            self._launch(partial(self._read_extra, name, self.header.extras[name]))
+
+    def _read_extra(self, name: str, section: Section) -> None:
+        """Read and check one, apart: others may be reading what lies in memory."""
+        header, reader = self.header, self._reader
+        assert header is not None
+        assert reader is not None
+        padded = header.padded_end(section) - section.offset
+        data = new_memory(padded, pinned=False).view[:padded]
+        reader.read(section.offset, data)
+        check_section(header, name, section, data)
+        self._hooks.fill(self, name, data)
+        with self._changed:
+            self.ended_s = self._progress_s = time.monotonic()
+            self._changed.notify_all()
 
     def _due_jobs(self) -> int:
         """How many jobs to launch now, counted as launched. The caller holds the lock."""

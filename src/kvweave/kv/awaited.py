@@ -7,6 +7,7 @@ later; a failure is set once, with a reason, and wakes everybody.
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,6 +25,7 @@ class Landing:
 
     memory: Memory
     stays: bool  # in the host tier once complete; otherwise staging memory
+    whole: bool = False  # read all extras, asked for or not
 
 
 class Patience:
@@ -41,6 +43,7 @@ class Awaited(ABC):
         self.tier_name = tier_name
         self.header: Header | None = None
         self.landing: Landing | None = None
+        self.held: frozenset[str] = frozenset()  # extras that are in memory and checked
         self.began_s = self.ended_s = 0.0  # first read asked for, last layer shown
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
@@ -103,16 +106,41 @@ class Awaited(ABC):
         return layers_of(self.header, self.landing.memory)
 
     def named_extra(self, name: str) -> memoryview | None:
-        """A named extra, checked and read-only. Call when `wait_header` gave a header."""
+        """A named extra, checked and read-only; None if it is not there, or not there yet."""
+        if name not in self.held:
+            return None
         assert self.header is not None
         assert self.landing is not None
         return extra_of(self.header, self.landing.memory, name)
 
     def named_tensor(self, name: str) -> Tensor | None:
         """As `named_extra`, to copy from."""
+        if name not in self.held:
+            return None
         assert self.header is not None
         assert self.landing is not None
         return extra_tensor(self.header, self.landing.memory, name)
+
+    def has_extras(self, names: Collection[str]) -> bool:
+        """Whether `wait_extras` would return at once, with them or without."""
+        return self._failure is not None or self._extras_are_here(names)
+
+    def _extras_are_here(self, names: Collection[str]) -> bool:
+        header, held = self.header, self.held  # `held` only ever grows
+        return header is not None and all(n in held or n not in header.extras for n in names)
+
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None:
+        """Block until the header and those of these extras that the object has are there; they were
+        asked for. None: they will not come, see `failure`."""
+        while True:
+            with self._changed:
+                if self._extras_are_here(names):  # which outlives a later failure
+                    return self.header
+                if self._failure is not None:
+                    return None
+                if self._wait_some(patience):
+                    continue
+            self._fail_slow(patience)
 
     def wait_header(self, patience: Patience) -> Header | None:
         """Block until the header is known. None: it will not come, see `failure`."""

@@ -10,7 +10,8 @@
 One layer is one read: it starts on a 4 KiB boundary and is padded to the next, which is what
 O_DIRECT and page-aligned copies ask for and costs 2 KiB per layer on average (0.5 % of a raw
 SmolLM2 layer). Checksums cover the padding too, so no byte of an object can change unseen. Extras
-come before the layers because selectors want them first.
+come before the layers because selectors want them first; each is a section of its own, so a load
+that does not want them passes them over.
 
 The first 16 bytes and the place of the header checksum hold for all versions: a reader can tell
 "damaged" (checksum wrong) from "foreign" (checksum right, version unknown). Little-endian
@@ -19,7 +20,7 @@ throughout. No torch here.
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +76,11 @@ class Header:
 
     def padded_end(self, section: Section) -> int:
         return round_up(section.offset + section.size_bytes, self.align)
+
+    def bytes_with(self, extras: Collection[str]) -> int:
+        """What is read of an object by a load that wants these extras."""
+        unread = (section for name, section in self.extras.items() if name not in extras)
+        return self.total_bytes - sum(round_up(each.size_bytes, self.align) for each in unread)
 
 
 def round_up(size: int, align: int) -> int:

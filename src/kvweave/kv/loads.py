@@ -2,7 +2,8 @@
 
 What arrives lands in the host tier if the chunk is worth more than what it would push out
 (promotion), otherwise in staging memory that goes with the lease. Ten requests for one chunk share
-one arrival.
+one arrival. What a copy in host memory lacks for a load is brought by a completion, which is shared
+alike.
 """
 
 import logging
@@ -12,6 +13,7 @@ import torch
 
 from kvweave.kv.arrivals import Arrival, Hooks
 from kvweave.kv.awaited import Landing
+from kvweave.kv.completion import Completion
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
@@ -19,6 +21,7 @@ from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.locate import Locator
 from kvweave.kv.memory import BufferPool
 from kvweave.kv.residency import Miss
+from kvweave.kv.shelf import Entry
 from kvweave.kv.stock import Stock
 from kvweave.kv.transfers import Resident, Source, Transfer
 from kvweave.metrics import Metrics
@@ -42,7 +45,7 @@ class Loads:
         self._staging = BufferPool(cfg.staging_bytes, pinned=pinned)
         self._arrivals: dict[ChunkKey, Arrival] = {}  # under way and joinable
         self._keepable: set[Arrival] = set()  # under way, and nobody deleted the chunk since
-        self._hooks = Hooks(self._land, self._complete, self._idle, self._failed)
+        self._hooks = Hooks(self._land, self._complete, self._fill, self._idle, self._failed)
 
     def tier_of(self, key: ChunkKey) -> str | None:
         """Where a chunk that is on its way comes from. Lock is held."""
@@ -66,27 +69,28 @@ class Loads:
         """Lock is held."""
         assert all(a.users > 0 for a in self._arrivals.values()), "an arrival nobody uses"
 
-    def start(self, lease: Lease, first_layers: Sequence[int]) -> Transfer:
+    def start(self, lease: Lease, first_layers: Sequence[int], extras: frozenset[str]) -> Transfer:
         """Bring a lease's chunks, see `KVStore.load`."""
         assert not lease.released, "load of a released lease"
         sources: dict[ChunkKey, Source] = {}
+        lost: dict[ChunkKey, Miss] = {}
         started: list[Arrival] = []
         with self._lock:
             for key in lease.keys:
-                resident = self._resident(lease.holds, key)
-                if resident is not None:
-                    sources[key] = resident
+                entry = self._in_host(lease.holds, key)
+                if entry is not None and extras.isdisjoint(entry.lacks):
+                    sources[key] = Resident(entry)
                     continue
                 arrival = self._arrivals.get(key)
                 if arrival is None:
-                    place = self._by_name[lease.tiers[key]]
-                    arrival = Arrival(key, place.tier, place.pool, place.deadline_s, self._hooks)
+                    if entry is None:
+                        arrival = self._arrive(lease, key)
+                    elif self._by_name[entry.origin].reads.is_open:
+                        lost[key] = Miss.TIER_FAILED
+                        continue
+                    else:
+                        arrival = self._complete_entry(key, entry)
                     started.append(arrival)
-                    pin = lease.holds.pins.get(key)
-                    arrival.source = None if pin is None else pin.entry
-                    if pin is None or not pin.entry.doomed:  # deleted: for this lease alone
-                        self._arrivals[key] = arrival
-                        self._keepable.add(arrival)
                 else:
                     self.metrics.count("kv_loads_joined_total", tier=arrival.tier_name)
                 arrival.users += 1
@@ -94,11 +98,33 @@ class Loads:
                 sources[key] = arrival
         # asks before the reads begin: they are cut so that the first layers come alone
         budgets_s = {place.name: place.budget_s for place in self._stock.places}
-        transfer = Transfer(lease, sources, budgets_s, self._cfg.lookahead_layers, first_layers)
+        lookahead = self._cfg.lookahead_layers
+        transfer = Transfer(lease, sources, budgets_s, lookahead, first_layers, extras, lost)
         for arrival in started:
             self.metrics.count("kv_loads_total", tier=arrival.tier_name)
             arrival.start()
         return transfer
+
+    def _arrive(self, lease: Lease, key: ChunkKey) -> Arrival:
+        """A new arrival, not yet begun. Lock is held."""
+        place = self._by_name[lease.tiers[key]]
+        arrival = Arrival(key, place.tier, place.pool, place.deadline_s, self._hooks)
+        pin = lease.holds.pins.get(key)
+        arrival.source = None if pin is None else pin.entry
+        if pin is None or not pin.entry.doomed:  # deleted: for this lease alone
+            self._arrivals[key] = arrival
+            self._keepable.add(arrival)
+        return arrival
+
+    def _complete_entry(self, key: ChunkKey, entry: Entry) -> Arrival:
+        """What brings the extras that an object in host memory lacks. Lock is held."""
+        place = self._by_name[entry.origin]
+        work = Completion(key, entry, place.tier, place.pool, place.deadline_s, self._hooks)
+        work.source = None if place.shelf is None else place.shelf.find(key)
+        entry.pins += 1  # until no IO thread writes there: _idle takes it off
+        if not entry.doomed:
+            self._arrivals[key] = work
+        return work
 
     def let_go(self, holds: Holds) -> None:
         """Give back what a lease held."""
@@ -119,7 +145,7 @@ class Loads:
         for key, pin in doomed:
             self._stock.finish_delete(pin.place, key, pin.entry)
 
-    def _resident(self, holds: Holds, key: ChunkKey) -> Resident | None:
+    def _in_host(self, holds: Holds, key: ChunkKey) -> Entry | None:
         """The chunk as it lies in the host tier; pinned if it came there after `acquire`. Lock is
         held."""
         host = self._stock.host
@@ -134,30 +160,32 @@ class Loads:
             holds.late_pins.append((key, Pin(host.place, entry)))
         else:
             entry = pin.entry
-        assert entry.header is not None
-        assert entry.memory is not None
-        return Resident(entry.header, entry.memory)
+        return entry
 
     # ---- arrivals: called on IO threads
 
     def _land(self, arrival: Arrival, header: Header) -> Landing:
         memory = self._stock.room_in_host(arrival.key, header.total_bytes)
         if memory is not None:
-            return Landing(memory, stays=True)
+            whole = not self._stock.may_lack_extras(arrival.key)
+            return Landing(memory, stays=True, whole=whole)
         return Landing(self._staging.take(header.total_bytes), stays=False)
 
     def _complete(self, arrival: Arrival) -> None:
         header, landing = arrival.header, arrival.landing
         assert header is not None
         assert landing is not None
-        self.metrics.count("kv_bytes_loaded_total", header.total_bytes, tier=arrival.tier_name)
+        num_bytes = header.bytes_with(arrival.front)
+        self.metrics.count("kv_bytes_loaded_total", num_bytes, tier=arrival.tier_name)
         self._by_name[arrival.tier_name].reads.succeeded()
         if not landing.stays:
             return
         with self._lock:
             if arrival not in self._keepable:
                 return  # deleted meanwhile: the bytes go with the arrival
-            entry = self._stock.shelve_in_host(arrival.key, header, landing.memory)
+            lacks = frozenset(header.extras) - arrival.held
+            origin = arrival.tier_name
+            entry = self._stock.shelve_in_host(arrival.key, header, landing.memory, lacks, origin)
             if entry is None:
                 return  # saved by somebody else meanwhile: our copy goes with the arrival
             entry.pins += 1  # one for all users of the arrival; _idle takes it off
@@ -165,6 +193,22 @@ class Loads:
             if self._arrivals.get(arrival.key) is arrival:
                 del self._arrivals[arrival.key]
         self.metrics.count("kv_promotions_total", tier=arrival.tier_name)
+
+    def _fill(self, arrival: Arrival, name: str, data: memoryview) -> None:
+        """An extra came when the object was open already: into its place, if that is still empty.
+        Several arrivals may bring it into one object of the host tier, so that is decided here."""
+        header, landing = arrival.header, arrival.landing
+        assert header is not None
+        assert landing is not None
+        with self._lock:
+            if arrival.kept is not None:
+                self._stock.fill_in_host(arrival.key, arrival.kept, name, data)
+            else:
+                offset = header.extras[name].offset
+                landing.memory.view[offset : offset + len(data)] = data
+            arrival.held |= {name}
+        self.metrics.count("kv_bytes_loaded_total", len(data), tier=arrival.tier_name)
+        self._by_name[arrival.tier_name].reads.succeeded()
 
     def _idle(self, arrival: Arrival) -> None:
         """No read is under way. If no lease uses the arrival either, its memory goes."""
@@ -194,6 +238,8 @@ class Loads:
         with self._lock:
             if self._arrivals.get(arrival.key) is arrival:
                 del self._arrivals[arrival.key]  # the next request tries afresh
+            if arrival.kept is not None and miss in (Miss.CORRUPT, Miss.ABSENT):
+                self._stock.give_up_part(arrival.key, arrival.kept)
         self._locator.forget(arrival.key)
         name = f"{arrival.key.hex()[:16]}… in {place.name}"
         match miss:

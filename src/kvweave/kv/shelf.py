@@ -27,7 +27,9 @@ class Entry:
     pins: int = 0  # leases that hold it; it stays while there are any
     doomed: bool = False  # delete as soon as the last pin goes
     header: Header | None = field(default=None, repr=False)  # host tier: parsed once, on entry,
-    memory: "Memory | None" = field(default=None, repr=False)  # and where its bytes lie
+    memory: "Memory | None" = field(default=None, repr=False)  # and where its bytes lie;
+    lacks: frozenset[str] = frozenset()  # extras that nobody asked for: their place is empty,
+    origin: str = ""  # and the tier that has them
 
 
 class Shelf:

@@ -42,6 +42,18 @@ def plan_spans(
     return spans
 
 
+def extra_runs(header: Header, names: Collection[str]) -> list[tuple[int, int]]:
+    """Where these extras lie: start and end of each run of bytes, in order."""
+    runs: list[tuple[int, int]] = []
+    for name, section in header.extras.items():
+        if name in names:
+            start, end = section.offset, header.padded_end(section)
+            if runs and runs[-1][1] == start:
+                start, _ = runs.pop()
+            runs.append((start, end))
+    return runs
+
+
 class ReadingOrder:
     """Which run of layers is read next. Layers are asked for by number, before or after the header
     is there, and taken as spans once it is."""

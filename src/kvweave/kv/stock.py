@@ -1,6 +1,6 @@
 """Putting objects into tiers: room, eviction, demotion, writing.
 
-With `Books` and `Removal` the half of the store that changes tiers; the other half, `Loads`, reads.
+With `Books`, `Removal` and `InHost` the half of the store that changes tiers; `Loads` reads.
 """
 
 import logging
@@ -9,20 +9,18 @@ from functools import partial
 
 from kvweave.errors import TierError
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.in_host import InHost
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place
-from kvweave.kv.removal import Removal
-from kvweave.kv.shelf import Entry
 from kvweave.kv.writer import Ticket, Writer
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
-class Stock(Removal):
+class Stock(InHost):
     """Thread-safe, see `Books`. One writer thread per tier below the host."""
 
     def __init__(self, cfg: StoreConfig, places: Sequence[Place], metrics: Metrics) -> None:
@@ -63,31 +61,20 @@ class Stock(Removal):
         self._metrics.count("kv_admissions_refused_total", tier="host", reason="fragmented")
         return None
 
-    def give_back_host(self, memory: Memory) -> None:
-        """Return memory from `room_in_host` that did not become an object."""
-        assert self.host is not None
+    def may_lack_extras(self, key: ChunkKey) -> bool:
+        """Whether host memory may hold a chunk in part. Not one that no local tier below has: it
+        may have to be written there one day."""
         with self.lock:
-            self.host.shelf.unreserve(self.host.tier.footprint(len(memory.view)))
-            self.host.tier.cancel(memory)
-
-    def shelve_in_host(self, key: ChunkKey, header: Header, memory: Memory) -> Entry | None:
-        """Make filled host memory an object. None: the key is there already. Lock is held."""
-        assert self.host is not None
-        _, tier, shelf = self.host
-        if shelf.revive(key) is not None:
-            return None
-        tier.keep(key, memory, header.total_bytes)
-        size = tier.footprint(header.total_bytes)
-        entry = shelf.add(key, size, self.usage.seen(key), reserved=True)
-        entry.header, entry.memory = header, memory
-        return entry
+            return self._demote_to is None or self._is_below(key)
 
     def save_to_host(self, packed: PackedChunk) -> bool:
         """Copy an object into the host tier if it is worth its place. True: it is there."""
         if self.host is None:
             return False
         with self.lock:
-            if self.host.shelf.revive(packed.key) is not None:
+            entry = self.host.shelf.revive(packed.key)
+            if entry is not None:
+                self.complete_from(packed, entry)
                 return True
         memory = self.room_in_host(packed.key, packed.header.total_bytes)
         if memory is None:
@@ -193,8 +180,14 @@ class Stock(Removal):
     def _detach(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, Memory]]:
         """Take victims out of the host tier; their bytes stay until `_send_off`. Lock is held."""
         assert self.host is not None
+        for key in keys:
+            if self._demote_to is None or self._is_below(key):
+                continue
+            if self.host.tier.is_whole(key):
+                self._demoting.add(key)
+            else:  # the tier it came from lost it since: half an object is never written down
+                self.count_dropped(self._demote_to, "in part")
         leaving = [(key, self.host.tier.detach(key)) for key in keys]
-        self._demoting.update(key for key in keys if self._demote_to and not self._is_below(key))
         return [(key, memory) for key, memory in leaving if memory is not None]
 
     def _send_off(self, leaving: Sequence[tuple[ChunkKey, Memory]]) -> None:

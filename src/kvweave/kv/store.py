@@ -7,8 +7,8 @@
 
 Loads land in the host tier if the chunk is worth more than what it would push out (promotion),
 otherwise in staging memory that goes with the lease. What leaves the host tier and is nowhere below
-is written down first (demotion). Trouble in a tier is a miss with a reason and a counter: no method
-here raises for it.
+is written down first (demotion), unless it is there in part (`in_host.py`). Trouble in a tier is a
+miss with a reason and a counter: no method here raises for it.
 
 Threads: every public method may be called from any thread. `peek`, `acquire` and `load` do no IO on
 the caller's thread; for keys that are not in the books they wait for the tiers' answer, at most
@@ -18,7 +18,7 @@ the caller's thread; for keys that are not in the books they wait for the tiers'
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 from kvweave.kv.config import StoreConfig
@@ -102,13 +102,16 @@ class KVStore:
             self.metrics.count("kv_misses_total", reason=miss.value)
         return Lease(tiers, missing, holds, self._release, self._orphans.put)
 
-    def load(self, lease: Lease, first_layers: Sequence[int] = ()) -> Transfer:
+    def load(
+        self, lease: Lease, first_layers: Sequence[int] = (), extras: Collection[str] = ()
+    ) -> Transfer:
         """Start bringing a lease's chunks. Returns at once; see `Transfer.wait_layer`.
 
         `first_layers` come before all others, in the order given: a selector scores there before
-        the pass begins. The rest comes in order.
+        the pass begins. The rest comes in order. Of what lies beside the layers only `extras` are
+        read, where a chunk has them.
         """
-        return self._loads.start(lease, first_layers)
+        return self._loads.start(lease, first_layers, frozenset(extras))
 
     # ---- writing
 

@@ -1,6 +1,6 @@
 """The transfer that brings the bytes of a lease, layer by layer, wherever each chunk comes from."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from kvweave.kv.leases import Lease as Lease
 from kvweave.kv.memory import Memory
 from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.residency import Miss
+from kvweave.kv.shelf import Entry
 
 
 class Source(Protocol):
@@ -23,6 +24,8 @@ class Source(Protocol):
     def want(self, layers: Iterable[int]) -> None: ...
 
     def want_first(self, layers: Iterable[int]) -> None: ...
+
+    def want_extras(self, names: Collection[str]) -> None: ...
 
     tier_name: str
     began_s: float  # when reading began and when the last layer came; both 0: nothing to read
@@ -36,26 +39,37 @@ class Source(Protocol):
 
     def wait_header(self, patience: Patience) -> Header | None: ...
 
+    def has_extras(self, names: Collection[str]) -> bool: ...
+
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None: ...
+
     def named_extra(self, name: str) -> memoryview | None: ...
 
     def named_tensor(self, name: str) -> Tensor | None: ...
 
 
 class Resident:
-    """A chunk that is in the host tier: every layer is there at once."""
+    """A chunk that is in the host tier: every layer is there at once, and so is every extra that
+    the load asked for. What the entry lacks was not asked for."""
 
     failure: Miss | None = None
     tier_name = "host"
     began_s = ended_s = 0.0
 
-    def __init__(self, header: Header, memory: Memory) -> None:
-        self._header = header
-        self._memory = memory
+    def __init__(self, entry: Entry) -> None:
+        assert entry.header is not None
+        assert entry.memory is not None
+        self._header: Header = entry.header
+        self._memory: Memory = entry.memory
+        self._lacks = entry.lacks
 
     def want(self, layers: Iterable[int]) -> None:
         """Nothing to fetch."""
 
     def want_first(self, layers: Iterable[int]) -> None:
+        """Nothing to fetch."""
+
+    def want_extras(self, names: Collection[str]) -> None:
         """Nothing to fetch."""
 
     def is_ready(self, layer: int) -> bool:
@@ -72,11 +86,17 @@ class Resident:
     def wait_header(self, patience: Patience) -> Header | None:
         return self._header
 
+    def has_extras(self, names: Collection[str]) -> bool:
+        return True
+
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None:
+        return self._header
+
     def named_extra(self, name: str) -> memoryview | None:
-        return extra_of(self._header, self._memory, name)
+        return None if name in self._lacks else extra_of(self._header, self._memory, name)
 
     def named_tensor(self, name: str) -> Tensor | None:
-        return extra_tensor(self._header, self._memory, name)
+        return None if name in self._lacks else extra_tensor(self._header, self._memory, name)
 
 
 class Transfer:
@@ -93,16 +113,21 @@ class Transfer:
         budgets_s: Mapping[str, float],
         lookahead_layers: int,
         first_layers: Sequence[int] = (),
+        extras: Collection[str] = (),
+        lost: Mapping[ChunkKey, Miss] | None = None,
     ) -> None:
-        """`budgets_s` is how long this request waits for each tier, all chunks together."""
-        self.lost: dict[ChunkKey, Miss] = {}  # chunks that failed on the way, and why
+        """`budgets_s` is how long this request waits for each tier, all chunks together; `lost` are
+        chunks of the lease that have no source."""
+        self.lost: dict[ChunkKey, Miss] = dict(lost or {})  # failed on the way, and why
         self._lease = lease
         self._sources = dict(sources)
         self._patience = {tier: Patience(budget_s) for tier, budget_s in budgets_s.items()}
         self._lookahead = lookahead_layers
         self._first = frozenset(first_layers)
+        self._extras = frozenset(extras)
         self._asked = 0  # layers [0, asked) were asked for
         for source in self._sources.values():
+            source.want_extras(self._extras)
             source.want_first(first_layers)
         self._look_ahead(0)
 
@@ -154,16 +179,12 @@ class Transfer:
 
     def headers(self) -> dict[ChunkKey, Header]:
         """Shape, codec and number of layers of every chunk. Blocks until all are known."""
-        found: dict[ChunkKey, Header] = {}
-        for key, source in self._sources.items():
-            if key in self.lost:
-                continue
-            header = source.wait_header(self._patience[source.tier_name])
-            if header is not None:
-                found[key] = header
-            elif source.failure is not None:
-                self.lost[key] = source.failure
-        return found
+        return self._known(lambda source, patience: source.wait_header(patience))
+
+    def sizes(self) -> dict[ChunkKey, int]:
+        """Bytes of every chunk as it was asked for: without the extras that were not. Blocks as
+        `headers` does."""
+        return {key: header.bytes_with(self._extras) for key, header in self.headers().items()}
 
     def seconds(self) -> dict[str, float]:
         """How long each tier took, from the first read of it to the last layer so far. Host memory,
@@ -176,13 +197,24 @@ class Transfer:
                 spans[source.tier_name] = span
         return {tier: ended_s - began_s for tier, (began_s, ended_s) in spans.items()}
 
+    def has_extras(self) -> bool:
+        """Whether `extras` would answer at once. Asks for nothing."""
+        sources = self._sources.items()
+        return all(key in self.lost or each.has_extras(self._extras) for key, each in sources)
+
+    def wait_extras(self) -> Collection[ChunkKey]:
+        """Block until the headers and the extras that were asked for are there, not for any layer.
+        Returns the chunks that came; the others are in `lost`."""
+        return self._known(lambda source, patience: source.wait_extras(self._extras, patience))
+
     def extras(self, name: str) -> dict[ChunkKey, memoryview]:
         """What each chunk carries beside its layers under this name (see `pack_chunk`), checked.
-        Blocks until the headers are there, not for any layer. Chunks without it are left out.
+        Blocks as `wait_extras` does. Chunks without it are left out. `load` was asked for it.
         """
         assert not self._lease.released, "the lease behind this transfer was released"
+        assert name in self._extras, f"extra {name!r} was not asked for"
         found: dict[ChunkKey, memoryview] = {}
-        for key in self.headers():
+        for key in self.wait_extras():
             data = self._sources[key].named_extra(name)
             if data is not None:
                 found[key] = data
@@ -191,8 +223,22 @@ class Transfer:
     def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
         """As `extras`, as uint8 tensors over the same bytes: nobody writes to them."""
         assert not self._lease.released, "the lease behind this transfer was released"
-        found = {key: self._sources[key].named_tensor(name) for key in self.headers()}
+        assert name in self._extras, f"extra {name!r} was not asked for"
+        found = {key: self._sources[key].named_tensor(name) for key in self.wait_extras()}
         return {key: data for key, data in found.items() if data is not None}
+
+    def _known(self, wait: Callable[[Source, Patience], Header | None]) -> dict[ChunkKey, Header]:
+        """The headers that a wait gives, of all chunks that are not lost."""
+        found: dict[ChunkKey, Header] = {}
+        for key, source in self._sources.items():
+            if key in self.lost:
+                continue
+            header = wait(source, self._patience[source.tier_name])
+            if header is not None:
+                found[key] = header
+            elif source.failure is not None:
+                self.lost[key] = source.failure
+        return found
 
     def _look_ahead(self, layer: int) -> None:
         """Ask for this layer and some behind it."""

@@ -50,7 +50,7 @@ class StrategyInfo:
     variants: tuple[str, ...] = ("isolated",)  # encoding contexts it can use, best first
     needs: frozenset[str] = frozenset()  # what a stored chunk must come with, such as "anchors"
     selection_bytes_per_token: float = 0.0  # bytes per stored token before rows are known
-    extra_bytes_per_token: float = 0.0  # of these, not part of the pass itself (anchor copies)
+    extra_bytes_per_token: float = 0.0  # of these, what lies beside the layers (anchor copies)
     probe_layers: int = 0  # layers the question runs through before rows are known
     score_s_per_token: float = 0.0  # scoring, per stored token
     full_width_layers: float = 0.0  # layers that all tokens run through (selection inside the pass)
@@ -98,7 +98,8 @@ class CostModel:
         loads: Mapping[str, int],
         slowest: Slowest | None = None,
     ) -> Price:
-        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link.
+        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link, what the
+        strategy reads beside the layers among them.
 
         `slowest` is of these loads, where it is known already.
         """
@@ -149,6 +150,7 @@ class CostModel:
         layer0_free: bool,
         ahead_bytes: float = 0.0,
     ) -> Price:
+        """`ahead_bytes` of `loads` are no part of a layer and come before all of them."""
         layers = self.profile.num_layers
         c = compute_s / layers
         done: float = start_s + compute_s
@@ -156,13 +158,15 @@ class CostModel:
         first = 1 if layer0_free and layers > 1 else 0  # first layer that needs bytes
         loaded_layers = layers - first
         links = self.profile.links
+        ahead_share = min(1.0, ahead_bytes / max(1, sum(loads.values()))) if ahead_bytes else 0.0
         for name, size_bytes in loads.items():
             if not size_bytes:
                 continue
             link = links.get(name) or self._link(name)
-            t = link.latency_s + size_bytes / loaded_layers / link.bytes_per_s
+            ahead = ahead_share * size_bytes
+            t = link.latency_s + (size_bytes - ahead) / loaded_layers / link.bytes_per_s
             pending = self._pending(name)
-            ready = (pending + ahead_bytes) / link.bytes_per_s
+            ready = (pending + ahead) / link.bytes_per_s
             early = ready + t + loaded_layers * c  # held up at the first layer that loads
             late = ready + loaded_layers * t + c  # held up at the last
             if early > done:

@@ -46,9 +46,10 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
         if copy is not None:
             size = layout.behind[i].num_tokens
             link = copy.link
-            parts.append((i, size, link, copy.size_bytes))
+            size_bytes = copy.size_bytes + int(strategy.extra_bytes_per_token * size)
+            parts.append((i, size, link, size_bytes))
             tokens[link] = tokens.get(link, 0) + size
-            loads[link] = loads.get(link, 0) + copy.size_bytes
+            loads[link] = loads.get(link, 0) + size_bytes
     exact = layout.exact_tokens + (first.num_tokens if first else 0)
     num_tokens = sum(tokens.values())
     rows_besides = layout.total - exact - num_tokens

@@ -15,7 +15,7 @@ class Stored(NamedTuple):
 
     variant: str  # encoding context it was computed in
     tier: str
-    size_bytes: int
+    size_bytes: int  # of a load that wants nothing beside the layers
     exact_when_first: bool = False  # computed right behind the preamble
     rounded: bool = False  # by a lossy codec: good where the gate lets fused KV in, never exact
     has: frozenset[str] = frozenset()  # what lies beside it, such as "anchors"

@@ -166,6 +166,7 @@ def _why_few(layout: Layout, hits: Hits) -> Reason:
 
 def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ...]:
     spans = [layout.preamble, *layout.path]
+    sizes = {i: size_bytes for i, _, _, size_bytes in hits.parts}
     start = sum(span.num_tokens for span in spans)
     frontier = True  # everything so far is exact
     for i, chunk in enumerate(layout.behind):
@@ -183,7 +184,7 @@ def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ..
                     chunk.id,
                     Reason.STORED,
                     copy.tier,
-                    copy.size_bytes,
+                    sizes[i],
                     copy.variant,
                     copy.codec,
                 )

@@ -160,10 +160,10 @@ class Pricing:
         self, layout: Layout, allowed: Sequence[tuple[StrategyInfo, float]]
     ) -> list[tuple[StrategyInfo, float, Hits]]:
         """Each strategy with the stored chunks that it can use."""
-        found: dict[tuple[tuple[str, ...], frozenset[str]], Hits] = {}
+        found: dict[tuple[tuple[str, ...], frozenset[str], float], Hits] = {}
         parted = []
         for strategy, ratio in allowed:
-            kind = (strategy.variants, strategy.needs)
+            kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
             if kind not in found:
                 found[kind] = find_hits(self._facts.costs, layout, strategy)
             parted.append((strategy, ratio, found[kind]))

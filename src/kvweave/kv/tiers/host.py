@@ -3,6 +3,9 @@
 Besides the contract it lends: `reserve` gives memory to fill in place, `keep` makes it an object,
 `lend` shows an object's bytes without a copy. Lent bytes stay put until the key is deleted; the
 store sees to it that nobody deletes a leased key.
+
+An object may be kept without some of its extras (`is_whole=False`). It takes its full place, counts
+and is listed; whoever reads objects whole (`open`, `lend`) does not find it.
 """
 
 import threading
@@ -24,6 +27,7 @@ from kvweave.kv.tiers.base import StoredObject
 class _Kept(NamedTuple):
     memory: Memory
     size_bytes: int
+    is_whole: bool = True
 
 
 class HostReader:
@@ -65,7 +69,7 @@ class HostTier:
 
     def open(self, key: ChunkKey) -> HostReader | None:
         kept = self._kept.get(key)
-        return None if kept is None else HostReader(self, key, kept)
+        return HostReader(self, key, kept) if kept is not None and kept.is_whole else None
 
     def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
         size = sum(len(part) for part in parts)
@@ -120,13 +124,25 @@ class HostTier:
             start = self._arena.take(size_bytes)
             return None if start is None else slice_memory(self._memory, start, size_bytes)
 
-    def keep(self, key: ChunkKey, memory: Memory, size_bytes: int) -> None:
+    def keep(
+        self, key: ChunkKey, memory: Memory, size_bytes: int, *, is_whole: bool = True
+    ) -> None:
         """Turn reserved memory into the object `key`; an older one of that key makes way."""
         with self._lock:
             older = self._kept.pop(key, None)
             if older is not None:
                 self._give_back(older.memory)
-            self._kept[key] = _Kept(memory, size_bytes)
+            self._kept[key] = _Kept(memory, size_bytes, is_whole)
+
+    def complete(self, key: ChunkKey) -> None:
+        """What an object lacked was filled in."""
+        with self._lock:
+            self._kept[key] = self._kept[key]._replace(is_whole=True)
+
+    def is_whole(self, key: ChunkKey) -> bool:
+        """Whether it is here with all its extras."""
+        kept = self._kept.get(key)
+        return kept is not None and kept.is_whole
 
     def cancel(self, memory: Memory) -> None:
         """Give reserved memory back unused."""
@@ -136,7 +152,7 @@ class HostTier:
     def lend(self, key: ChunkKey) -> Memory | None:
         """The bytes themselves. Valid until the key is deleted or written again."""
         kept = self._kept.get(key)
-        return None if kept is None else kept.memory
+        return kept.memory if kept is not None and kept.is_whole else None
 
     def check_integrity(self) -> None:
         with self._lock:
