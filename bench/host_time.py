@@ -2,9 +2,9 @@
 
 64 chunks of 510 tokens, chunk KV in the host tier, brought through the ring that feeds a GPU. The
 model lies on torch's `meta` device, where every operator has its shapes and no numbers: what is
-left is what the host does, the same code as for a GPU. A selector needs numbers, so every sixth
-hit is chosen instead. Parts do not overlap; what is dear on `meta` alone stands apart from the sum.
-To compare two commits, run it on both.
+left is what the host does, the same code as for a GPU. Scores need numbers, so every sixth hit is
+chosen. Parts do not overlap, and some stand apart from the sum. To compare two commits, run it on
+both.
 
     python bench/host_time.py --out bench/results/host_time-cpu.json
 """
@@ -31,7 +31,7 @@ from kvweave.fuse.groups import taking_order
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.request import Span
 from kvweave.fuse.ring import Ring
-from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import Layers
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
@@ -54,7 +54,8 @@ CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64
 WAYS = (("reuse", 0.0), ("epic", 0.15), ("weave", 0.15))
 META = torch.device("meta")
 RING = Ring(META, 64 << 20)
-APART = ("copies", "angles", "layers")  # work of the device, or orders that are recorded there
+# orders and arithmetic that cost a GPU little and `meta` much, and what is done while it is busy
+APART = ("copies", "angles", "selector", "layers")
 # what a part is called, and the function whose time it is: where it is looked up, its name there
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("name chunks", prefill, "named_kv"),
@@ -69,6 +70,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("stitched", prefill, "Stitched"),
     ("rows", fuse, "select_rows"),
     ("fuse", prefill, "fuse"),
+    ("selector", QueryAttention, "select"),
     ("drift", fuse, "Drift"),
     ("head of the pass", fuse, "fused_pass"),
     ("record", prefill.StoredPrompt, "_record"),
@@ -130,7 +132,8 @@ def watching(clock: Clock) -> Iterator[None]:
         turned = clock.turning("behind the pass", Decoder.logits)
         stack.enter_context(patch.object(Decoder, "logits", turned))
         stack.enter_context(patch.object(fused_pass, "attend", lambda q, *_, **__: q))
-        stack.enter_context(patch.object(QueryAttention, "select", every_sixth))
+        stack.enter_context(patch.object(QueryAttention, "scores", lambda *_: None))
+        stack.enter_context(patch.object(query_attention, "top_positions", every_sixth))
         stack.enter_context(patch.object(prefill, "open_source", through_ring))
         stack.enter_context(patch.object(pipeline, "FEW_BYTES", 0))  # layers are large elsewhere
         yield
@@ -141,13 +144,14 @@ def through_ring(
     decoder: Decoder, placed: Sequence[Span], layers: Layers, strategy: Strategy
 ) -> Iterator[pipeline.PipelinedChunks]:
     """As `open_source` does it for a GPU."""
-    order = taking_order(strategy.needs(SPEC.num_layers), SPEC.num_layers)
-    yield pipeline.PipelinedChunks(decoder, placed, layers, RING, order)
+    needs = strategy.needs(SPEC.num_layers)
+    order, at_once = taking_order(needs, SPEC.num_layers), needs.probe == "none"
+    yield pipeline.PipelinedChunks(decoder, placed, layers, RING, order, 0.0, begins=at_once)
     RING.finish()
 
 
-def every_sixth(_: QueryAttention, scene: Scene, count: int) -> Tensor:
-    return scene.hits[::6][:count]
+def every_sixth(_: Tensor, positions: Tensor, count: int) -> Tensor:
+    return positions[::6][:count].contiguous()
 
 
 def main() -> None:
