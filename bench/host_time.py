@@ -196,19 +196,17 @@ def long_prompt(
 def way_ms(
     once: Callable[[Strategy, float], object], name: str, ratio: float, repeats: int
 ) -> dict[str, float]:
-    """Median milliseconds of each part, and of their sum."""
+    """Median milliseconds of each part, and the sum of those that do not stand apart."""
     strategy = open_strategy(name, ModelFacts(SPEC.num_layers))
-    seen: list[dict[str, float]] = []
-    for _ in range(repeats + 1):
+    seen: list[Counter[str]] = []
+    for _ in range(1 + repeats):
         clock = Clock()
         with watching(clock):
             clock.timed("between", once)(strategy, ratio)
-        del clock.seconds["the rest"]
-        host_s = sum(s for part, s in clock.seconds.items() if part not in APART)
-        seen.append({**clock.seconds, "host": host_s})
-    parts = [*(name for name, *_ in PARTS), "layers", "behind the pass", "between", "host"]
-    warm = seen[1:]
-    return {p: round(statistics.median(s.get(p, 0.0) for s in warm) * 1e3, 3) for p in parts}
+        seen.append(clock.seconds)
+    parts = [*(name for name, *_ in PARTS), "layers", "behind the pass", "between"]
+    found = {p: round(statistics.median(s[p] for s in seen[1:]) * 1e3, 3) for p in parts}
+    return {**found, "host": round(sum(v for p, v in found.items() if p not in APART), 3)}
 
 
 def show(ways: dict[str, dict[str, float]]) -> None:

@@ -9,7 +9,7 @@ Shapes: C chosen rows, S chunks that have some, T rows of the request's KV, N th
 Hk KV heads, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class Drift:
         # few tables: each would stand in line behind the layers that are being copied
         parts = [moved.chosen, moved.bounds, *_sizes_and_shifts(moved.spans)]
         there = on_device(torch.cat(parts), decoder.device)
-        self._at, bounds, sizes, shifts = there.split([len(part) for part in parts])
+        self._at, bounds, sizes, shifts = there.split_with_sizes([len(part) for part in parts])
         weights = strength / (moved.bounds.diff() + DOUBT)
         self._turn = decoder.angles(self._at)
         self._owners = Owners(bounds.int(), on_device(weights, decoder.device))

@@ -56,7 +56,7 @@ class FuseRequest:
         """Token ids [n] of some positions [n], int64."""
         if MANY * len(positions) < len(self.prompt_ids):
             return np.array([self.prompt_ids[i] for i in positions.tolist()], np.int64)
-        return self._packed[positions]
+        return self._packed.take(positions)
 
     def pack_ids(self) -> None:
         """Make ready to answer `ids_at` at once: to be called while the device is busy."""
