@@ -17,7 +17,7 @@ import numpy as np
 
 from kvweave.kv.keys import ChunkKey
 
-MANY = 8  # one of so many tokens: it takes as long to look them up as to pack them all
+MANY = 8  # packing all token ids takes about as long as looking up one of so many
 
 
 class State(StrEnum):
