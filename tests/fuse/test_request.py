@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from fuseworld import SELECTING, World, assert_same, assert_same_kv
@@ -52,6 +53,17 @@ def test_hits_misses_and_exact_spans_share_the_prompt_without_overlap() -> None:
         exact = [p for s in request.spans if s.state is State.EXACT for p in range(s.start, s.end)]
         parts = [*range(2), *exact, *request.hits, *request.must_compute]
         assert sorted(parts) == list(range(10))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ids_of_few_positions_and_of_many_are_the_prompts(packed: bool) -> None:
+    ids = [1_000_003 * i for i in range(100)]
+    request = classify(ids[:3], [(A, ids[3:90])], ids[90:], present={A}, first_is_exact=True)
+    if packed:
+        request.pack_ids()
+    for positions in ([99], [0, 50, 99], list(range(0, 100, 2)), list(range(100))):
+        found = request.ids_at(np.array(positions))
+        assert (found.dtype, found.tolist()) == (np.int64, [ids[i] for i in positions])
 
 
 def test_the_users_words_are_part_of_the_question() -> None:

@@ -9,7 +9,7 @@ Shapes: C chosen rows, S chunks that have some, T rows of the request's KV, N th
 Hk KV heads, D head dim.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,11 +31,11 @@ _Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class _Moved(NamedTuple):
-    """A chunk with recomputed rows."""
+    """Chunks with recomputed rows. On the host."""
 
-    span: Span
-    chosen: Tensor  # [..] their positions, on the host
-    weight: float  # of each in what the chunk is moved by
+    spans: list[Span]
+    chosen: Tensor  # [C] positions of their recomputed rows
+    bounds: Tensor  # [S + 1]: chunk s has the rows [bounds[s], bounds[s + 1]) of `chosen`
 
 
 class Drift:
@@ -49,17 +49,21 @@ class Drift:
         strength: float = STRENGTH,
     ) -> None:
         """`chosen` are the recomputed hits, ascending."""
-        moved = list(_moved(request, torch.as_tensor(chosen, dtype=torch.int64), strength))
+        moved = _moved(request, torch.as_tensor(chosen, dtype=torch.int64))
         self._move: _Move | None = None
-        if not moved:
+        if not moved.spans:
             return
-        self._chosen = torch.cat([m.chosen for m in moved])  # [C]
-        self._at = on_device(self._chosen, decoder.device)
+        self._chosen = moved.chosen
+        # few tables: each would stand in line behind the layers that are being copied
+        parts = [moved.chosen, moved.bounds, *_sizes_and_shifts(moved.spans)]
+        there = on_device(torch.cat(parts), decoder.device)
+        self._at, bounds, sizes, shifts = there.split_with_sizes([len(part) for part in parts])
+        weights = strength / (moved.bounds.diff() + DOUBT)
         self._turn = decoder.angles(self._at)
-        self._owners = Owners(*(on_device(x, decoder.device) for x in _owned(moved)))
+        self._owners = Owners(bounds.int(), on_device(weights, decoder.device))
         self._rows: Tensor | None = None  # of the chosen among the running ones
         to_move = _run_by_run if decoder.device.type == "cpu" else _all_at_once
-        self._move = to_move(decoder, [m.span for m in moved])
+        self._move = to_move(decoder, moved.spans, sizes, shifts)
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
         """Move one layer, before the fresh rows are written over it.
@@ -77,33 +81,37 @@ class Drift:
         self._move(keys, values, by[0], by[1])
 
 
-def _moved(request: FuseRequest, chosen: Tensor, strength: float) -> Iterator[_Moved]:
+def _moved(request: FuseRequest, chosen: Tensor) -> _Moved:
     """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
     reused = [span for span in request.spans if span.state is State.REUSED]
     edges = torch.tensor([(span.start, span.end) for span in reused], dtype=torch.int64)
-    bounds: list[list[int]] = torch.searchsorted(chosen, edges).tolist()
-    for span, (first, last) in zip(reused, bounds, strict=True):
-        if first < last:
-            yield _Moved(span, chosen[first:last], strength / (last - first + DOUBT))
+    found = torch.searchsorted(chosen, edges.view(-1, 2))
+    some = found[:, 0] < found[:, 1]
+    spans = [span for span, has in zip(reused, some.tolist(), strict=True) if has]
+    runs = [range(start, end) for start, end in found[some].tolist()]
+    if sum(map(len, runs)) < len(chosen):  # rows of others among them
+        chosen = chosen[positions_of(runs)]
+    return _Moved(spans, chosen, torch.tensor([0, *map(len, runs)]).cumsum(0))
 
 
-def _owned(moved: Sequence[_Moved]) -> tuple[Tensor, Tensor]:
-    """Which of the chosen rows are each chunk's, and what they count for: see `Owners`."""
-    bounds = torch.tensor([0, *(len(m.chosen) for m in moved)]).cumsum(0, dtype=torch.int32)
-    return bounds, torch.tensor([m.weight for m in moved])
+def _sizes_and_shifts(spans: Sequence[Span]) -> Tensor:
+    """[2, S] on the host: rows of each chunk, and from their number among all to their position."""
+    starts, ends = torch.tensor([(span.start, span.end) for span in spans]).T
+    sizes = ends - starts
+    return torch.stack([sizes, ends - sizes.cumsum(0)])
 
 
-def _all_at_once(decoder: Decoder, spans: Sequence[Span]) -> _Move:
+def _all_at_once(decoder: Decoder, spans: Sequence[Span], sizes: Tensor, shifts: Tensor) -> _Move:
     """For a device where many small steps cost more than the work: every row knows its chunk."""
-    sizes = torch.tensor([span.num_tokens for span in spans])
-    chunk = torch.repeat_interleave(torch.arange(len(spans)), sizes)  # [N]
-    row = positions_of([range(s.start, s.end) for s in spans])  # [N]
-    chunk, row = on_device(torch.stack([chunk, row]), decoder.device).unbind()
+    num_rows = sum(span.num_tokens for span in spans)
+    chunk = torch.repeat_interleave(sizes, output_size=num_rows)  # [N]
+    row = shifts.index_select(0, chunk)  # [N]
+    row += torch.arange(num_rows, device=decoder.device)
     turn = decoder.angles(row)
     return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
 
 
-def _run_by_run(decoder: Decoder, spans: Sequence[Span]) -> _Move:
+def _run_by_run(decoder: Decoder, spans: Sequence[Span], *_: Tensor) -> _Move:
     """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     runs = [Run.of(s.start, decoder.angles(torch.arange(s.start, s.end)), head_dim) for s in spans]

@@ -69,7 +69,7 @@ def fuse(
         drift=mover,
         mask=mask,
     )
-    recomputed = _hits_among(passed, request, selected.hits)  # while the device is still at it
+    recomputed = _recomputed(passed, request, selected)  # while the device is still at it
     work = work_of(decoder, request, passed.rows_per_layer, selected, selector)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # the caller draws from the logits next anyway
@@ -116,7 +116,9 @@ def select_rows(
     count = budget(len(hits), ratio) if selector is not None else 0
     scene = Scene(decoder, request, stitched, hits)
     chosen, in_flight = _choose(scene, selector, count, must_compute)
-    rows = torch.cat([chosen, must_compute]).sort().values
+    rows = torch.cat([chosen, must_compute])
+    if len(chosen) and must_compute[0] < chosen[-1]:  # missing chunks between them
+        rows = rows.sort().values
     return Selected(hits, chosen, rows, in_flight, 0 < count < len(hits))
 
 
@@ -153,11 +155,14 @@ def work_of(
     return rows / (num_layers * len(request.prompt_ids))
 
 
-def _hits_among(passed: Passed, request: FuseRequest, hits: Tensor) -> tuple[int, ...]:
+def _recomputed(passed: Passed, request: FuseRequest, selected: Selected) -> tuple[int, ...]:
+    """Hits that ran through every layer: of those that were narrowed in flight, who is left."""
+    if selected.in_flight is None:
+        return tuple(selected.chosen.tolist())
     is_hit = torch.zeros(len(request.prompt_ids), dtype=torch.bool)
-    is_hit[hits] = True
-    recomputed = torch.tensor(passed.recomputed, dtype=torch.int64)
-    return tuple(recomputed[is_hit[recomputed]].tolist())
+    is_hit[selected.hits] = True
+    left = torch.tensor(passed.recomputed, dtype=torch.int64)
+    return tuple(left[is_hit[left]].tolist())
 
 
 class _HitsOnly:

@@ -87,7 +87,7 @@ def fused_pass(
     ids = request.prompt_ids
     positions = torch.as_tensor(rows, dtype=torch.int64)
     assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"
-    own_ids = torch.tensor([ids[i] for i in positions.tolist()])
+    own_ids = torch.from_numpy(request.ids_at(positions.numpy()))
     there, own_ids = on_device(torch.stack([positions, own_ids]), decoder.device).unbind()
     running = _Running(positions, there, decoder.angles(there))
     steps = steps_of(decoder, decoder.embed(own_ids))

@@ -100,23 +100,23 @@ class Placement:
     def _group(
         self, decoder: Decoder, packing: Packing, spans: Sequence[tuple[int, Span]]
     ) -> _Group:
+        """Chunks are described on the host and spread over their tokens on the device."""
         counts = np.array([span.num_tokens for _, span in spans])
-        index = np.concatenate([np.arange(count) for count in counts])
-        columns = np.stack(
-            [
-                np.repeat(np.arange(len(spans)), counts),
-                index,
-                np.repeat(counts, counts),
-                np.repeat([span.start for _, span in spans], counts) + index,
-                np.repeat([start for start, _ in spans], counts) + index,
-            ]
-        )
-        # one upload for both: where chunks begin depends on the group, what a token is does not
-        both = np.concatenate([columns.ravel(), self._bases(spans).ravel()])
-        there = on_device(torch.from_numpy(both), self._device)
-        nth_chunk, nth, length, row, compact = there[: columns.size].view(columns.shape).unbind()
-        bases = there[columns.size :].view(-1, len(spans)).index_select(1, nth_chunk)
-        rows = [Rows(base, nth, length, row) for base in bases.unbind()]
+        first = np.cumsum(counts) - counts  # token of the group
+        of_chunk = [  # of each chunk: what its tokens add their number in the group to, ...
+            -first,
+            np.array([span.start for _, span in spans]) - first,
+            np.array([start for start, _ in spans]) - first,
+            counts,  # ... and what they share
+            *self._bases(spans),
+        ]
+        there = on_device(torch.from_numpy(np.stack(of_chunk)), self._device)
+        num_tokens = int(counts.sum())
+        chunk = torch.repeat_interleave(there[3], output_size=num_tokens)  # of each token
+        of_token = there.index_select(1, chunk)
+        of_token[:3] += torch.arange(num_tokens, device=self._device)
+        nth, row, compact, length, *bases = of_token.unbind()
+        rows = [Rows(base, nth, length, row) for base in bases]
         return _Group(packing, rows, compact, decoder.angles(row))
 
     def _bases(self, spans: Sequence[tuple[int, Span]]) -> np.ndarray:

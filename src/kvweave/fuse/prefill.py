@@ -20,9 +20,9 @@ from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.record import (
     FuseRecord,
     Stages,
+    TokenStates,
     chunk_records,
     exact_chunk_records,
-    token_states,
 )
 from kvweave.fuse.request import FuseRequest, classify
 from kvweave.fuse.sources import ChunkLost
@@ -226,7 +226,7 @@ class StoredPrompt:
             ratio=ratio,
             encoding=around.encoding,
             token_ids=request.prompt_ids,
-            states=token_states(request, made.recomputed),
+            states=TokenStates(request, made.recomputed),
             chunks=(*front, *behind),
             work=made.work,
             loaded_bytes=self._loaded(request),

@@ -12,9 +12,12 @@ What narrows its rows in flight cannot be prepared: it has no rows before the pa
 
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.fuse import select_rows, work_of
@@ -54,7 +57,7 @@ class Prepared:
         first, last = bisect_left(hits, rows[start]), bisect_left(hits, rows[end - 1] + 1)
         if not self.drift or first == last:
             return None
-        drift = Drift(self.decoder, self.request, hits[first:last], self.drift)
+        drift = Drift(self.decoder, self.request, _tensor(hits[first:last]), self.drift)
         return SliceMover(drift, rows[start:end])
 
 
@@ -75,19 +78,21 @@ def prepare(
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     for layer in range(decoder.spec.num_layers):
         stitched.lay(layer)
+    rows, recomputed = selected.rows.tolist(), tuple(selected.chosen.tolist())
+    moves = drift if selected.is_partial else 0.0
+    bonds = _bonds(request, rows) if moves else []
+    counts = [len(rows)] * decoder.spec.num_layers
+    work = work_of(decoder, request, counts, selected, selector)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # so that what follows is not blamed for it
     finished_s = time.perf_counter()
-    rows, recomputed = selected.rows.tolist(), tuple(selected.chosen.tolist())
-    moves = drift if selected.is_partial else 0.0
-    counts = [len(rows)] * decoder.spec.num_layers
     return Prepared(
         decoder,
         request,
         rows,
-        _bonds(request, rows) if moves else [],
+        bonds,
         recomputed,
-        work_of(decoder, request, counts, selected, selector),
+        work,
         chosen_s - started_s - loaded_s,
         loaded_s + finished_s - chosen_s,
         moves,
@@ -101,13 +106,18 @@ def _bonds(request: FuseRequest, rows: list[int]) -> list[tuple[int, int]]:
     return [(start, end) for start, end in bounds if end > start]
 
 
+def _tensor(positions: Sequence[int]) -> Tensor:
+    """Thousands of positions as int64 on the host: torch by itself takes several times as long."""
+    return torch.from_numpy(np.array(positions, np.int64))
+
+
 class SliceMover:
     """Drift of the chunks of one slice. A `Mover` of kvweave.model. Made once per slice."""
 
     def __init__(self, drift: Drift, rows: list[int]) -> None:
         """`rows` are the positions of the slice."""
         self._drift = drift
-        self._running = torch.tensor(rows)
+        self._running = _tensor(rows)
         self._moved: set[int] = set()  # layers: a slice that failed and runs again moves none twice
 
     def move(self, layer: int, fresh: Projected, kv: KVBuffer) -> None:

@@ -1,12 +1,13 @@
 """What was done for one prompt: the fusion part of an explain record."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
+from typing import overload
 
-from kvweave.fuse.request import FuseRequest, Span, State
+from kvweave.fuse.request import FuseRequest, State
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Miss
 
@@ -43,7 +44,7 @@ class FuseRecord:
     ratio: float
     encoding: str
     token_ids: tuple[int, ...]  # of the prompt
-    states: tuple[State, ...]  # one per token
+    states: Sequence[State]  # one per token; equal to any sequence of the same ones
     chunks: tuple[ChunkRecord, ...]
     work: float  # rows computed ÷ rows of a full prefill, over all layers
     loaded_bytes: dict[str, int]  # by tier
@@ -55,8 +56,7 @@ class FuseRecord:
     @property
     def counts(self) -> dict[str, int]:
         """Tokens by state."""
-        found = Counter(self.states)
-        return {str(state): found.get(state, 0) for state in State}
+        return {str(state): self.states.count(state) for state in State}
 
     def runs(self) -> list[tuple[State, int, int]]:
         """Neighbouring tokens of one state: (state, start, end)."""
@@ -83,15 +83,60 @@ def exact_chunk_records(lengths: Sequence[int], end: int) -> list[ChunkRecord]:
     return records
 
 
-def token_states(request: FuseRequest, recomputed: Sequence[int]) -> tuple[State, ...]:
-    """The state of every token of a prompt."""
-    states = [State.EXACT] * request.preamble_len
-    for span in request.spans:
-        states += [span.state] * span.num_tokens
-    states += [State.COMPUTED] * (len(request.prompt_ids) - request.question_start)
-    for position in recomputed:
-        states[position] = State.RECOMPUTED
-    return tuple(states)
+class TokenStates(Sequence[State]):
+    """The state of every token of a prompt, spelled out when somebody looks at one: of a long
+    prompt that takes time, and most records are only counted."""
+
+    def __init__(self, request: FuseRequest, recomputed: Sequence[int]) -> None:
+        """`recomputed` are positions of reused chunks."""
+        self._request = request
+        self._recomputed = recomputed
+
+    @cached_property
+    def _spelled(self) -> tuple[State, ...]:
+        request = self._request
+        states = [State.EXACT] * request.preamble_len
+        for span in request.spans:
+            states += [span.state] * span.num_tokens
+        states += [State.COMPUTED] * (len(request.prompt_ids) - request.question_start)
+        for position in self._recomputed:
+            states[position] = State.RECOMPUTED
+        return tuple(states)
+
+    def count(self, state: State) -> int:
+        """Tokens of one state. Spells nothing out."""
+        request = self._request
+        if state is State.RECOMPUTED:
+            return len(self._recomputed)
+        of_chunks = sum(span.num_tokens for span in request.spans if span.state is state)
+        others = {
+            State.EXACT: request.preamble_len,
+            State.REUSED: -len(self._recomputed),
+            State.COMPUTED: len(request.prompt_ids) - request.question_start,
+        }
+        return of_chunks + others[state]
+
+    def __len__(self) -> int:
+        return len(self._request.prompt_ids)
+
+    @overload
+    def __getitem__(self, at: int) -> State: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[State, ...]: ...
+    def __getitem__(self, at: int | slice) -> State | tuple[State, ...]:
+        return self._spelled[at]
+
+    def __iter__(self) -> Iterator[State]:
+        return iter(self._spelled)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._spelled == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._spelled)
+
+    def __repr__(self) -> str:
+        return repr(self._spelled)
 
 
 def chunk_records(
@@ -101,21 +146,18 @@ def chunk_records(
     missing: Mapping[ChunkKey, Miss],
     computed: Mapping[int, str],
 ) -> tuple[ChunkRecord, ...]:
-    """One record per chunk, in prompt order. `recomputed` ascends; `computed`: why, by place."""
-    return tuple(
-        ChunkRecord(
-            span.start,
-            span.num_tokens,
-            span.state,
-            bisect_left(recomputed, span.end) - bisect_left(recomputed, span.start),
-            tiers.get(span.key) if span.state is not State.COMPUTED else None,
-            _why(span, missing, computed.get(place)),
-        )
-        for place, span in enumerate(request.spans)
-    )
+    """One record per chunk, in prompt order. `recomputed` ascends, in reused chunks alone;
+    `computed`: why, by place."""
+    records, first = [], 0
+    for place, (key, start, end, state) in enumerate(request.spans):
+        last = bisect_left(recomputed, end, first)
+        is_computed = state is State.COMPUTED
+        tier = None if is_computed else tiers.get(key)
+        why = _why(key, missing, computed.get(place)) if is_computed else None
+        records.append(ChunkRecord(start, end - start, state, last - first, tier, why))
+        first = last
+    return tuple(records)
 
 
-def _why(span: Span, missing: Mapping[ChunkKey, Miss], told: str | None) -> str | None:
-    if span.state is not State.COMPUTED:
-        return None
-    return str(missing[span.key]) if span.key in missing else told or "not asked for"
+def _why(key: ChunkKey, missing: Mapping[ChunkKey, Miss], told: str | None) -> str:
+    return str(missing[key]) if key in missing else told or "not asked for"

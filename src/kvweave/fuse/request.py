@@ -6,12 +6,18 @@ Positions count tokens of the whole prompt. Pure data: no tensors, no model.
 """
 
 import math
+import struct
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from kvweave.kv.keys import ChunkKey
+
+MANY = 8  # packing all token ids takes about as long as looking up one of so many
 
 
 class State(StrEnum):
@@ -36,7 +42,7 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FuseRequest:
     """A prompt with its chunks classified. `asked` are the positions of the user's own words."""
 
@@ -46,7 +52,22 @@ class FuseRequest:
     question_start: int
     asked: range
 
-    @property
+    def ids_at(self, positions: np.ndarray) -> np.ndarray:
+        """Token ids [n] of some positions [n], int64."""
+        if MANY * len(positions) < len(self.prompt_ids):
+            return np.array([self.prompt_ids[i] for i in positions.tolist()], np.int64)
+        return self._packed.take(positions)
+
+    def pack_ids(self) -> None:
+        """Make ready to answer `ids_at` at once: to be called while the device is busy."""
+        _ = self._packed
+
+    @cached_property
+    def _packed(self) -> np.ndarray:
+        """All token ids."""
+        return np.frombuffer(struct.pack(f"={len(self.prompt_ids)}q", *self.prompt_ids), np.int64)
+
+    @cached_property
     def placed(self) -> tuple[Span, ...]:
         """Chunks whose KV comes from the store, in prompt order."""
         return tuple(span for span in self.spans if span.state is not State.COMPUTED)

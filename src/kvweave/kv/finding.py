@@ -31,6 +31,12 @@ class Finder:
                 return Peek(Residency.ARRIVING, arriving_from, None)
         return None
 
+    def unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those that `peek_books` has no answer for."""
+        with self._lock:
+            found = {key: self.find(key, {})[0] or self._loads.tier_of(key) for key in keys}
+        return [key for key, where in found.items() if where is None]
+
     def locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
         """Ask the tiers for what is not in the books. The deleted that only await their last lease
         are not looked for: their bytes are still there."""
@@ -49,9 +55,9 @@ class Finder:
         Lock is held."""
         for place in self._stock.places:
             entry = place.shelf.get(key) if place.shelf is not None else None
-            is_foreign = (place.name, key) in self._stock.foreign
-            if entry is not None and not is_foreign and not place.reads.is_open:
-                return place, entry
+            if entry is None or place.reads.is_open or (place.name, key) in self._stock.foreign:
+                continue
+            return place, entry
         return (located[key].place, None) if key in located else (None, None)
 
     def why_absent(self, key: ChunkKey) -> Miss:

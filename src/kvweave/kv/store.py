@@ -78,8 +78,7 @@ class KVStore:
         """Pin what is there. What is not is in `lease.missing`, with the reason."""
         self._release_orphans()
         unique = list(dict.fromkeys(keys))
-        unknown = [key for key in unique if self._finder.peek_books(key) is None]
-        located = self._finder.locate(unknown)
+        located = self._finder.locate(self._finder.unknown(unique))
         now_s = time.time()
         tiers: dict[ChunkKey, str] = {}
         missing: dict[ChunkKey, Miss] = {}

@@ -26,7 +26,7 @@ class UsageBook:
         record = self._record(key)
         record.size = size_bytes or record.size
         record.touch(now_s)
-        return self.seen(key)
+        return self._usage(record)
 
     def found(self, key: ChunkKey, written_s: float, size_bytes: int) -> Usage:
         """An object from an earlier life: counts as one access when it was written."""
@@ -34,7 +34,7 @@ class UsageBook:
         record.size = size_bytes
         if not record.uses:
             record.touch(written_s)
-        return self.seen(key)
+        return self._usage(record)
 
     def computed(self, key: ChunkKey, cost_s: float, num_tokens: int) -> None:
         """It was computed, which took `cost_s` seconds. Touch it first: then its size is known."""
@@ -48,12 +48,13 @@ class UsageBook:
         self._mean_cost_s += (cost_s / num_tokens - self._mean_cost_s) / self._num_costs
 
     def seen(self, key: ChunkKey) -> Usage:
-        record = self._record(key)
-        usage = record.seen()
+        return self._usage(self._record(key))
+
+    def _usage(self, record: UsageRecord) -> Usage:
         if record.misses:
-            return usage
+            return record.seen()
         cost_s = self._mean_cost_per_byte_s * record.size
-        return usage._replace(cost_s=cost_s, cost_per_unit_s=self._mean_cost_s)
+        return Usage(record.uses, record.last_access_s, record.size, cost_s, self._mean_cost_s)
 
     def _record(self, key: ChunkKey) -> UsageRecord:
         record = self._records.get(key)

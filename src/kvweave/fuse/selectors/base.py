@@ -85,7 +85,8 @@ def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
     `scores` [N] belong to `positions` [N] (ascending, on the host).
     """
     scores = scores.float()
-    order = torch.sort(scores, descending=True, stable=True).indices[:count]
+    best = torch.sort(scores, descending=True, stable=True).indices[:count]
+    order = best.sort().values  # here, where the scores are: the host has the longer way to it
     # the number of NaN rides along: asked for by itself it would make the host wait twice
     answer = torch.cat([scores.isnan().sum()[None], order]).cpu()
     if int(answer[0]):
@@ -93,7 +94,7 @@ def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
             "the scores of the stored tokens hold NaN: the model or its chunk KV is broken; "
             "run `kvweave cache verify`, or ask with reuse 'full'"
         )
-    return positions[answer[1:]].sort().values
+    return positions[answer[1:]]
 
 
 def of_hits(scene: Scene, placed_scores: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ are none. Recomputing them repairs the seams, whatever the question.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kvweave.fuse.selectors.base import Needs, Scene
+from kvweave.fuse.stitched import positions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,5 @@ def heads(scene: Scene, count: int) -> Tensor:
     by_rest = sorted(range(len(spans)), key=lambda i: (shares[i] - exact[i], i))
     for i in by_rest[: count - sum(shares)]:
         shares[i] += 1
-    return torch.tensor(
-        [span.start + j for span, share in zip(spans, shares, strict=True) for j in range(share)],
-        dtype=torch.int64,
-    )
+    pairs = zip(spans, shares, strict=True)
+    return positions_of([range(span.start, span.start + share) for span, share in pairs])

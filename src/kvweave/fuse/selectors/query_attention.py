@@ -62,6 +62,7 @@ class QueryAttention:
         scores = self.scores(scene)
         scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
         scene.stitched.lay_preamble()
+        scene.request.pack_ids()
         return top_positions(scores, scene.hits, count)
 
     def scores(self, scene: Scene) -> Tensor:
