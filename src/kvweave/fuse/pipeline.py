@@ -29,7 +29,6 @@ from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer
 
-
 AT_A_TIME = 2  # groups of layers
 
 
