@@ -214,7 +214,7 @@ class PipelinedChunks:
         size, ring = sum(strides.values()), self._ring
         whole = self._layers.whole(strides)
         lengths = [self._num_layers * stride for stride in strides.values()]
-        if whole is not None and list(map(len, whole)) == lengths:
+        if whole is not None and [data.numel() for data in whole] == lengths:
             self._whole = whole
             self._ahead.most = group_for(size, ring.ring_bytes)
         group, num_layers = self._ahead.most, self._num_layers
