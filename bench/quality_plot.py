@@ -49,8 +49,9 @@ def draw(result: dict[str, Any]) -> Figure:
     for row in panels:
         row[0].set_ylabel("KL gap recovered, %")
     panels[0][0].legend(fontsize=7, loc="lower right")
-    title = f"{Path(result['config']['model']).stem}, {result['device']}, {result['commit']}"
-    figure.suptitle(title, fontsize=10)
+    runs = result.get("runs") or [{**result["config"], "commit": result["commit"]}]
+    commits = ", ".join(run["commit"] for run in runs)
+    figure.suptitle(f"{Path(runs[0]['model']).stem}, {result['device']}, {commits}", fontsize=10)
     return figure
 
 

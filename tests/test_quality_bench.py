@@ -134,6 +134,7 @@ def test_a_strategy_asked_again_takes_the_place_of_what_it_was(quality: ModuleTy
     joined, left_out = join([old, new])
     assert [(v["number"], v[weave]["kl"]) for v in joined] == [(1, 0.1), (2, 0.1)]
     assert left_out == 2
+    assert not any(v["other_answer"] for v in joined)
 
 
 def test_runs_over_other_prompts_are_not_joined(quality: ModuleType) -> None:
@@ -141,3 +142,9 @@ def test_runs_over_other_prompts_are_not_joined(quality: ModuleType) -> None:
 
     with pytest.raises(SystemExit, match=r"2wiki 3: nll of full is 1\.00000 in one run and 1\.1"):
         join([[value(3, 1.0, 2.0)], [value(3, 1.1, 2.0)]])
+    one, other = value(3, 1.0, 2.0), value(3, 1.0, 2.0)
+    other["isolated", "reuse", 0.0]["kl"] = 0.21
+    with pytest.raises(SystemExit, match=r"kl of reuse is 0\.20000 in one run and 0\.21"):
+        join([[one], [other]])
+    joined, _ = join([[{**one, "tf32": True}], [other]])
+    assert [v["other_answer"] for v in joined] == [True]
