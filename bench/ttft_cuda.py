@@ -4,8 +4,7 @@ Random weights of a real shape, random prompts of chunks of 510 tokens. Chunk KV
 model itself, stored through the store, and prefilled from it as a request would be. Each cell is
 the median of a few runs after one to warm up; every run ends when the first token is on the host.
 
-`speedup_15_32k_host` and its like are full prefill's time over that of `weave` at 15 % and plain
-reuse's at 0 %, chunk KV raw in page-locked host memory. Every other cell stands beside them.
+What the cells come to is in bench/ttft_summary.py.
 """
 
 import argparse
@@ -32,8 +31,8 @@ from kvweave.kv.store import KVStore
 from kvweave.machine import copy_bytes_per_s
 from kvweave.model.decoder import Rows
 from shapes import SHAPES, eager_seconds
-from ttft_plan import GATES, Prompts, choices
-from ttft_world import CHUNK_TOKENS, PREAMBLE, QUESTION, Size, World, versions, wait
+from ttft_summary import summarise
+from ttft_world import Size, World, versions, wait
 
 WAYS = (
     ("reuse", 0.0), ("epic", 0.15), ("fusionrag", 0.15), ("qcfuse", 0.15), ("weave", 0.15),
@@ -261,32 +260,8 @@ class Runs:
         return ms
 
     def summary(self) -> None:
-        by = {(c["size"], c["tier"], c["codec"], c["way"]): c for c in self.cells}
-        for size in self.world.sizes:
-            for percent, way in ((15, "weave"), (0, "reuse")):
-                for tier in ("host", "device"):
-                    cell = by.get((size.name, tier, "raw", way))
-                    if cell is not None:
-                        name = f"speedup_{percent}_{size.name}_{tier}"
-                        self.result[name] = cell["speedup"]
-                        say(f"{name} = {cell['speedup']}")
-            eager = self.result.get("eager_ms", {}).get(size.name)
-            if eager:
-                over = round(self.full_ms[size.name] / eager, 3)
-                self.result[f"full_over_eager_{size.name}"] = over
-                say(f"full/eager {size.name} = {over}")
-        world = self.world
-        prompts = Prompts(
-            {size.name: size.chunks for size in world.sizes if size.name in self.full_ms},
-            CHUNK_TOKENS, PREAMBLE, QUESTION, world.spec.num_layers,
-        )  # fmt: skip
-        played = choices(prompts, self.cells, copy_bytes_per_s(world.decoder))
-        self.result["planner"] = played
-        for gate in GATES:
-            for case in played[gate]:
-                say(f"{gate}: {case}")
-        for name in ("first_over_full", "worst_over_full"):
-            say(f"planner {name} = {played.get(name)}")
+        self.result["copy_bytes_per_s"] = round(copy_bytes_per_s(self.world.decoder))
+        summarise(self.result, say)
 
 
 def stages(load_s: float, select_s: float, compute_s: float) -> dict[str, float]:
