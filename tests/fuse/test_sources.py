@@ -1,12 +1,15 @@
 """Chunk KV on its way into a prompt: laid once, turned to its place, or lost by name."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from fuseworld import CHUNKS, Packed, World, assert_same, key_of
+from kvweave.fuse.drift import Drift
 from kvweave.fuse.sources import ChunkLost, StoredChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.kv.codec import LayerKV
@@ -27,12 +30,29 @@ def packed(world: World) -> Packed:
     return Packed({key: pack_chunk(key, made) for key, made in placed.items()})
 
 
-def test_stored_chunks_are_laid_as_computed_ones(decoder: Decoder) -> None:
-    world = World(decoder, chunks=[CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[2]], missing={2})
+@pytest.mark.parametrize("missing", [(), {2}])
+def test_stored_chunks_are_laid_as_computed_ones(
+    decoder: Decoder, missing: Collection[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a gap they are moved on the way, before their keys are turned."""
+    chunks = [CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[2]]
+    world = World(decoder, chunks=chunks, missing=missing)
     stored = replace(world)
     stored.source = StoredChunks(decoder, world.request.placed, packed(world))  # type: ignore[assignment]
-    for name in ("reuse", "epic", "prophetkv", "cacheblend", "weave"):
-        assert_same(stored.fuse(name, 0.3)[1], world.fuse(name, 0.3)[1], tolerance=1e-6)
+    changed: list[int] = []
+    change = Drift.change
+
+    def watched(self: Drift, layer: int, *rest: Any) -> None:
+        changed.append(layer)
+        change(self, layer, *rest)
+
+    monkeypatch.setattr(Drift, "change", watched)
+    for name in ("reuse", "epic", "prophetkv", "cacheblend", "weave", "weave-deep"):
+        tolerance = (
+            2e-5 if name.startswith("weave") else 1e-6
+        )  # turned and moved, or moved and turned
+        assert_same(stored.fuse(name, 0.3)[1], world.fuse(name, 0.3)[1], tolerance=tolerance)
+    assert bool(changed) is not bool(missing)
 
 
 def test_stored_bytes_are_never_written(decoder: Decoder) -> None:

@@ -10,6 +10,7 @@ Hk KV heads, D head dim.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from kvweave.fuse.request import FuseRequest, Span, State
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import Owners, mean_changes
-from kvweave.kernels.shift import Run, shift, shift_runs
+from kvweave.kernels.shift import Run, shift, shift_plain, shift_runs
+from kvweave.kv.codec import LayerKV
 
 # Found by trial on SmolLM2; bench/quality.py is where to check it on another model.
 STRENGTH = 0.5
@@ -62,6 +64,8 @@ class Drift:
         self._turn = decoder.angles(self._at)
         self._owners = Owners(bounds.int(), on_device(weights, decoder.device))
         self._rows: Tensor | None = None  # of the chosen among the running ones
+        self._among_placed = partial(_among_placed, request.placed, moved)
+        self._stored: tuple[list[tuple[int, int]], Tensor] | None = None  # what that says
         to_move = _run_by_run if decoder.device.type == "cpu" else _all_at_once
         self._move = to_move(decoder, moved.spans, sizes, shifts)
 
@@ -72,13 +76,42 @@ class Drift:
         """
         if layer == 0 or self._move is None:
             return  # layer 0 depends on the tokens alone: nothing drifts
-        if self._rows is None:  # they run from the start: always the same
-            self._rows = on_device(torch.searchsorted(positions, self._chosen), self._at.device)
-        keys, values = kv.keys(layer), kv.values(layer)
+        rows, keys, values = self._running(positions), kv.keys(layer), kv.values(layer)
         by = mean_changes(
-            fresh.k, fresh.v, self._rows, self._turn, self._at, keys, values, self._owners
+            fresh.k, fresh.v, rows, self._turn, self._at, keys, values, self._owners
         )  # [2, S, Hk, D]
         self._move(keys, values, by[0], by[1])
+
+    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
+        """As `move`, for chunk KV on its way, on a CPU: stored [N, Hk, D], keys not turned yet."""
+        if layer == 0 or self._move is None:
+            return
+        if self._stored is None:
+            self._stored = self._among_placed()
+        rows, (runs, at) = self._running(positions), self._stored
+        apart = [
+            new.index_select(0, rows).float() - old.index_select(0, at).float()
+            for new, old in ((fresh.k, stored.k), (fresh.v, stored.v))
+        ]
+        for x, by in zip(stored, self._owners.sums(torch.stack(apart)), strict=True):
+            for (start, end), each in zip(runs, by, strict=True):
+                shift_plain(x[start:end], each)
+
+    def _running(self, positions: Tensor) -> Tensor:
+        """The chosen among the running rows. They run from the start: always the same."""
+        if self._rows is None:
+            self._rows = on_device(torch.searchsorted(positions, self._chosen), self._at.device)
+        return self._rows
+
+
+def _among_placed(placed: Sequence[Span], moved: _Moved) -> tuple[list[tuple[int, int]], Tensor]:
+    """Bounds of each moved chunk, and the chosen rows, among all placed tokens; on the host."""
+    ends = torch.tensor([span.num_tokens for span in placed]).cumsum(0).tolist()
+    first = {span.start: end - span.num_tokens for span, end in zip(placed, ends, strict=True)}
+    starts = [first[span.start] for span in moved.spans]
+    runs = [(at, at + span.num_tokens) for at, span in zip(starts, moved.spans, strict=True)]
+    back = torch.tensor([span.start - at for at, span in zip(starts, moved.spans, strict=True)])
+    return runs, moved.chosen - back.repeat_interleave(moved.bounds.diff())
 
 
 def _moved(request: FuseRequest, chosen: Tensor) -> _Moved:

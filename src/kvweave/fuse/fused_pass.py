@@ -13,6 +13,7 @@ Shapes: R rows to compute, T tokens of the prompt, Hk KV heads, D head dim.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kv.codec import LayerKV
 
 # "bottom_right" shows rows the future, as some published baselines do; see ALGORITHMS.md 2.3.
 Mask = Literal["exact", "bottom_right"]
@@ -47,6 +49,10 @@ class Mover(Protocol):
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
         """Change one layer of `kv` before the fresh rows are written: those at `positions` [R]."""
+        ...
+
+    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
+        """The same to a layer on its way there, keys before they are turned."""
         ...
 
 
@@ -95,7 +101,11 @@ def fused_pass(
     last = decoder.spec.num_layers - 1
     counts = []
     for layer in range(last + 1):
-        stitched.lay(layer)
+        # on a CPU what is laid is moved on the way: it is in the cache, and not turned yet
+        change = None
+        if drift is not None:
+            change = partial(drift.change, layer, running.positions, projected)
+        is_moved = stitched.lay(layer, change)
         counts.append(len(running.positions))
         keys, values = kv.keys(layer), kv.values(layer)
         keep = None
@@ -104,7 +114,7 @@ def fused_pass(
             stored = keys[running.on_device], values[running.on_device]
             look = LayerLook(layer, running.positions, projected, turned, *stored)
             keep = in_flight.narrow(look)
-        if drift is not None:
+        if drift is not None and not is_moved:
             drift.move(layer, running.positions, projected, kv)
         q, k, v = projected.q, projected.k, projected.v
         q = place(q, k, v, running.angles, running.on_device, keys, values)

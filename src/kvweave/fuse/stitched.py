@@ -5,7 +5,7 @@ the last layer before that. Bytes that were loaded for scoring are therefore nev
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -49,17 +49,28 @@ class Stitched:
         self.placed = positions_of([range(*run) for run in self._runs])  # [N]
         kv.reserve(len(request.prompt_ids))
 
-    def lay(self, layer: int) -> None:
-        """Bring a layer into the buffer unless it is there. Blocks for its bytes; ChunkLost."""
+    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+        """Bring a layer into the buffer unless it is there. Blocks for its bytes; ChunkLost.
+
+        `change` may write to what is laid before its keys are turned, as `unturned` has it. Returns
+        whether it was asked: only where that is the request's own memory, and nobody else's.
+        """
         if layer in self._laid:
-            return
+            return False
         self.lay_preamble()
         keys, values = self._kv.keys(layer), self._kv.values(layer)
+        changes = False
         if self._runs and self._lays is not None:
             self._lays.lay(layer, keys, values)
         elif self._runs:
-            self._turn_into(keys, values, self.unturned(layer, self._memory(keys, values)))
+            room = self._memory(keys, values)
+            stored = self.unturned(layer, room)
+            changes = change is not None and stored is room
+            if change is not None and changes:
+                change(stored)
+            self._turn_into(keys, values, stored)
         self._laid.add(layer)
+        return changes
 
     def lay_preamble(self) -> None:
         """The preamble of every layer, unless it is there: on a GPU two orders instead of two per
