@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,11 @@ from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.calibration import BOUND, Cell, Table
 from kvweave.fuse.contexts import Variant, digest_ids, filler_ids, variant_name
+from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.profiles import Profile, save_profile, user_path
+from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.recorded_layers import recordings_of
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import (
     DiskTierConfig,
@@ -319,6 +323,37 @@ def test_a_tier_that_takes_longer_than_its_price_is_left_after_a_few_answers(
         assert min(links[link].paid.shares) > UNCHECKED
     kept = load_profile(profile_path(world.decoder)).links[link].paid
     assert len(kept.shares) == sum(reused), "the next process knows too"
+
+
+def test_an_answer_that_recorded_something_says_nothing_of_what_loading_costs(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt of a size records its layers: with the first, which compiles, two slow
+    ones would keep a new server from loading."""
+    world.tier = DiskTierConfig(tmp_path / "disk")
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+        world.set_machine()
+        weave.plan(QUESTION)  # opens the planning
+        links, link = load_links(weave), "disk/int8"
+        links[link] = Link(1e9, seen_s=time.time())
+        # so slow that its load is seen beside the work, and taken all the same
+        links[link] = Link(weave.plan(QUESTION).chosen.load_bytes / 1.0, seen_s=time.time())
+        record = StoredPrompt._record
+        refusals = recordings_of(world.decoder).refusals
+
+        def recording(*args: Any) -> FuseRecord:
+            assert refusals.may_record(64)
+            return record(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StoredPrompt, "_record", recording)
+            assert ask(weave).explain.counts["reused"]  # type: ignore[union-attr]
+        assert links[link].paid.shares == []
+        assert ask(weave).explain.counts["reused"]  # type: ignore[union-attr]
+        assert len(links[link].paid.shares) == 1
 
 
 def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path: Path) -> None:

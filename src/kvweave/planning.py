@@ -18,6 +18,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.sampling import Sampling
+from kvweave.fuse import captured_probe, recorded_layers
 from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.profiles import Profile
 from kvweave.fuse.record import FuseRecord
@@ -65,7 +66,9 @@ class Wish:
     bound: float
     order: OrderPermission
     note: Note
-    planned: Planned | None = None  # set when its turn comes
+    # set when its turn comes
+    planned: Planned | None = None
+    num_recorded: int = 0  # recordings that were tried before it
 
 
 class Planning:
@@ -90,6 +93,8 @@ class Planning:
         self._library = library
         self._lock = threading.Lock()  # guards what answers move: prices and accesses
         self._decoder = decoder
+        of_layers = recorded_layers.recordings_of(decoder)
+        self._recordings = of_layers, captured_probe.recordings_of(decoder)
         self._facts = facts
         self._path = profile_path(decoder)
         self.machine = machine
@@ -151,7 +156,7 @@ class Planning:
         """The cheapest plan of a wish, as a request. On the engine thread, right before it runs."""
         planned = self.plan(wish.prompt, wish.bound, wish.order)
         plan = planned.plan
-        wish.planned = planned
+        wish.planned, wish.num_recorded = planned, self._num_recorded()
         strategy = self._strategy(plan)
         if strategy.reuses != "all":
             use_tree = strategy.reuses == "exact"
@@ -185,7 +190,8 @@ class Planning:
         with self._lock:
             if not timeline.shared:  # a step in company took longer than this request alone
                 self._observe(self._strategy(plan), record, actual_s)
-                if _came_as_planned(plan, record):
+                # and one that recorded something longer than the next one will
+                if _came_as_planned(plan, record) and wish.num_recorded == self._num_recorded():
                     self._planner.took(plan, actual_s)
             self._planner.finished(planned.request, plan)
 
@@ -199,6 +205,10 @@ class Planning:
                 load_s += span.load_bytes / link.bytes_per_s
         total = sum(span.num_tokens for span in plan.spans)
         return LoadCost(load_s, self.machine.recompute.at(total, plan.chosen.rows))
+
+    def _num_recorded(self) -> int:
+        """Recordings of what fused prompts play that were tried so far."""
+        return sum(recordings.refusals.num_tried for recordings in self._recordings)
 
     def _strategy(self, plan: Plan) -> Strategy:
         if plan.strategy is not None:

@@ -6,6 +6,7 @@ What CUDA does is left out: here it is only told when recording begins. See test
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import ref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from kvweave.fuse import captured_probe
 from kvweave.fuse.captured_probe import Recordings
 from kvweave.kernels import recording
+from kvweave.kv.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
@@ -28,6 +30,56 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 class Graph:
     def replay(self) -> None:
         """Nothing was recorded."""
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded runs once, and a replay answers the same again."""
+
+    @contextmanager
+    def record(graph: Graph, **_: str) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def make_front(decoder: Decoder, num_tokens: int) -> tuple[LayerKV, ...]:
+    spec = decoder.spec
+    shape = (spec.num_layers, 2, num_tokens, spec.num_kv_heads, spec.head_dim)
+    return tuple(LayerKV(k, v) for k, v in torch.randn(shape))
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+def test_the_lowest_layer_alone_is_asked_for_behind_a_preamble(decoder: Decoder) -> None:
+    """As `weave` does in a model of one layer: nothing of the preamble is ever looked at."""
+    recordings, front = Recordings(), make_front(decoder, 7)
+    found = [recordings.probe(decoder, [5, 6, 7], 7, [0], front) for _ in range(2)][-1]
+    assert found is not None
+    assert len(found[0][0]) == 3
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+def test_a_recording_shows_the_preamble_it_is_given_and_keeps_none_alive(decoder: Decoder) -> None:
+    """What the tree has of a prompt is copied for each request: it would be held for good."""
+    recordings, front = Recordings(), make_front(decoder, 7)
+    for _ in range(2):
+        recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    (recording,) = recordings._graphs.values()
+    assert recording is not None
+    assert torch.equal(recording._front[1, 0], front[1].k)
+    recording._front.zero_()
+    recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    assert not recording._front.any(), "the same is not copied again"
+    other = make_front(decoder, 7)
+    recordings.probe(decoder, [5, 6, 7], 7, [2], other)
+    assert torch.equal(recording._front[1, 1], other[1].v)
+    gone = ref(other[0].k)
+    del other
+    assert gone() is None
 
 
 def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(

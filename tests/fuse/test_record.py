@@ -1,5 +1,7 @@
 """The record of a prefill: what every token is, whether it is counted or looked at."""
 
+import copy
+import pickle
 from collections import Counter
 from collections.abc import Sequence
 
@@ -38,6 +40,7 @@ def test_every_token_is_what_was_done_with_it(
     assert (len(states), states[4], states[-3:]) == (len(want), want[4], want[-3:])
     assert repr(states) == repr(want)
     assert hash(states) == hash(want)
+    assert pickle.loads(pickle.dumps(states)) == copy.deepcopy(states) == list(want)
 
 
 @pytest.mark.parametrize(("present", "recomputed", "want"), WANT)
@@ -48,6 +51,8 @@ def test_counting_tokens_by_state_spells_none_of_them_out(
     counts = {state: states.count(state) for state in State}
     assert "_spelled" not in vars(states)
     assert counts == {state: Counter(want)[state] for state in State}
+    for other in ("exact", "reused", "recomputed", "computed", "lost", 7):
+        assert states.count(other) == want.count(other), "as a tuple counts"
 
 
 def test_a_chunk_has_the_recomputed_tokens_that_stand_in_it() -> None:

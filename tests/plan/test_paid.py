@@ -62,6 +62,15 @@ def test_slow_loads_are_forgotten_one_by_one_the_highest_first() -> None:
     assert paid.shares == pytest.approx([2.0, 4.0]), "what was forgotten stays forgotten"
 
 
+def test_shares_of_a_clock_that_was_set_back_lock_no_tier_out() -> None:
+    later_s = 1000 * FORGET_S
+    paid = told(*[4.0] * WINDOW, at_s=later_s)
+    assert paid.share(UNCHECKED, later_s - 1) == pytest.approx(4.0), "a second is no setting back"
+    assert paid.share(UNCHECKED, 0.0) == UNCHECKED
+    paid.observe(LOAD, 0.5 + 0.2, 0.0)
+    assert paid.shares == pytest.approx([0.2])
+
+
 def costs(share: float | None = None, **more: float) -> CostModel:
     """A millisecond per token; a megabyte is a second from disk and a tenth from host."""
     grid = Grid((0,), (1, 1000), [[0.001, 1.0]])

@@ -1,6 +1,7 @@
 """Grids are exact where measured, sane elsewhere, and follow what happens."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,15 @@ def test_a_profile_from_before_shares_were_learnt_is_read(tmp_path: Path) -> Non
     del saved["links"]["disk"]["paid"]
     path.write_text(json.dumps(saved))
     assert load_profile(path).links["disk"] == Link(5e8)
-    saved["links"]["disk"]["paid"] = {"shares": [-1.0], "at_s": 0.0}
-    path.write_text(json.dumps(saved))
+
+
+@pytest.mark.parametrize("paid", [([-1.0], 0.0), ([math.nan], 0.0), ([1.0], math.nan)])
+def test_a_share_or_a_time_that_is_no_number_is_named(
+    tmp_path: Path, paid: tuple[list[float], float]
+) -> None:
+    path = tmp_path / "profile.json"
+    links = {"disk": Link(5e8, paid=Paid(*paid))}
+    MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links).save(path)
     with pytest.raises(ConfigError, match="share of loading"):
         load_profile(path)
 

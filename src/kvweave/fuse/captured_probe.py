@@ -8,9 +8,9 @@ Shapes: U question rows, P preamble tokens, Hq query heads, Hk KV heads, D head 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +82,8 @@ class _Recording:
         spec, layers = decoder.spec, kind.layers
         shape = (max(layers), 2, kind.in_front, spec.num_kv_heads, spec.head_dim)
         self._front = torch.zeros(shape, dtype=decoder.dtype, device=device)
-        self._shown: Sequence[LayerKV] = ()  # what lies there
+        # whose KV lies there: its first keys, which are not kept alive for it
+        self._shown: Callable[[], Tensor | None] = _nobody
         self._graph = torch.cuda.CUDAGraph()
         with decoder.capturing():
             # what is made on first use is made here
@@ -97,11 +98,12 @@ class _Recording:
             self._found = _question(decoder, inputs, layers, self._front)
 
     def play(self, ids: Sequence[int], first: int, front: Sequence[LayerKV]) -> Found:
-        if front and front is not self._shown:  # the same preamble, question after question
-            below = front[: len(self._front)]
+        below = front[: len(self._front)]  # nothing, if the lowest layer is the only one asked for
+        if below and below[0].k is not self._shown():  # the same preamble, question after question
+            self._shown = _nobody
             torch._foreach_copy_(list(self._front[:, 0]), [kv.k for kv in below])
             torch._foreach_copy_(list(self._front[:, 1]), [kv.v for kv in below])
-            self._shown = front
+            self._shown = ref(below[0].k)
         num_rows = self._inputs.shape[1]
         host = torch.zeros(2, num_rows, dtype=torch.int64)
         host[0, : len(ids)] = torch.tensor(ids)
@@ -109,6 +111,10 @@ class _Recording:
         self._inputs.copy_(on_device(host, self._device))
         self._graph.replay()
         return {at: (q[: len(ids)], k[: len(ids)]) for at, (q, k) in self._found.items()}
+
+
+def _nobody() -> None:
+    return None
 
 
 def _question(decoder: Decoder, inputs: Tensor, layers: tuple[int, ...], front: Tensor) -> Found:

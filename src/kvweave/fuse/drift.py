@@ -56,7 +56,7 @@ class Drift:
         if not moved.spans:
             return
         self._chosen = moved.chosen
-        # few tables: each would stand in line behind the layers that are being copied
+        # in one table: sending each takes the host a while
         parts = [moved.chosen, moved.bounds, *_sizes_and_shifts(moved.spans)]
         there = on_device(torch.cat(parts), decoder.device)
         self._at, bounds, sizes, shifts = there.split_with_sizes([len(part) for part in parts])

@@ -103,18 +103,17 @@ class TokenStates(Sequence[State]):
             states[position] = State.RECOMPUTED
         return tuple(states)
 
-    def count(self, state: State) -> int:
+    def count(self, state: object) -> int:
         """Tokens of one state. Spells nothing out."""
         request = self._request
-        if state is State.RECOMPUTED:
-            return len(self._recomputed)
-        of_chunks = sum(span.num_tokens for span in request.spans if span.state is state)
+        of_chunks = sum(span.num_tokens for span in request.spans if span.state == state)
         others = {
             State.EXACT: request.preamble_len,
             State.REUSED: -len(self._recomputed),
+            State.RECOMPUTED: len(self._recomputed),
             State.COMPUTED: len(request.prompt_ids) - request.question_start,
         }
-        return of_chunks + others[state]
+        return of_chunks + sum(number for each, number in others.items() if each == state)
 
     def __len__(self) -> int:
         return len(self._request.prompt_ids)

@@ -24,7 +24,8 @@ class Refusals:
         self._what = what
         self._cost = cost
         self._pauses: dict[int, int] = {}  # rows of a size to wishes that are still turned down
-        self.num_failed = 0  # recordings that failed for good: one ends them all
+        self.num_tried = 0  # recordings that were begun: each made somebody wait
+        self.num_failed = 0  # of these, for good: one ends them all
         self.num_without_memory = 0
 
     def may_record(self, num_rows: int) -> bool:
@@ -34,7 +35,9 @@ class Refusals:
         left = self._pauses.get(num_rows, 0)
         if left:
             self._pauses[num_rows] = left - 1
-        return not left
+            return False
+        self.num_tried += 1
+        return True
 
     def failed(self, num_rows: int, error: Exception) -> None:
         """Recording this size failed. Said in one line: once for a size, once for the kind."""

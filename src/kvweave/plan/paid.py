@@ -12,7 +12,8 @@ first request that compiles kernels, changes nothing; two slow loads count at on
 are believed.
 
 A share that makes every plan compute gets no new observations. So it is forgotten: every `FORGET_S`
-without one the highest is dropped, until loading is tried again.
+without one the highest is dropped, until loading is tried again. Of a clock that was set back
+nobody can say how long ago anything was: its shares are forgotten at once.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +60,8 @@ class Paid:
 
     def _known(self, now_s: float) -> list[float]:
         """What is not forgotten, oldest first."""
-        known = list(self.shares)
-        for _ in range(min(len(known), int((now_s - self.at_s) // FORGET_S))):
+        known, age_s = list(self.shares), now_s - self.at_s
+        num_forgotten = len(known) if age_s < -FORGET_S else int(age_s // FORGET_S)
+        for _ in range(min(len(known), num_forgotten)):
             known.remove(max(known))
         return known

@@ -162,10 +162,10 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
 def _link_from(saved: Mapping[str, Any]) -> Link:
     known = {k: v for k, v in saved.items() if k not in ("pending_bytes", "paid")}  # of version 1
     paid = saved.get("paid", {})  # of a profile that was saved before there was any
-    shares = [float(share) for share in paid.get("shares", ())]
-    if not all(math.isfinite(share) and share >= 0 for share in shares):
-        raise ValueError("a share of loading is negative or no number")
-    return Link(**known, paid=Paid(shares, float(paid.get("at_s", 0.0))))
+    shares, at_s = [float(s) for s in paid.get("shares", ())], float(paid.get("at_s", 0.0))
+    if not all(math.isfinite(number) and number >= 0 for number in (*shares, at_s)):
+        raise ValueError("a share of loading, or its time, is negative or no number")
+    return Link(**known, paid=Paid(shares, at_s))
 
 
 def measure_grid(

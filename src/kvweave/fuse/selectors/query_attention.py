@@ -131,8 +131,8 @@ class QueryAttention:
 
 
 def _cost(scene: Scene, late: float, device: torch.device) -> Tensor:
-    """[H]: what each hit costs to recompute, one at position 0 being 1. Made on the device: a table
-    from the host would wait for the layers that are being copied."""
+    """[H]: what each hit costs to recompute, one at position 0 being 1. Made where it is needed: a
+    table of all hits is longer than the few numbers it is made from."""
     runs = scene.request.runs(State.REUSED)
     where = [torch.arange(run.start, run.stop, device=device) for run in runs]
     return 1 + late / len(scene.request.prompt_ids) * torch.cat(where)

@@ -65,7 +65,7 @@ def can_fetch(num_bytes: int) -> bool:
 
 
 def fetch(x: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on `device`, in the order of the current stream. Waits for nothing."""
+    """A host tensor on `device`, in the order of the current stream. Waits as `_Staging.room`."""
     x = x.contiguous()
     stream = torch.cuda.current_stream(device)
     key = (stream.device_index, int(stream.cuda_stream))
