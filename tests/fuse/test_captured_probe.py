@@ -147,3 +147,15 @@ def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
     assert [plays(3) for _ in range(3)] == [False, False, True]
     assert tried == [16, 32, 16]
     assert recordings.refusals.num_without_memory == 1
+
+
+def test_a_front_with_chunks_in_it_takes_no_recordings_place(decoder: Decoder) -> None:
+    spec = decoder.spec
+    shape = (captured_probe.MOST_FRONT + 1, spec.num_kv_heads, spec.head_dim)
+    long = [LayerKV(torch.zeros(shape), torch.zeros(shape))] * spec.num_layers
+    short = [LayerKV(kv.k[1:], kv.v[1:]) for kv in long]
+    recordings = Recordings()
+    assert recordings.probe(decoder, [5], 0, [1], long) is None
+    assert not recordings._graphs
+    assert recordings.probe(decoder, [5], 0, [1], short) is None
+    assert len(recordings._graphs) == 1

@@ -23,7 +23,10 @@ from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 
 STEP = 16  # rows
-MOST_ROWS = 512  # of the question or before it; beyond, computing takes longer than ordering
+MOST_ROWS = 512  # beyond, computing takes longer than ordering
+# Tokens in front: a system prompt's. Longer fronts have chunks in them, in as many lengths as there
+# are prompts, and would push each other out.
+MOST_FRONT = 192
 KEPT = 8  # recordings per decoder
 
 Found = dict[int, tuple[Tensor, Tensor]]  # layer to q [U, Hq, D], k [U, Hk, D], both turned
@@ -48,7 +51,7 @@ class Recordings:
         and each other. None: not recorded yet; results are valid until the next call."""
         num_rows = -(-len(ids) // STEP) * STEP
         in_front = len(front[0].k) if front else 0
-        if max(num_rows, in_front) > MOST_ROWS:
+        if num_rows > MOST_ROWS or in_front > MOST_FRONT:
             return None
         key = _Kind(num_rows, in_front, tuple(sorted(layers)))
         if key not in self._graphs:  # the first of its kind warms everything up
