@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
+import torch
+
 from kvweave.engine.config import EngineConfig, for_device, make_pool
 from kvweave.engine.desk import Desk
 from kvweave.engine.live import Live
@@ -228,6 +230,8 @@ class Engine:
 
     def _work(self) -> None:
         """The thread: steps while there is work, then waits for some, then ends."""
+        if self._decoder.device.index is not None and self._decoder.device.type == "cuda":
+            torch.cuda.set_device(self._decoder.device)  # kernels go to the thread's own device
         while True:
             busy = self._guarded_step()
             with self._changed:
