@@ -23,7 +23,7 @@ from functools import partial
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.finding import Finder
-from kvweave.kv.forget import Provenance, find_keys
+from kvweave.kv.forget import Provenance
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
@@ -155,8 +155,14 @@ class KVStore:
 
     def keys_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
         """What the host tier has of some provenance. Looks at every object there."""
-        host = self._stock.host
-        return [] if host is None else find_keys(host.tier, is_wanted)
+        return [key for key, of in self._stock.provenances() if is_wanted(of)]
+
+    def delete_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> int:
+        """Remove chunks of some provenance that the host tier has, everywhere. Nobody knows yet
+        whose text loads under way bring: they serve their leases, and nothing of them is kept."""
+        with self._lock:
+            self._loads.disown_all()
+        return self.delete(self.keys_at_hand(is_wanted))
 
     def _delete_at_hand(self, key: ChunkKey) -> bool:
         """Remove a chunk from the host tier, and see to it that no load under way brings it back.
