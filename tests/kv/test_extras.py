@@ -304,6 +304,21 @@ def test_a_load_under_way_brings_back_nothing_that_is_deleted_by_whose_text_it_i
         wait_until(lambda: store.num_pinned() == 0)
 
 
+def test_extras_that_come_while_the_store_is_closed_are_no_bug(tmp_path: Path) -> None:
+    world = on_disk(tmp_path, 64)
+    store = world.store
+    world.load()
+    world.below.go_on.clear()
+    with store.acquire([KEY]) as lease:
+        store.load(lease, extras=list(EXTRAS))
+        with ThreadPoolExecutor(1) as other:
+            closing = other.submit(store.close)
+            wait_until(lambda: not list(store._stock.places[0].tier.scan()))  # the host tier is
+            world.below.go_on.set()
+            closing.result(timeout=10)
+    assert not store.metrics.value("kv_tier_errors_total", verb="bug")
+
+
 def test_saving_a_chunk_completes_the_copy_that_lacks_extras(tmp_path: Path) -> None:
     world = on_disk(tmp_path, 64)
     with world.store as store:

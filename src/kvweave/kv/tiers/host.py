@@ -135,9 +135,11 @@ class HostTier:
             self._kept[key] = _Kept(memory, size_bytes, is_whole)
 
     def complete(self, key: ChunkKey) -> None:
-        """What an object lacked was filled in."""
+        """What an object lacked was filled in. Harmless behind `close`, which waits for no load."""
         with self._lock:
-            self._kept[key] = self._kept[key]._replace(is_whole=True)
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept[key] = kept._replace(is_whole=True)
 
     def is_whole(self, key: ChunkKey) -> bool:
         """Whether it is here with all its extras."""
