@@ -148,6 +148,22 @@ def test_a_chunk_that_another_process_brought_back_stays(over: Over, tmp_path: P
         assert in_host(weave, chunk)
 
 
+def test_a_document_that_comes_back_after_a_removal_elsewhere_gets_its_kv_again(
+    over: Over, tmp_path: Path
+) -> None:
+    objects = tmp_path / "kb/kv/objects"
+    with over() as weave:
+        fill(weave)
+    with over() as weave:  # its books have it on disk
+        with KnowledgeBase.open(tmp_path / "kb") as kb:
+            remove_with_kv(kb, [kb.documents()[0].id])
+        assert not list(objects.rglob("*.kv"))
+        weave.ingest(DRAIN, chunk_kv=True)
+        assert weave.library.store.flush()
+        assert list(objects.rglob("*.kv"))
+        weave.library.store.check_integrity()
+
+
 def test_a_plan_hears_of_it_too(over: Over, tmp_path: Path) -> None:
     with over() as weave:
         chunk = fill(weave)

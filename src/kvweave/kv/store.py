@@ -74,6 +74,15 @@ class KVStore:
         absent = Peek(Residency.ABSENT, None, None)
         return [answers[key] or absent for key in keys]
 
+    def confirm(self, keys: Collection[ChunkKey]) -> None:
+        """See to it that `peek` is right about these: another process may have deleted them from a
+        tier that both use. Blocks on IO, a look at each; for those who would compute what is not
+        there. Reading needs none of this: what is gone is a miss."""
+        for place in self._stock.below:
+            if place.shelf is not None and not place.reads.is_open:
+                for key in keys:
+                    self._stock.confirm(place, key)
+
     def acquire(self, keys: Sequence[ChunkKey]) -> Lease:
         """Pin what is there. What is not is in `lease.missing`, with the reason."""
         self._release_orphans()
