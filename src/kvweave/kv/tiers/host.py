@@ -60,7 +60,7 @@ class HostTier:
         self.pinned = torch.cuda.is_available() if cfg.pinned is None else cfg.pinned
         self._lock = threading.Lock()
         self._arena = Arena(cfg.capacity_bytes, ALIGN)
-        self._memory: Memory | None = new_memory(self._arena.capacity_bytes, pinned=self.pinned)
+        self._memory: Memory | None = _take(self._arena.capacity_bytes, pinned=self.pinned)
         self._kept: dict[ChunkKey, _Kept] = {}
 
     def size(self, key: ChunkKey) -> int | None:
@@ -169,3 +169,13 @@ class HostTier:
     def _give_back(self, memory: Memory) -> None:
         assert memory.start is not None, "not from this arena"
         self._arena.give_back(memory.start)
+
+
+def _take(size_bytes: int, *, pinned: bool) -> Memory:
+    try:
+        return new_memory(size_bytes, pinned=pinned)
+    except OSError as error:  # more than the system will ever promise
+        raise TierError(
+            f"cannot take {size_bytes / (1 << 30):,.1f} GiB of host memory: {error.strerror}; "
+            "give the host tier less"
+        ) from error
