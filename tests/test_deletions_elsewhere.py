@@ -105,6 +105,22 @@ def test_a_removal_by_another_process_reaches_tree_store_and_conversations(
         assert in_tree(weave, chunk)
 
 
+def test_a_removal_by_another_process_reaches_copies_that_came_from_the_disk(
+    over: Over, tmp_path: Path
+) -> None:
+    with over() as weave:
+        chunk = fill(weave)
+    with over() as weave:  # nothing in host memory: the next request loads it, without extras
+        store = weave.library.store
+        weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
+        assert store.metrics.value("kv_promotions_total") == 1
+        with KnowledgeBase.open(tmp_path / "kb") as kb:
+            remove_with_kv(kb, [kb.documents()[0].id])
+        weave.ask("Well?", documents=["A quota limits pods."], reuse="full", sampling=GREEDY)
+        assert not in_host(weave, chunk)
+        assert store.used_bytes()["host"] == 0
+
+
 def test_a_removal_while_the_knowledge_base_was_closed_is_heard_of_at_the_next_request(
     over: Over, tmp_path: Path
 ) -> None:
@@ -130,6 +146,22 @@ def test_a_chunk_that_another_process_brought_back_stays(over: Over, tmp_path: P
         assert history_has(weave, chunk)
         assert in_tree(weave, chunk)
         assert in_host(weave, chunk)
+
+
+def test_a_document_that_comes_back_after_a_removal_elsewhere_gets_its_kv_again(
+    over: Over, tmp_path: Path
+) -> None:
+    objects = tmp_path / "kb/kv/objects"
+    with over() as weave:
+        fill(weave)
+    with over() as weave:  # its books have it on disk
+        with KnowledgeBase.open(tmp_path / "kb") as kb:
+            remove_with_kv(kb, [kb.documents()[0].id])
+        assert not list(objects.rglob("*.kv"))
+        weave.ingest(DRAIN, chunk_kv=True)
+        assert weave.library.store.flush()
+        assert list(objects.rglob("*.kv"))
+        weave.library.store.check_integrity()
 
 
 def test_a_plan_hears_of_it_too(over: Over, tmp_path: Path) -> None:

@@ -158,8 +158,7 @@ class Library:
 
     def drop_copies(self, chunk_ids: Collection[ChunkId]) -> None:
         """Another process removed these chunks, and their files: so much for copies in memory."""
-        keys = self.store.keys_at_hand(carries(chunk_ids))
-        self.store.delete(keys)  # everywhere: one may have been written behind its back
+        self.store.delete_at_hand(carries(chunk_ids))  # and a file written behind its back
 
     def _upkeep(
         self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False

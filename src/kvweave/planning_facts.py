@@ -15,6 +15,7 @@ from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.codec import open_codec
+from kvweave.kv.forget import CHUNK
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Shape, plan_header
 from kvweave.kv.residency import Peek, Residency
@@ -94,11 +95,12 @@ def _extra_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
 
 
 def plain_bytes(encoder: ChunkEncoder, num_tokens: int) -> int:
-    """What a load of one chunk reads that wants nothing beside the layers."""
+    """What a load of one chunk reads that wants nothing beside the layers but the chunk's id."""
     spec, context = encoder.decoder.spec, encoder.context
     shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, context.dtype)
     layer_bytes = open_codec(context.codec).num_bytes(shape)
-    header = plan_header(bytes(32), shape, context.codec, "", spec.num_layers, layer_bytes, {})
+    beside = {CHUNK: 1}  # a page
+    header = plan_header(bytes(32), shape, context.codec, "", spec.num_layers, layer_bytes, beside)
     return header.total_bytes
 
 

@@ -12,6 +12,7 @@ from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.layout import ALIGN
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
@@ -63,13 +64,14 @@ class World:
         return open_strategy(name, ModelFacts(self.decoder.spec.num_layers, (1, 2)))
 
     def plain_bytes(self, root: Path) -> int:
-        """Headers and layers of all chunks as they lie on disk."""
+        """Headers, ids and layers of all chunks as they lie on disk."""
         found = 0
         for chunk in self.named:
             assert chunk.key is not None
             (path,) = root.rglob(f"{chunk.key.hex()}.kv")
             header = PackedChunk.from_bytes(chunk.key, memoryview(path.read_bytes())).header
-            found += header.header_bytes + header.total_bytes - header.layers[0].offset
+            assert header.extras["chunk"].size_bytes <= ALIGN
+            found += header.header_bytes + ALIGN + header.total_bytes - header.layers[0].offset
         return found
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
+from kvweave.kv.forget import carries
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import ALIGN
 from kvweave.kv.places import Place, make_place
@@ -26,7 +27,9 @@ EXTRAS = {"chunk": b"id", "anchors": b"a" * 9000, "inter": b"i" * 100, "rest": b
 CHUNK = make_chunk(0, extras=EXTRAS)
 HEADER = CHUNK.header
 KEY = make_key(0)
-PLAIN_BYTES = HEADER.header_bytes + LAYERS * ALIGN  # of this little object: a page per layer
+# of this little object: a page per layer, and one that says whose text it is
+PLAIN_BYTES = HEADER.header_bytes + ALIGN + LAYERS * ALIGN
+UNREAD = set(EXTRAS) - {"chunk"}  # by a load that asks for nothing
 
 
 class Counter:
@@ -111,13 +114,13 @@ def on_disk(root: Path, host_chunks: int | None = None) -> World:
 
 
 @pytest.mark.parametrize("host_chunks", [None, 0, 16])
-def test_a_load_that_wants_no_extras_reads_header_and_layers_alone(
+def test_a_load_that_wants_no_extras_reads_header_id_and_layers_alone(
     tmp_path: Path, host_chunks: int | None
 ) -> None:
     world = on_disk(tmp_path, host_chunks)
     with world.store as store:
         world.load()
-        assert world.below.num_bytes == PLAIN_BYTES == HEADER.bytes_with(())
+        assert world.below.num_bytes == PLAIN_BYTES == HEADER.bytes_with({"chunk"})
         assert store.metrics.value("kv_bytes_loaded_total", tier="disk") == PLAIN_BYTES
         store.check_integrity()
 
@@ -150,10 +153,10 @@ def test_extras_that_the_host_copy_lacks_are_brought_alone_and_stay(tmp_path: Pa
     world = on_disk(tmp_path, 64)
     with world.store as store:
         world.load()
-        assert world.entry_lacks() == set(EXTRAS)
+        assert world.entry_lacks() == UNREAD
         assert world.load("anchors") == {"anchors": EXTRAS["anchors"]}
         assert world.below.num_bytes == 3 * ALIGN  # 9,000 bytes in pages
-        assert world.entry_lacks() == set(EXTRAS) - {"anchors"}
+        assert world.entry_lacks() == UNREAD - {"anchors"}
         assert world.load("anchors") == {"anchors": EXTRAS["anchors"]}
         assert not world.below.reads
         assert world.load(*EXTRAS) == EXTRAS
@@ -176,7 +179,7 @@ def test_a_load_that_joins_an_arrival_gets_its_extras_too(tmp_path: Path) -> Non
             assert all(KEY in joined.wait_layer(layer) for layer in range(LAYERS))
             assert all(KEY in first.wait_layer(layer) for layer in range(LAYERS))
         assert store.metrics.value("kv_loads_total") == 1
-        assert world.entry_lacks() == set(EXTRAS) - {"anchors"}
+        assert world.entry_lacks() == UNREAD - {"anchors"}
         assert world.load("anchors") == {"anchors": EXTRAS["anchors"]}
         assert not world.below.reads
         store.check_integrity()
@@ -265,6 +268,57 @@ def test_a_host_copy_whose_extras_are_gone_below_makes_way_for_a_whole_one(tmp_p
         store.check_integrity()
 
 
+def test_a_copy_that_lacks_extras_says_whose_text_it_is_when_its_file_is_gone(
+    tmp_path: Path,
+) -> None:
+    world = on_disk(tmp_path, 64)
+    with world.store as store:
+        world.load()
+        assert world.entry_lacks() == UNREAD
+        (path,) = (tmp_path / "objects").rglob("*.kv")
+        path.unlink()
+        assert store.keys_at_hand(carries(["another"])) == []
+        assert store.keys_at_hand(carries(["id"])) == [KEY]
+        assert store.delete([KEY]) == 1
+        assert store.used_bytes()["host"] == 0
+        store.check_integrity()
+
+
+def test_a_load_under_way_brings_back_nothing_that_is_deleted_by_whose_text_it_is(
+    tmp_path: Path,
+) -> None:
+    world = on_disk(tmp_path, 64)
+    with world.store as store:
+        world.below.go_on.clear()
+        with store.acquire([KEY]) as lease:
+            transfer = store.load(lease)
+            (path,) = (tmp_path / "objects").rglob("*.kv")
+            wait_until(lambda: store._loads._arrivals[KEY]._reader is not None)
+            path.unlink()  # by whoever removed the document
+            assert store.delete_at_hand(carries(["id"])) == 0, "nothing is in host memory yet"
+            world.below.go_on.set()
+            for layer in range(LAYERS):
+                assert is_layer_of(0, layer, transfer.wait_layer(layer)[KEY])
+        wait_until(lambda: store.used_bytes()["host"] == 0)
+        assert not store.metrics.value("kv_promotions_total")
+        wait_until(lambda: store.num_pinned() == 0)
+
+
+def test_extras_that_come_while_the_store_is_closed_are_no_bug(tmp_path: Path) -> None:
+    world = on_disk(tmp_path, 64)
+    store = world.store
+    world.load()
+    world.below.go_on.clear()
+    with store.acquire([KEY]) as lease:
+        store.load(lease, extras=list(EXTRAS))
+        with ThreadPoolExecutor(1) as other:
+            closing = other.submit(store.close)
+            wait_until(lambda: not list(store._stock.places[0].tier.scan()))  # the host tier is
+            world.below.go_on.set()
+            closing.result(timeout=10)
+    assert not store.metrics.value("kv_tier_errors_total", verb="bug")
+
+
 def test_saving_a_chunk_completes_the_copy_that_lacks_extras(tmp_path: Path) -> None:
     world = on_disk(tmp_path, 64)
     with world.store as store:
@@ -296,7 +350,7 @@ def test_half_an_object_is_never_written_down(tmp_path: Path) -> None:
     world = on_disk(tmp_path, 10)  # room for one chunk with such extras
     with world.store as store:
         world.load()
-        assert world.entry_lacks() == set(EXTRAS)
+        assert world.entry_lacks() == UNREAD
         store._stock.delete_from(store._stock.below[0], KEY)  # the disk evicted it
         store.save(make_chunk(1, extras=EXTRAS), wait_s=5).wait(5)
         assert store.flush()

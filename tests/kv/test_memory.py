@@ -10,8 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvweave.errors import TierError
 from kvweave.kv import memory as memory_module
+from kvweave.kv.config import HostTierConfig
 from kvweave.kv.memory import BufferPool, new_memory
+from kvweave.kv.tiers import open_tier
 
 
 class Runtime:
@@ -135,3 +138,10 @@ def test_a_runtime_that_raises_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) 
     del memory
     monkeypatch.setattr(runtime, "cudaHostRegister", None)
     assert len(new_memory(1 << 20, pinned=True).view) == 1 << 20
+
+
+def test_a_host_tier_larger_than_any_memory_is_refused_in_one_line() -> None:
+    with pytest.raises(
+        TierError, match=r"^cannot take 1,000,000,000\.0 GiB of host memory: .*less$"
+    ):
+        open_tier(HostTierConfig(10**9 << 30, pinned=False))

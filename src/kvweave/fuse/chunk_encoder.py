@@ -249,6 +249,7 @@ class ChunkEncoder:
     ) -> list[Chunk]:
         """Chunks without KV, each once, longest first so that a pass holds chunks of a length."""
         by_key = {key_of(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
+        self.store.confirm(by_key)  # removed elsewhere, and ingested again
         peeks = self.store.peek(list(by_key))
         absent = [
             chunk

@@ -4,8 +4,9 @@ Readers are the IO threads of the tier it comes from (`reads.py`); each run of l
 checked and only then shown to those who wait (`awaited.py`). Whatever goes wrong ends the arrival
 with a reason; layers shown before stay valid, later ones never come.
 
-Of the extras only those are read that some load has asked for: in front of the layers, or behind
-them for a load that joins later. The place of the others in memory is empty.
+Of the extras only those are read that some load has asked for, in front of the layers, or behind
+them for a load that joins later, and those that say whose text it is. The place of the others in
+memory is empty.
 """
 
 import threading
@@ -15,9 +16,10 @@ from functools import partial
 from typing import NamedTuple
 
 from kvweave.kv.awaited import Landing
+from kvweave.kv.forget import PROVENANCE
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import HEAD_BYTES, PRELUDE_BYTES, Header, Section, check_section
+from kvweave.kv.layout import FRONT_BYTES, HEAD_BYTES, Header, Section, check_section
 from kvweave.kv.memory import new_memory
 from kvweave.kv.objects import read_head
 from kvweave.kv.reads import Reads
@@ -58,7 +60,7 @@ class Arrival(Reads):
         self._hooks = hooks
         self._reader: Reader | None = None
         self.front: frozenset[str] = frozenset()  # extras that came before the layers
-        self._wanted: frozenset[str] = frozenset()  # extras that somebody asked for
+        self._wanted = PROVENANCE  # extras that somebody asked for, and these
         self._taken: frozenset[str] = frozenset()  # extras read, or being read
         self._order = ReadingOrder()
         self._reading = 0  # jobs that will each take a span, submitted and not finished
@@ -122,7 +124,7 @@ class Arrival(Reads):
             return
         self._reader = reader
         # small extras come along with the header, where any are wanted
-        scratch = _thread_scratch()[: HEAD_BYTES if self._wanted else PRELUDE_BYTES]
+        scratch = _thread_scratch()[: HEAD_BYTES if self._wanted - PROVENANCE else FRONT_BYTES]
         header, raw = read_head(reader, self.key, scratch)
         landing = self.landing = self._hooks.land(self, header)
         with self._changed:

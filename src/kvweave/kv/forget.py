@@ -3,7 +3,8 @@
 A key names bytes, not text: it cannot be guessed from a chunk without knowing the model, preamble
 and tenant it was computed for. So each object carries the id of its chunk as a named extra, and the
 ids of the chunks it was computed behind if there were any. Forgetting looks at the objects
-themselves, whichever model wrote them.
+themselves, whichever model wrote them. Every load reads these two extras, asked for or not, so that
+a copy in host memory can tell as well when its file is gone.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,12 +13,13 @@ from typing import NamedTuple
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header, check_section
-from kvweave.kv.memory import new_memory
-from kvweave.kv.objects import read_header
+from kvweave.kv.memory import Memory, new_memory
+from kvweave.kv.objects import extra_of, read_header
 from kvweave.kv.tiers.base import Reader, Tier
 
 CHUNK = "chunk"  # the extra that holds a chunk's id
 BEHIND = "behind"  # the extra that holds the ids of the chunks it has seen, nearest first
+PROVENANCE = frozenset((CHUNK, BEHIND))
 
 
 class Provenance(NamedTuple):
@@ -62,6 +64,12 @@ def find_keys(tier: Tier, is_wanted: Callable[[Provenance], bool]) -> list[Chunk
     return found
 
 
+def provenance_in(header: Header, memory: Memory) -> Provenance | None:
+    """Of an object in memory that has these extras. None: it does not say."""
+    found = [extra_of(header, memory, name) for name in (CHUNK, BEHIND)]
+    return _said(*(None if data is None else _decoded(data) for data in found))
+
+
 def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
     """None: it is gone, cannot be read here or does not say. Raises TierCorrupt."""
     reader = tier.open(key)
@@ -77,7 +85,15 @@ def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
         return None
     finally:
         reader.close()
+    return _said(chunk, behind)
+
+
+def _said(chunk: str | None, behind: str | None) -> Provenance | None:
     return None if chunk is None else Provenance(chunk, tuple((behind or "").split()))
+
+
+def _decoded(data: memoryview) -> str:
+    return bytes(data).decode(errors="replace")
 
 
 def _extra(reader: Reader, header: Header, name: str) -> str | None:
@@ -88,4 +104,4 @@ def _extra(reader: Reader, header: Header, name: str) -> str | None:
     span = new_memory(padded, pinned=False).view[:padded]
     reader.read(section.offset, span)
     check_section(header, name, section, span)
-    return bytes(span[: section.size_bytes]).decode(errors="replace")
+    return _decoded(span[: section.size_bytes])

@@ -1,11 +1,13 @@
 """Objects in host memory: whole, or without the extras that no load has asked for yet.
 
-A load that wants no extras does not read them. The copy it leaves in host memory has its layers and
-a place for each extra; the entry says which of them are empty (`lacks`) and which tier has them
-(`origin`). Nobody reads an empty place: a load that wants what is missing has it brought first
-(`completion.py`), and a copy that lacks something is never written down.
+A load that wants no extras reads none but those that say whose text it is (`forget.py`). The copy
+it leaves in host memory has its layers and a place for each extra; the entry says which of them are
+empty (`lacks`) and which tier has them (`origin`). Nobody reads an empty place: a load that wants
+what is missing has it brought first (`completion.py`), and a copy that lacks something is never
+written down.
 """
 
+from kvweave.kv.forget import PROVENANCE, Provenance, provenance_in
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
@@ -16,6 +18,15 @@ from kvweave.kv.shelf import Entry
 
 class InHost(Removal):
     """Thread-safe, see `Books`. For stores that have a host tier."""
+
+    def provenances(self) -> list[tuple[ChunkKey, Provenance]]:
+        """Whose text the objects are, whole or not, that say so."""
+        if self.host is None:
+            return []
+        with self.lock:
+            entries = [(key, self.host.shelf.find(key)) for key in self.host.shelf]
+            found = [(key, _provenance(entry)) for key, entry in entries if entry is not None]
+        return [(key, of) for key, of in found if of is not None]
 
     def give_back_host(self, memory: Memory) -> None:
         """Return memory from `room_in_host` that did not become an object."""
@@ -76,3 +87,10 @@ class InHost(Removal):
         computed and saved whole. Lock is held."""
         if self.host is not None and entry.lacks and self.host.shelf.has(key, entry):
             entry.doomed = True
+
+
+def _provenance(entry: Entry) -> Provenance | None:
+    assert entry.header is not None
+    assert entry.memory is not None
+    assert entry.lacks.isdisjoint(PROVENANCE), "every load reads whose text it is"
+    return provenance_in(entry.header, entry.memory)

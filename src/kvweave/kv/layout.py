@@ -30,7 +30,8 @@ from kvweave.kv.checksum import Buffer, checksum_of
 LAYOUT_VERSION = 1
 ALIGN = 4096
 PRELUDE_BYTES = ALIGN  # no object is shorter; it usually holds the whole header
-HEAD_BYTES = 4 * ALIGN  # a load fetches this much first: the header, and small extras with it
+FRONT_BYTES = 2 * ALIGN  # a load fetches this much first: the header, and the chunk's id with it
+HEAD_BYTES = 4 * ALIGN  # and this much where it wants extras: small ones come along
 
 _MAGIC = b"kvweave\x00"
 _START = struct.Struct("<8sII")  # magic, version, header bytes: fixed for all versions

@@ -132,6 +132,18 @@ class Removal(Books):
             self.foreign.add((place.name, key))
         return is_first
 
+    def confirm(self, place: Place, key: ChunkKey) -> None:
+        """Ask a tier whether it still has what its shelf says, and forget what it has not."""
+        assert place.shelf is not None
+        with self.lock:
+            entry = place.shelf.find(key)
+        try:
+            is_gone = entry is not None and place.tier.size(key) is None
+        except TierError:
+            return  # whoever reads it finds out
+        if is_gone:
+            self.forget(place, key, entry)
+
     def forget(self, place: Place, key: ChunkKey, entry: Entry | None) -> None:
         """Take an object that went away by itself off the books, leased or not. `entry` is what
         stood there when it was looked for: a copy saved since stays, or its bytes would lie on

@@ -23,7 +23,7 @@ from functools import partial
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.finding import Finder
-from kvweave.kv.forget import Provenance, find_keys
+from kvweave.kv.forget import Provenance
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
@@ -73,6 +73,15 @@ class KVStore:
             answers[key] = Peek(Residency.HERE, located.place.name, located.size_bytes)
         absent = Peek(Residency.ABSENT, None, None)
         return [answers[key] or absent for key in keys]
+
+    def confirm(self, keys: Collection[ChunkKey]) -> None:
+        """See to it that `peek` is right about these: another process may have deleted them from a
+        tier that both use. Blocks on IO, a look at each; for those who would compute what is not
+        there. Reading needs none of this: what is gone is a miss."""
+        for place in self._stock.below:
+            if place.shelf is not None and not place.reads.is_open:
+                for key in keys:
+                    self._stock.confirm(place, key)
 
     def acquire(self, keys: Sequence[ChunkKey]) -> Lease:
         """Pin what is there. What is not is in `lease.missing`, with the reason."""
@@ -155,8 +164,14 @@ class KVStore:
 
     def keys_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
         """What the host tier has of some provenance. Looks at every object there."""
-        host = self._stock.host
-        return [] if host is None else find_keys(host.tier, is_wanted)
+        return [key for key, of in self._stock.provenances() if is_wanted(of)]
+
+    def delete_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> int:
+        """Remove chunks of some provenance that the host tier has, everywhere. Nobody knows yet
+        whose text loads under way bring: they serve their leases, and nothing of them is kept."""
+        with self._lock:
+            self._loads.disown_all()
+        return self.delete(self.keys_at_hand(is_wanted))
 
     def _delete_at_hand(self, key: ChunkKey) -> bool:
         """Remove a chunk from the host tier, and see to it that no load under way brings it back.

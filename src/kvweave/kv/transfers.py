@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvweave.kv.awaited import Patience
+from kvweave.kv.forget import PROVENANCE
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.leases import Lease as Lease
@@ -182,9 +183,10 @@ class Transfer:
         return self._known(lambda source, patience: source.wait_header(patience))
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Bytes of every chunk as it was asked for: without the extras that were not. Blocks as
+        """Bytes of every chunk as it is read: without extras that were not asked for. Blocks as
         `headers` does."""
-        return {key: header.bytes_with(self._extras) for key, header in self.headers().items()}
+        read = self._extras | PROVENANCE
+        return {key: header.bytes_with(read) for key, header in self.headers().items()}
 
     def seconds(self) -> dict[str, float]:
         """How long each tier took, from the first read of it to the last layer so far. Host memory,

@@ -60,7 +60,7 @@ class HostTier:
         self.pinned = torch.cuda.is_available() if cfg.pinned is None else cfg.pinned
         self._lock = threading.Lock()
         self._arena = Arena(cfg.capacity_bytes, ALIGN)
-        self._memory: Memory | None = new_memory(self._arena.capacity_bytes, pinned=self.pinned)
+        self._memory: Memory | None = _take(self._arena.capacity_bytes, pinned=self.pinned)
         self._kept: dict[ChunkKey, _Kept] = {}
 
     def size(self, key: ChunkKey) -> int | None:
@@ -135,9 +135,11 @@ class HostTier:
             self._kept[key] = _Kept(memory, size_bytes, is_whole)
 
     def complete(self, key: ChunkKey) -> None:
-        """What an object lacked was filled in."""
+        """What an object lacked was filled in. Harmless behind `close`, which waits for no load."""
         with self._lock:
-            self._kept[key] = self._kept[key]._replace(is_whole=True)
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept[key] = kept._replace(is_whole=True)
 
     def is_whole(self, key: ChunkKey) -> bool:
         """Whether it is here with all its extras."""
@@ -167,3 +169,13 @@ class HostTier:
     def _give_back(self, memory: Memory) -> None:
         assert memory.start is not None, "not from this arena"
         self._arena.give_back(memory.start)
+
+
+def _take(size_bytes: int, *, pinned: bool) -> Memory:
+    try:
+        return new_memory(size_bytes, pinned=pinned)
+    except OSError as error:  # more than the system will ever promise
+        raise TierError(
+            f"cannot take {size_bytes / (1 << 30):,.1f} GiB of host memory: {error.strerror}; "
+            "give the host tier less"
+        ) from error
