@@ -79,8 +79,8 @@ def test_layers_then_tables_make_one_profile(
     assert profile.layers.num_samples == 4
     assert [table.encoding for table in profile.calibration] == ["isolated", "filler:2"]
     cells = profile.calibration[0].cells
-    assert len(cells) == 1 + 6 * 2
-    assert {cell.strategy for cell in cells} >= {"reuse", "qcfuse", "weave"}
+    assert len(cells) == 1 + 7 * 2
+    assert {cell.strategy for cell in cells} >= {"reuse", "qcfuse", "weave", "weave-deep"}
     assert all(cell.f1 is not None for cell in cells)
 
 
