@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import commit, cpu_device, finish
-from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig, TreeTier
+from counting_owner import CountingOwner
+from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.profile import MachineProfile
 from kvweave.types import ChunkId
 from machine_profile import saved_profile
@@ -29,19 +30,6 @@ POLICIES = ("pgdsf", "gdsf", "lru", "lfu")
 PREAMBLE = ChunkRef(ChunkId("preamble"), 32)
 TOKEN_BYTES = 30 * 2 * 3 * 64 * 4  # SmolLM2-135M in float32
 GIB = 1 << 30
-
-
-class CountingOwner:
-    """Pages that are only counted: the bench replays decisions, not bytes."""
-
-    def copy_out(self, pages: Pages) -> Pages:
-        return pages
-
-    def copy_in(self, pages: Pages) -> Pages:
-        return pages
-
-    def free(self, tier: TreeTier, pages: Pages) -> None:
-        pass
 
 
 class Replay(NamedTuple):

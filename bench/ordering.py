@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import commit, cpu_device, finish
-from hitrate import GIB, PREAMBLE, TOKEN_BYTES, CountingOwner
+from counting_owner import CountingOwner
+from hitrate import GIB, PREAMBLE, TOKEN_BYTES
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.dedup import ChunkMap
 from kvweave.plan.ordering import (

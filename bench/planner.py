@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import commit, cpu_device, finish
-from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig, TreeTier
+from counting_owner import CountingOwner
+from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.gate import Verdict
 from kvweave.plan.layout import Stored
@@ -39,17 +40,6 @@ STRATEGIES = (
     StrategyInfo("qcfuse", selection_bytes_per_token=5000.0, probe_layers=18),
     StrategyInfo("prophet", probe_layers=30, waits_for_all=True),
 )
-
-
-class Owner:
-    def copy_out(self, pages: Pages) -> Pages:
-        return pages
-
-    def copy_in(self, pages: Pages) -> Pages:
-        return pages
-
-    def free(self, tier: TreeTier, pages: Pages) -> None:
-        pass
 
 
 class OpenGate:
@@ -123,7 +113,9 @@ def main() -> None:
     args = parser.parse_args()
     draw = Draw(args.chunks, args.top_k, seed=0)
     preamble = ChunkRef(ChunkId("preamble"), 32)
-    tree = KnowledgeTree(TreeConfig(1 << 50, 0), Owner(), lambda x, y: 0.02 + y / 450, preamble)
+    tree = KnowledgeTree(
+        TreeConfig(1 << 50, 0), CountingOwner(), lambda x, y: 0.02 + y / 450, preamble
+    )
     tree.install_preamble(Pages(32 * TOKEN_BYTES, None))
     grow(tree, draw, args.nodes)
     planner = Planner(tree, CostModel(make_profile()), Store(draw.sizes()), STRATEGIES, OpenGate())

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from counting_owner import CountingOwner
 from kvweave.fuse.request import budget
-from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig, TreeTier
+from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.gate import Verdict
 from kvweave.plan.layout import Stored
@@ -42,19 +43,6 @@ class Prompts(NamedTuple):
 
     def total(self, size: str) -> int:
         return self.preamble + self.num_chunks[size] * self.chunk_tokens + self.question
-
-
-class Owner:
-    """The tree holds the preamble alone: nothing moves."""
-
-    def copy_out(self, pages: Pages) -> Pages:
-        return pages
-
-    def copy_in(self, pages: Pages) -> Pages:
-        return pages
-
-    def free(self, tier: TreeTier, pages: Pages) -> None:
-        pass
 
 
 class OpenGate:
@@ -125,7 +113,9 @@ class Case:
             {"host": Link(host_bytes_per_s), self._link: Link(read["read_gb_s"] * 1e9)},
         )
         preamble = ChunkRef(ChunkId("preamble"), prompts.preamble)
-        tree = KnowledgeTree(TreeConfig(1 << 40, 0), Owner(), lambda cached, new: 1.0, preamble)
+        tree = KnowledgeTree(
+            TreeConfig(1 << 40, 0), CountingOwner(), lambda cached, new: 1.0, preamble
+        )
         tree.install_preamble(Pages(1, None))
         self._planner = Planner(
             tree,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from killing import kill_at
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import make_encoder, open_store, remove_with_kv
 from kvweave.errors import ConfigError
@@ -429,7 +430,11 @@ def test_a_removed_document_leaves_no_byte_of_kv_that_saw_it(
         if killed is None:
             library.remove(str(docs / "evict.txt"))
         else:
-            kill_while_removing(library, str(docs / "evict.txt"), killed)
+            kill_at(
+                *STEPS[killed],
+                lambda: library.remove(str(docs / "evict.txt")),
+                halfway=killed == "halfway through KV",
+            )
             # still open, as a server would be: what saw the deleted chunk is not served
             for title, chunk in chunks_of(library).items():
                 assert is_stored(library, chunk) == (title in spared)
@@ -443,22 +448,6 @@ def test_a_removed_document_leaves_no_byte_of_kv_that_saw_it(
         entries = entries_of(library)
         assert all(e is not None and "evict" not in e for e in entries.values())
         assert all(is_stored(library, chunk) for chunk in chunks.values())
-
-
-def kill_while_removing(library: Library, reference: str, step: str) -> None:
-    """End a removal at a step as a kill would: nothing behind it runs."""
-    owner, name = STEPS[step]
-    original = getattr(owner, name)
-
-    def die(self: object, *args: object) -> None:
-        if step == "halfway through KV":
-            original(self, list(args[0])[:1])  # type: ignore[call-overload]
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, die)
-        with pytest.raises(KeyboardInterrupt):
-            library.remove(reference)
 
 
 def test_a_removal_killed_at_any_moment_removes_all_or_nothing(

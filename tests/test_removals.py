@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from killing import kill_at
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -98,20 +99,8 @@ STEPS: dict[str, tuple[type, str]] = {
 }
 
 
-def kill_while(library: Library, act: Callable[[], object], step: str) -> None:
-    """End what is done at a step as a kill would: nothing behind it runs."""
-    owner, name = STEPS[step]
-    original = getattr(owner, name)
-
-    def die(self: object, *args: object) -> None:
-        if step == "halfway through KV":
-            original(self, list(args[0])[:1])  # type: ignore[call-overload]
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, die)
-        with pytest.raises(KeyboardInterrupt):
-            act()
+def kill_while(act: Callable[[], object], step: str) -> None:
+    kill_at(*STEPS[step], act, halfway=step == "halfway through KV")
 
 
 def assert_only_pod_went(library: Library, chunks: dict[str, Chunk]) -> None:
@@ -129,7 +118,7 @@ def test_a_removal_that_was_killed_is_finished_at_the_next_open(
     with opened(encoding) as library:
         chunks = fill(library)
         document = document_of(library, "pod")
-        kill_while(library, lambda: library.remove(document), killed)
+        kill_while(lambda: library.remove(document), killed)
     with opened(encoding) as library:  # repairs
         assert_only_pod_went(library, chunks)
         assert library._upkeep().is_settled
@@ -169,7 +158,7 @@ def test_whoever_writes_next_finishes_a_killed_removal(opened: Open, by: str) ->
     with opened("isolated") as library:
         chunks = fill(library)
         document, other = document_of(library, "pod"), document_of(library, "volume")
-        kill_while(library, lambda: library.remove(document), "before KV")
+        kill_while(lambda: library.remove(document), "before KV")
         assert has_kv(library, chunks["pod"])
         if by == "an ingest":
             library.ingest([source("quota")], chunk_kv=False)
@@ -187,7 +176,7 @@ def test_an_ingest_killed_before_it_forgets_what_changed_is_made_good(opened: Op
     with opened("isolated") as library:
         chunks = fill(library)
         changed = TextSource("pod", "A registry holds each image.", "pod")
-        kill_while(library, lambda: library.ingest([changed], chunk_kv=True), "before KV")
+        kill_while(lambda: library.ingest([changed], chunk_kv=True), "before KV")
         assert has_kv(library, chunks["pod"])
         library.repair()
         assert_only_pod_went(library, chunks)
@@ -217,7 +206,7 @@ def test_a_chunk_that_came_back_before_the_repair_keeps_its_kv(opened: Open) -> 
     with opened("isolated") as library:
         chunks = fill(library)
         document = document_of(library, "pod")
-        kill_while(library, lambda: library.remove(document), "before KV")
+        kill_while(lambda: library.remove(document), "before KV")
         ingest(library.kb, [source("pod", "again")])  # by one who knows of no KV
         library.repair()
         assert all(has_kv(library, chunk) for chunk in chunks.values())
@@ -232,7 +221,7 @@ def test_kv_that_requests_brought_outlives_a_repair(opened: Open) -> None:
         library.encoder.encode([brought])
         assert library.store.flush()
         document = document_of(library, "pod")
-        kill_while(library, lambda: library.remove(document), "before KV")
+        kill_while(lambda: library.remove(document), "before KV")
         library.repair()
         assert_only_pod_went(library, chunks)
         assert has_kv(library, brought)

@@ -69,7 +69,7 @@ def test_a_table_overtakes_copies_that_were_ordered_before_it() -> None:
     torch.cuda.synchronize()
 
 
-def test_what_is_large_or_recorded_goes_another_way() -> None:
+def test_what_is_large_goes_another_way() -> None:
     assert can_fetch(HALF_BYTES)
     assert not can_fetch(HALF_BYTES + 1)
     assert not can_fetch(0)

@@ -65,9 +65,9 @@ class Stitched:
         elif self._runs:
             room = self._memory(keys, values)
             stored = self.unturned(layer, room)
-            changes = change is not None and stored is room
-            if change is not None and changes:
+            if change is not None and stored is room:
                 change(stored)
+                changes = True
             self._turn_into(keys, values, stored)
         self._laid.add(layer)
         return changes

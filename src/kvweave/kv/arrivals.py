@@ -117,12 +117,17 @@ class Arrival(Reads):
     def _on_failure(self, miss: Miss, detail: str) -> None:
         self._hooks.failed(self, miss, detail)
 
-    def _open(self) -> None:
-        reader = self._tier.open(self.key)
-        if reader is None:
+    def _open_reader(self) -> Reader | None:
+        """None: the object is gone, and whoever waits knows."""
+        self._reader = self._tier.open(self.key)
+        if self._reader is None:
             self._fail(Miss.ABSENT, "it is gone")
+        return self._reader
+
+    def _open(self) -> None:
+        reader = self._open_reader()
+        if reader is None:
             return
-        self._reader = reader
         # small extras come along with the header, where any are wanted
         scratch = _thread_scratch()[: HEAD_BYTES if self._wanted - PROVENANCE else FRONT_BYTES]
         header, raw = read_head(reader, self.key, scratch)

@@ -4,7 +4,6 @@ from kvweave.kv.arrivals import Arrival, Hooks
 from kvweave.kv.awaited import Landing
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
 from kvweave.kv.tiers.base import Tier
 
@@ -35,11 +34,7 @@ class Completion(Arrival):
         self._ready = [True] * len(entry.header.layers)
 
     def _open(self) -> None:
-        reader = self._tier.open(self.key)
-        if reader is None:
-            self._fail(Miss.ABSENT, "it is gone")
-            return
         # no look at its header: an extra of another making does not match the checksum that came
         # with the layers
-        self._reader = reader
-        self._launch_extras()
+        if self._open_reader() is not None:
+            self._launch_extras()

@@ -15,8 +15,8 @@ docs/fusion.md tells how this was found and what was tried.
 
 from kvweave.fuse.selectors.query_attention import QueryAttention
 
-# A row at the end of a prompt costs about twice one at its front (products with weights are the
-# same for both, attention is not) and must be looked at twice as much to be worth it.
+# A row at the end of a prompt is taken to cost twice one at its front (products with weights are
+# the same for both, attention is not) and must be looked at twice as much to be worth it.
 LATE = 1.0
 
 
