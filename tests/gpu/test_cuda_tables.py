@@ -76,3 +76,16 @@ def test_what_is_large_goes_another_way() -> None:
     large = torch.arange(HALF_BYTES // 8 + 1)
     assert torch.equal(on_device(large, DEVICE).cpu(), large)
     assert on_device(torch.empty(0), DEVICE).shape == (0,)
+
+
+def test_no_table_passes_through_kept_memory_while_a_graph_is_recorded() -> None:
+    """The recording would read that memory again at every replay, whatever stands there by then."""
+    there = fetch(torch.arange(8), DEVICE)  # whatever is made on first use
+    graph, answers = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        answers.append(can_fetch(64))
+        there += 1
+    answers.append(can_fetch(64))
+    assert answers == [False, True]
+    graph.replay()
+    assert torch.equal(there.cpu(), torch.arange(8) + 1)
