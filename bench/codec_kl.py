@@ -27,9 +27,10 @@ from kvweave.fuse.fused_pass import Placement, fused_pass
 from kvweave.kv.codec import CODECS, LayerKV
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.objects import layer_of, pack_chunk
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.model.rows import Rows
 from kvweave.prompt import Document, Prompt, build_prompt
 from kvweave.tokenizer import Tokenizer
 

@@ -22,9 +22,10 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode, open_recorded
+from kvweave.model.rows import Rows
 from shapes import SHAPES, random_decoder
 
 WAYS = {"plain": 0, "recorded": 64}  # EngineConfig.recorded_rows

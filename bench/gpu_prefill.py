@@ -16,8 +16,9 @@ import torch
 from common import finish, result_header
 from kvweave.kernels import dispatch
 from kvweave.kernels.linear import Linear
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.rope import RopeSpec
+from kvweave.model.rows import Rows
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import LayerWeights, Weights
 

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from common import REPO, alternate, device_words, medians, report
 from kvweave.kernels.linear import Int8Linear
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.model.rows import Rows
 from kvweave.tokenizer import Tokenizer
 
 

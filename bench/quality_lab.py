@@ -23,9 +23,10 @@ from kvweave.kernels.column_scores import causal_column_mass
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
+from kvweave.model.rows import Rows
 from kvweave.tokenizer import Tokenizer
 from quality_batch import Cell, batched_pass
 from quality_data import Question

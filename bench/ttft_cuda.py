@@ -29,7 +29,7 @@ from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.machine import copy_bytes_per_s
-from kvweave.model.decoder import Rows
+from kvweave.model.rows import Rows
 from shapes import SHAPES, eager_seconds
 from ttft_summary import summarise
 from ttft_world import Size, World, versions, wait

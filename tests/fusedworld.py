@@ -15,7 +15,8 @@ from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
 
 RNG = random.Random(0)

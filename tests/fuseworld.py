@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
+from kvweave.fuse.taper import Taper
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
@@ -31,7 +32,8 @@ from kvweave.kv.objects import (
     layer_of,
     layers_of,
 )
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV
 
 VOCABULARY = 97
@@ -125,7 +127,10 @@ class World:
         return Scene(self.decoder, self.request, self.stitched(), hits)
 
     def strategy(self, name: str) -> Strategy:
-        return open_strategy(name, ModelFacts(self.decoder.spec.num_layers, (1, 2)))
+        strategy = open_strategy(name, ModelFacts(self.decoder.spec.num_layers, (1, 2)))
+        if strategy.taper is not None:  # of so few layers the real one would leave none out
+            strategy = replace(strategy, taper=Taper(1, 0.4))
+        return strategy
 
     def fuse(
         self, strategy: Strategy | str, ratio: float, mask: Mask = "exact"
@@ -141,6 +146,7 @@ class World:
             strategy.selector,
             ratio,
             drift=strategy.drift,
+            taper=strategy.taper,
             mask=mask,
         )
         return fused, prefilled(self.decoder, fused.logits, kv)

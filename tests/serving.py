@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kvweave.app import Weave
 from kvweave.libraries import Libraries, LibrariesConfig
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from kvweave.serve.auth import Keys
 from kvweave.serve.limits import Limits
 from kvweave.serve.server import Server

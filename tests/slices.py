@@ -6,8 +6,10 @@ from fuseworld import Prefilled, World
 from kvweave.engine.sparse_rows import SparseRows
 from kvweave.fuse.prepared import prepare
 from kvweave.fuse.stitched import Stitched
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.fuse.strategy import Strategy
+from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.rows import Leave, Rows
 
 PAGES = 18  # of one prompt, if no more is asked for
 
@@ -16,13 +18,25 @@ class InPages:
     """A prepared prompt in pages of a pool, computed slice by slice."""
 
     def __init__(
-        self, world: World, name: str, ratio: float, pool: KVPool, first: int, pages: int = PAGES
+        self,
+        world: World,
+        name: Strategy | str,
+        ratio: float,
+        pool: KVPool,
+        first: int,
+        pages: int = PAGES,
     ) -> None:
-        way = world.strategy(name)
+        way = world.strategy(name) if isinstance(name, str) else name
         self.kv = PagedKV(pool, range(first, first + pages))
         stitched = Stitched(world.decoder, world.request, world.prefix, world.source, self.kv)
         self.prepared = prepare(
-            world.decoder, world.request, stitched, way.selector, ratio, drift=way.drift
+            world.decoder,
+            world.request,
+            stitched,
+            way.selector,
+            ratio,
+            drift=way.drift,
+            taper=way.taper,
         )
         self.left = SparseRows(self.prepared.rows, self.prepared.bonds)
         self.ids = world.request.prompt_ids
@@ -33,7 +47,9 @@ class InPages:
         self.left.done += count
         wanted = [] if self.left.left else [count - 1]
         mover = self.prepared.mover(start, start + count)
-        return Rows([self.ids[p] for p in at], at, self.kv, wanted, mover)
+        staying = self.prepared.staying(start, start + count)
+        leave = None if staying is None else Leave(*staying)
+        return Rows([self.ids[p] for p in at], at, self.kv, wanted, mover, leave)
 
     def result(self, logits: Tensor) -> Prefilled:
         layers = range(len(self.kv.pool.keys))

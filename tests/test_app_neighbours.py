@@ -31,8 +31,9 @@ from kvweave.kv.layout import parse_header
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.library import Library
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from kvweave.neighbourhood import open_table
 from kvweave.prompt import SYSTEM
 from kvweave.tokenizer import Tokenizer

@@ -26,7 +26,8 @@ from kvweave.kernels.unpack import unpack
 from kvweave.kv.codec import LayerKV, dtype_name, open_codec
 from kvweave.kv.layout import Shape
 from kvweave.kv.tree.node import HOST
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
 from kvweave.plan.cross import SAMPLES, grid_of, measure_cross
 from kvweave.plan.profile import VERSION, Link, MachineProfile, load_profile
 

@@ -15,7 +15,8 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, EngineClosed, RequestError
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
 from serving import GatedDecoder
 
 TINY = replace(SMALL, pool_tokens=4 * 24)  # pages run out

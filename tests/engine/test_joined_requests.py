@@ -12,7 +12,8 @@ from engineworld import SMALL, VOCABULARY, alone, ids, plain, with_chunks
 from fusedworld import CHUNKS, PREAMBLE, World, answer, at_rest, shuffled
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
 from serving import GatedDecoder
 
 SLICED = ["reuse", "weave", "fusionrag", "qcfuse", "epic", "prophetkv", "random"]

@@ -19,7 +19,7 @@ from kvweave.errors import ConfigError
 from kvweave.kernels import recording
 from kvweave.kernels.recording import count_refusals
 from kvweave.model import recorded_decode
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import (
     PageArrays,
@@ -29,6 +29,7 @@ from kvweave.model.recorded_decode import (
     open_recorded,
     padded_rows,
 )
+from kvweave.model.rows import Rows
 from recordings import without_kernels
 
 TINY = replace(SMALL, pool_tokens=4 * 24)  # pages run out

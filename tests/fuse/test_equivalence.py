@@ -33,8 +33,9 @@ from kvweave.fuse.fuse import fuse
 from kvweave.fuse.fused_pass import LayerLook, Mask, fused_pass
 from kvweave.fuse.request import State, budget
 from kvweave.fuse.strategy import NAMES
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from tiny_models import VARIANTS, make_model_folder
 
 IN_FLIGHT = ["cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare"]  # all rows run 0 and 1
@@ -353,7 +354,7 @@ def test_a_selector_that_narrows_in_flight_writes_all_rows_of_its_check_layer(
         world.decoder, world.request, world.stitched(kv), rows, kv, in_flight=KeepFirst()
     )
     ours = prefilled(world.decoder, passed.logits, kv)
-    assert passed.recomputed == (hits[0], *world.request.must_compute)
+    assert passed.rows == (hits[0], *world.request.must_compute)
     assert passed.rows_per_layer == (len(rows), len(rows), 1 + len(world.question))
     assert_same_kv(ours, world.full, layers=[0, 1])
     assert_same_kv(ours, plain_reuse(world), hits[1:], layers=[2])

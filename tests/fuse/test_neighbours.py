@@ -19,8 +19,9 @@ from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import ChunkKey, context_of
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
 from kvworld import make_context
 from tiny_models import make_model_folder

@@ -23,8 +23,9 @@ from kvweave.kv.objects import EncodedLayer, PackedChunk, pack_chunk
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
 from kvworld import make_context
 from tiny_models import VARIANTS, make_model_folder

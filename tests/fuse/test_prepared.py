@@ -11,8 +11,10 @@ from engineworld import make_decoder
 from fuseworld import CHUNKS, SELECTING, Prefilled, World, assert_same_kv, full_prefill, make_ids
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.prepared import SliceMover
-from kvweave.model.decoder import Decoder, Rows, _PagedAccess
+from kvweave.model.access import PagedAccess
+from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import PagedKV
+from kvweave.model.rows import Rows
 from slices import InPages, make_pool
 from tiny_models import make_model_folder
 
@@ -112,15 +114,15 @@ def test_a_slice_that_failed_and_runs_again_moves_nothing_twice(
     world = World(decoder)
     want = world.fuse("weave", 0.5)[1]
     ours = InPages(world, "weave", 0.5, make_pool(decoder), 0)
-    write = _PagedAccess.write
+    write = PagedAccess.write
 
-    def failing(access: _PagedAccess, layer: int, *what: Any) -> None:
+    def failing(access: PagedAccess, layer: int, *what: Any) -> None:
         if layer == at:
             raise RuntimeError("out of memory")
         write(access, layer, *what)
 
     rows = ours.rows(99)
-    monkeypatch.setattr(_PagedAccess, "write", failing)
+    monkeypatch.setattr(PagedAccess, "write", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         decoder.forward([rows])
     monkeypatch.undo()
@@ -150,7 +152,7 @@ def test_a_layer_whose_move_failed_is_moved_when_the_slice_runs_again() -> None:
             if len(moved) == 1:
                 raise RuntimeError("no memory")
 
-    mover = SliceMover(cast(Drift, Once()), [0])
+    mover = SliceMover(cast(Drift, Once()), 9, torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(RuntimeError):
         mover.move(1, None, None)  # type: ignore[arg-type]
     for _ in range(2):

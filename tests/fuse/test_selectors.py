@@ -90,7 +90,9 @@ def test_rows_are_hits_sorted_unique_and_as_many_as_the_budget(
     assert rows == sorted(set(rows))
     assert set(rows) <= set(hits)  # no preamble, no exact span, no question
     assert len(rows) == budget(len(hits), ratio)
-    assert fused.rows_per_layer[-1] == len(rows) + len(QUESTION)
+    taper = world.strategy(name).taper
+    last = len(rows) if taper is None else taper.staying(len(rows))
+    assert fused.rows_per_layer[-1] == last + len(QUESTION)
 
 
 @pytest.mark.parametrize(

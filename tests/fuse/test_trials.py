@@ -11,8 +11,9 @@ from fuseworld import World
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trials import Trials, judge
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV
 from tiny_models import make_model_folder
 

@@ -11,8 +11,9 @@ from kvweave.fuse.fuse import fuse
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trials import Trials
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 
 ROOM = 6
 

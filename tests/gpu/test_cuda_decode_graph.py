@@ -22,10 +22,11 @@ from kvweave.engine import engine as engine_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode
+from kvweave.model.rows import Rows
 from recordings import without_graphs
 from tiny_models import make_model_folder
 

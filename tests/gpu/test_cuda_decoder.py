@@ -19,8 +19,9 @@ from kvweave.fuse.sources import StoredChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.objects import pack_chunk
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from tiny_models import VARIANTS, make_model_folder
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
 from tiny_models import VARIANTS, make_model_folder, reference_logits
 
 PROMPT = random.Random(7).choices(range(97), k=70)

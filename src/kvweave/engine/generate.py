@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvweave.engine.sampling import Choice, Sampler, Sampling
 from kvweave.errors import RequestError
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV
 
 # A prompt is computed in slices of at most this many rows, so that memory for intermediate

@@ -13,8 +13,8 @@ from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord
 from kvweave.kv.tree import ChunkRef, TreeLease
-from kvweave.model.decoder import Rows
 from kvweave.model.paged_kv import PagedKV
+from kvweave.model.rows import Leave, Rows
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -56,7 +56,9 @@ class Live(Seq):
         positions, end = sparse.next(num_rows), sparse.done + num_rows
         wanted = [num_rows - 1] if num_rows == sparse.left and self.known == self.prompt_len else []
         mover = self.prepared.mover(sparse.done, end)
-        return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, mover)
+        staying = self.prepared.staying(sparse.done, end)
+        leave = None if staying is None else Leave(*staying)
+        return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, mover, leave)
 
     def choose(self, logits: Tensor, likeliest: int | None = None) -> Choice:
         """Draw the next token; `likeliest` is the answer of a plain greedy request."""

@@ -17,8 +17,9 @@ from kvweave.fuse.drift import Drift
 from kvweave.fuse.fused_pass import LayerLook, Mask, Passed, fused_pass
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, State, budget
-from kvweave.fuse.selectors.base import InFlightSelector, Narrowing, Scene, Selector
+from kvweave.fuse.selectors.base import InFlightSelector, Narrowing, Ranking, Scene, Selector
 from kvweave.fuse.stitched import Stitched, positions_of
+from kvweave.fuse.taper import Leaving, Mover, Relay, Taper, leaving
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +27,7 @@ class Fused:
     """A prefilled prompt and how it was made."""
 
     logits: Tensor  # [V] of the last token
-    recomputed: tuple[int, ...]  # hits that ran through every layer, ascending
+    recomputed: tuple[int, ...]  # hits, ascending; some may have left before the last layers
     rows_per_layer: tuple[int, ...]
     work: float  # rows through layers, the probe's included, as a share of full prefill's
     select_s: float  # choosing rows before the pass, probe included
@@ -44,20 +45,25 @@ def fuse(
     ratio: float = 0.0,
     *,
     drift: float = 0.0,
+    taper: Taper | None = None,
     mask: Mask = "exact",
 ) -> Fused:
     """Prefill `request` into `kv`, recomputing `ratio` of its hits as `selector` chooses.
 
     Without a selector nothing is recomputed. Ratio 1 recomputes everything, whoever chooses.
     `drift` moves the rest of each chunk by that part of the mean change (see drift.py); it wants a
-    selector that chooses before the pass. Raises ChunkLost as the pass does.
+    selector that chooses before the pass. With a `taper` most rows leave early; it wants one that
+    ranks them. Raises ChunkLost as the pass does.
     """
     started_s = time.perf_counter()
-    selected = select_rows(decoder, request, stitched, selector, ratio)
-    mover = None
+    selected = select_rows(decoder, request, stitched, selector, ratio, taper)
+    mover: Mover | None = None
     if drift and selected.is_partial:
         assert selected.in_flight is None, "drift is known only for rows that run from the start"
         mover = Drift(decoder, request, selected.chosen, drift)
+        going = selected.leaving
+        if going is not None:
+            mover = Relay(mover, going.layer, lambda: Drift(decoder, request, going.stay, drift))
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     passed = fused_pass(
         decoder,
@@ -66,6 +72,7 @@ def fuse(
         selected.rows,
         kv,
         in_flight=selected.in_flight,
+        leaving=selected.leaving,
         drift=mover,
         mask=mask,
     )
@@ -100,6 +107,7 @@ class Selected:
     rows: Tensor  # [R] these, missing chunks and the question
     in_flight: "_HitsOnly | None"  # who narrows them down on the way
     is_partial: bool  # some hits are recomputed and some are not: a selector was asked
+    leaving: Leaving | None  # most of the chosen ones stop early
 
 
 def select_rows(
@@ -108,6 +116,7 @@ def select_rows(
     stitched: Stitched,
     selector: Selector | InFlightSelector | None,
     ratio: float,
+    taper: Taper | None = None,
 ) -> Selected:
     """Choose the rows to compute; may probe, and lay the layers that needs. As `fuse`."""
     check_ratio(ratio)
@@ -115,11 +124,20 @@ def select_rows(
     must_compute = positions_of(request.to_compute)
     count = budget(len(hits), ratio) if selector is not None else 0
     scene = Scene(decoder, request, stitched, hits)
-    chosen, in_flight = _choose(scene, selector, count, must_compute)
+    is_partial = 0 < count < len(hits)
+    if taper is not None and (not is_partial or taper.layer >= decoder.spec.num_layers - 1):
+        taper = None  # what is recomputed as a whole is exact; the last layer is short anyway
+    going = None
+    if taper is not None:
+        assert isinstance(selector, Ranking), f"{selector} does not say which of its rows matter"
+        chosen, stay = selector.ranked(scene, (count, taper.staying(count)))
+        in_flight, going = None, leaving(taper, stay, must_compute)
+    else:
+        chosen, in_flight = _choose(scene, selector, count, must_compute)
     rows = torch.cat([chosen, must_compute])
     if len(chosen) and must_compute[0] < chosen[-1]:  # missing chunks between them
         rows = rows.sort().values
-    return Selected(hits, chosen, rows, in_flight, 0 < count < len(hits))
+    return Selected(hits, chosen, rows, in_flight, is_partial, going)
 
 
 def _choose(
@@ -156,12 +174,12 @@ def work_of(
 
 
 def _recomputed(passed: Passed, request: FuseRequest, selected: Selected) -> tuple[int, ...]:
-    """Hits that ran through every layer: of those that were narrowed in flight, who is left."""
+    """Hits that were recomputed: of those that were narrowed in flight, who is left."""
     if selected.in_flight is None:
         return tuple(selected.chosen.tolist())
     is_hit = torch.zeros(len(request.prompt_ids), dtype=torch.bool)
     is_hit[selected.hits] = True
-    left = torch.tensor(passed.recomputed, dtype=torch.int64)
+    left = torch.tensor(passed.rows, dtype=torch.int64)
     return tuple(left[is_hit[left]].tolist())
 
 

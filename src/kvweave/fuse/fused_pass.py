@@ -6,7 +6,8 @@ and values over it and attend by position. Every row writes before any row reads
 what stands at or before it, nothing else.
 
 With every row computed this is full prefill; with the question alone it is plain reuse. A selector
-may also choose in flight: more rows start, and at a check layer those that matter go on.
+may also choose in flight: more rows start, and at a check layer those that matter go on. And most
+of the rows may leave before the last layers (see taper.py).
 
 Shapes: R rows to compute, T tokens of the prompt, Hk KV heads, D head dim.
 """
@@ -23,11 +24,11 @@ from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.taper import Leaving, Mover
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kv.codec import LayerKV
 
 # "bottom_right" shows rows the future, as some published baselines do; see ALGORITHMS.md 2.3.
 Mask = Literal["exact", "bottom_right"]
@@ -44,18 +45,6 @@ class LayerLook(NamedTuple):
     stored_v: Tensor  # [R, Hk, D]
 
 
-class Mover(Protocol):
-    """Moves what is not computed, from what is. See drift.py."""
-
-    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
-        """Change one layer of `kv` before the fresh rows are written: those at `positions` [R]."""
-        ...
-
-    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        """The same to a layer on its way there, keys before they are turned."""
-        ...
-
-
 class Narrow(Protocol):
     """Chooses in flight which rows go on."""
 
@@ -69,7 +58,7 @@ class Passed:
     """What a pass leaves behind, besides the filled buffer."""
 
     logits: Tensor  # [V] of the last token
-    recomputed: tuple[int, ...]  # positions that ran through every layer, question included
+    rows: tuple[int, ...]  # positions that ran through every layer, question included
     rows_per_layer: tuple[int, ...]  # the honest cost of selecting in flight
 
 
@@ -82,6 +71,7 @@ def fused_pass(
     kv: KVBuffer,
     *,
     in_flight: Narrow | None = None,
+    leaving: Leaving | None = None,
     drift: Mover | None = None,
     mask: Mask = "exact",
 ) -> Passed:
@@ -114,12 +104,14 @@ def fused_pass(
             stored = keys[running.on_device], values[running.on_device]
             look = LayerLook(layer, running.positions, projected, turned, *stored)
             keep = in_flight.narrow(look)
+        elif leaving is not None and layer == leaving.layer:
+            keep = torch.searchsorted(running.positions, leaving.rows)
         if drift is not None and not is_moved:
             drift.move(layer, running.positions, projected, kv)
         q, k, v = projected.q, projected.k, projected.v
         q = place(q, k, v, running.angles, running.on_device, keys, values)
         if layer == last:  # behind the last keys only the last row matters
-            recomputed = running.positions
+            to_the_end = running.positions
             running, q = running.last(), q[-1:]
         elif keep is not None:
             at = on_device(keep, decoder.device)
@@ -130,7 +122,7 @@ def fused_pass(
         if layer < last:
             projected = steps.next(layer, attend(q, seen, segments, out=steps.room))
     h = decoder.finish(last, steps.hidden[-1:].clone(), attend(q, seen, segments))
-    return Passed(decoder.logits(h)[0], tuple(recomputed.tolist()), tuple(counts))
+    return Passed(decoder.logits(h)[0], tuple(to_the_end.tolist()), tuple(counts))
 
 
 class _Running(NamedTuple):

@@ -173,6 +173,7 @@ class _Asking:
             how.selector,
             setting.ratio,
             drift=how.drift,
+            taper=how.taper,
             mask=how.mask,
         )
 

@@ -148,6 +148,7 @@ class StoredPrompt:
                 way.selector,
                 ratio,
                 drift=way.drift,
+                taper=way.taper,
                 mask=way.mask,
             ),
         )
@@ -168,7 +169,13 @@ class StoredPrompt:
             kv,
             ratio,
             lambda request, stitched: prepare(
-                decoder, request, stitched, way.selector, ratio, drift=way.drift
+                decoder,
+                request,
+                stitched,
+                way.selector,
+                ratio,
+                drift=way.drift,
+                taper=way.taper,
             ),
         )
 

@@ -6,6 +6,7 @@ A row sees what stands at or before it: reused rows lie in the buffer, recompute
 position were written in the same slice or an earlier one. Rows in position order may therefore be
 cut anywhere, and leave what one fused pass leaves. Drift alone ties rows together: a chunk is moved
 by the mean change of all its recomputed rows before anybody looks at it, so these run in one slice.
+Rows that leave early (taper.py) do so in their slice.
 
 What narrows its rows in flight cannot be prepared: it has no rows before the pass.
 """
@@ -14,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.selectors.base import InFlightSelector, Selector
 from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.taper import Leaving, Mover, Relay, Taper
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +43,7 @@ class Prepared:
     select_s: float  # choosing rows, probe included
     load_s: float  # waiting for chunk KV, decoding and laying it; not in select_s
     drift: float = 0.0  # 0: none
+    leaving: Leaving | None = None  # most of the recomputed rows stop early
     pass_s: float = 0.0  # the rows are still to be computed
     _mover: "tuple[int, int, SliceMover | None] | None" = field(default=None, repr=False)
 
@@ -52,13 +56,31 @@ class Prepared:
             self._mover = (start, end, self._make_mover(start, end))
         return self._mover[2]
 
-    def _make_mover(self, start: int, end: int) -> "SliceMover | None":
-        rows, hits = self.rows, self.recomputed
-        first, last = bisect_left(hits, rows[start]), bisect_left(hits, rows[end - 1] + 1)
-        if not self.drift or first == last:
+    def staying(self, start: int, end: int) -> tuple[int, list[int]] | None:
+        """The layer behind which some of rows [start, end) leave, and which of them (counted from
+        `start`) go on; None: all do."""
+        if self.leaving is None:
             return None
-        drift = Drift(self.decoder, self.request, _tensor(hits[first:last]), self.drift)
-        return SliceMover(drift, rows[start:end])
+        stay = _between(self.leaving.rows, self.rows[start], self.rows[end - 1])
+        if len(stay) == end - start:
+            return None
+        return self.leaving.layer, np.searchsorted(self.rows[start:end], stay.numpy()).tolist()
+
+    def _make_mover(self, start: int, end: int) -> "SliceMover | None":
+        first, last = self.rows[start], self.rows[end - 1]
+        start_hit, end_hit = (bisect_left(self.recomputed, at) for at in (first, last + 1))
+        if not self.drift or start_hit == end_hit:
+            return None
+        hits = _tensor(self.recomputed[start_hit:end_hit])
+        drift: Mover = Drift(self.decoder, self.request, hits, self.drift)
+        rows = later = _tensor(self.rows[start:end])
+        layer = self.decoder.spec.num_layers
+        if self.leaving is not None:
+            layer, stay = self.leaving.layer, _between(self.leaving.stay, first, last)
+            later = _between(self.leaving.rows, first, last)
+            behind = partial(Drift, self.decoder, self.request, stay, self.drift)
+            drift = Relay(drift, layer, behind)
+        return SliceMover(drift, layer, rows, later)
 
 
 @torch.inference_mode()
@@ -70,10 +92,11 @@ def prepare(
     ratio: float = 0.0,
     *,
     drift: float = 0.0,
+    taper: Taper | None = None,
 ) -> Prepared:
     """Lay every layer and choose the rows, as `fuse` would. Raises ChunkLost as that does."""
     started_s = time.perf_counter()
-    selected = select_rows(decoder, request, stitched, selector, ratio)
+    selected = select_rows(decoder, request, stitched, selector, ratio, taper)
     assert selected.in_flight is None, "rows that are chosen in flight cannot be computed in slices"
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     for layer in range(decoder.spec.num_layers):
@@ -81,7 +104,10 @@ def prepare(
     rows, recomputed = selected.rows.tolist(), tuple(selected.chosen.tolist())
     moves = drift if selected.is_partial else 0.0
     bonds = _bonds(request, rows) if moves else []
-    counts = [len(rows)] * decoder.spec.num_layers
+    num_layers, going = decoder.spec.num_layers, selected.leaving
+    before = num_layers if going is None else going.layer + 1
+    behind = 0 if going is None else len(going.rows)
+    counts = [len(rows)] * before + [behind] * (num_layers - before)
     work = work_of(decoder, request, counts, selected, selector)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # so that what follows is not blamed for it
@@ -96,6 +122,7 @@ def prepare(
         chosen_s - started_s - loaded_s,
         loaded_s + finished_s - chosen_s,
         moves,
+        going,
     )
 
 
@@ -106,6 +133,12 @@ def _bonds(request: FuseRequest, rows: list[int]) -> list[tuple[int, int]]:
     return [(start, end) for start, end in bounds if end > start]
 
 
+def _between(positions: Tensor, first: int, last: int) -> Tensor:
+    """Those of `positions` (ascending) from `first` to `last`, on the host."""
+    start, end = np.searchsorted(positions.numpy(), (first, last + 1)).tolist()
+    return positions[start:end]
+
+
 def _tensor(positions: Sequence[int]) -> Tensor:
     """Thousands of positions as int64 on the host: torch by itself takes several times as long."""
     return torch.from_numpy(np.array(positions, np.int64))
@@ -114,14 +147,15 @@ def _tensor(positions: Sequence[int]) -> Tensor:
 class SliceMover:
     """Drift of the chunks of one slice. A `Mover` of kvweave.model. Made once per slice."""
 
-    def __init__(self, drift: Drift, rows: list[int]) -> None:
-        """`rows` are the positions of the slice."""
+    def __init__(self, drift: Mover, layer: int, rows: Tensor, later: Tensor) -> None:
+        """`rows` are the positions of the slice, `later` of those that go on behind `layer`."""
         self._drift = drift
-        self._running = _tensor(rows)
+        self._layer = layer
+        self._rows = rows, later
         self._moved: set[int] = set()  # layers: a slice that failed and runs again moves none twice
 
     def move(self, layer: int, fresh: Projected, kv: KVBuffer) -> None:
         """Move one layer before the slice's rows are written over it."""
         if layer not in self._moved:
-            self._drift.move(layer, self._running, fresh, kv)
+            self._drift.move(layer, self._rows[layer > self._layer], fresh, kv)
             self._moved.add(layer)

@@ -24,7 +24,8 @@ from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
-from kvweave.fuse.selectors.weave import weave, weave_deep
+from kvweave.fuse.selectors.weave import taper, weave, weave_deep
+from kvweave.fuse.taper import Taper
 
 AnySelector = Selector | InFlightSelector
 
@@ -37,6 +38,7 @@ class Strategy:
     selector: AnySelector | None  # None: nothing is recomputed
     ratio: float  # the default
     drift: float = 0.0
+    taper: Taper | None = None  # most rows leave before the last layers
     mask: Mask = "exact"
     reuses: str = "all"  # "all" stored chunks, only the "exact" ones, or "none"
 
@@ -45,6 +47,10 @@ class Strategy:
         """Whether its rows are known before the pass and see only what stands before them, so that
         they may be computed a few at a time."""
         return not hasattr(self.selector, "begin") and self.mask == "exact"
+
+    def depth(self, num_layers: int) -> float:
+        """Layers that a recomputed row runs through on average, as a share of all."""
+        return 1.0 if self.taper is None else self.taper.depth(num_layers)
 
     def needs(self, num_layers: int) -> Needs:
         return Needs() if self.selector is None else self.selector.needs(num_layers)
@@ -93,7 +99,7 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
     "weave": (lambda facts: weave(facts.num_layers), 0.15),
     "weave-deep": (lambda facts: weave_deep(facts.num_layers), 0.15),
 }
-_DRIFT = {"weave": STRENGTH, "weave-deep": STRENGTH}
+_OURS = ("weave", "weave-deep")
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
 NEEDS_PROFILE = frozenset({"qcfuse"})  # cannot be opened without the critical layers
 
@@ -115,4 +121,6 @@ def open_strategy(name: str, facts: ModelFacts) -> Strategy:
     if name not in _SELECTORS:
         raise RequestError(f"reuse {name!r} is unknown; known: {', '.join(NAMES)}")
     make, ratio = _SELECTORS[name]
-    return Strategy(name, make(facts), ratio, _DRIFT.get(name, 0.0))
+    if name not in _OURS:
+        return Strategy(name, make(facts), ratio)
+    return Strategy(name, make(facts), ratio, STRENGTH, taper(facts.num_layers))

@@ -14,7 +14,6 @@ Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabul
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,17 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.host import on_device
 from kvweave.kernels.norm import rms_norm
-from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, make_angles, rotate
+from kvweave.model.access import access_to
 from kvweave.model.experts import routed_mlp
-from kvweave.model.moving import Mover, Moves, move_all
-from kvweave.model.paged_kv import PagedKV, PagedPlaces
+from kvweave.model.moving import move_all
 from kvweave.model.rope import frequencies
-from kvweave.model.sequence_kv import DenseKV, SequenceKV
+from kvweave.model.rows import Rows, flat, moves_of, wanted_rows, without_leaving
+from kvweave.model.sequence_kv import SequenceKV
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import Weights
 
@@ -43,17 +41,6 @@ class QKV(NamedTuple):
     q: Tensor  # [R, Hq, D]
     k: Tensor  # [R, Hk, D]
     v: Tensor  # [R, Hk, D]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Consecutive rows of a batch that belong to one sequence."""
-
-    token_ids: Sequence[int]
-    positions: Sequence[int]  # ascending; as many as token_ids
-    kv: DenseKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
-    wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
-    mover: Mover | None = None  # changes the KV of each layer before its rows are written
 
 
 class Decoder:
@@ -99,28 +86,30 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows]) -> Tensor:
-        """Run all rows through all layers; return logits [wanted rows, V] in float32."""
-        positions_host = _flat([rows.positions for rows in batch])  # [R]
-        angles = self.angles(on_device(positions_host, self.device))
-        ids = on_device(_flat([rows.token_ids for rows in batch]), self.device)
+        """Run all rows through their layers; return logits [wanted rows, V] in float32."""
+        positions = flat([rows.positions for rows in batch])  # [R] on the host
+        angles = self.angles(on_device(positions, self.device))
+        ids = on_device(flat([rows.token_ids for rows in batch]), self.device)
         for rows in batch:
             rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
-        wanted = _wanted_rows(batch)
-        access = _PagedAccess(batch, self.device) if _is_paged(batch) else _DenseAccess(batch)
-        moves = _moves(batch)
+        access, moves = access_to(batch, self.device), moves_of(batch)
         for layer in range(self.spec.num_layers):
             q, k, v = self.qkv(layer, h)
-            row_angles, row_positions, counts = angles, positions_host, None
             move_all(moves, layer, q, k, v)
             access.write(layer, k, v, angles)
+            counts, keep = None, None
             if layer == self.spec.num_layers - 1:  # behind the last keys only logits rows matter
-                at = on_device(wanted, self.device)
-                q, h, counts = q[at], h[at], [len(rows.wanted) for rows in batch]
-                row_angles = Angles(angles.cos[at], angles.sin[at])
-                row_positions = positions_host[wanted]
-            o = access.attend(layer, rotate(q, row_angles), row_positions, counts)
-            h = self.finish(layer, h, o)
+                keep, counts = wanted_rows(batch), [len(rows.wanted) for rows in batch]
+            elif (left := without_leaving(batch, layer)) is not None:
+                batch, keep = left
+                access, moves = access_to(batch, self.device), moves_of(batch)
+            if keep is not None:
+                at, positions = on_device(keep, self.device), positions[keep]
+                q, h, angles = q[at], h[at], Angles(angles.cos[at], angles.sin[at])
+            if not batch:
+                break  # every row has left, and nobody wants logits
+            h = self.finish(layer, h, access.attend(layer, rotate(q, angles), positions, counts))
         return self.logits(h)
 
     def angles(self, positions: Tensor) -> Angles:
@@ -175,113 +164,3 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps, out)
-
-
-def _flat(parts: Sequence[Sequence[int]]) -> Tensor:
-    """All numbers behind each other, int64 in host memory. A range costs nothing per number."""
-    return torch.cat(
-        [
-            torch.arange(part.start, part.stop, part.step)
-            if isinstance(part, range)
-            else torch.tensor(part, dtype=torch.int64)
-            for part in parts
-        ]
-    )
-
-
-def _wanted_rows(batch: Sequence[Rows]) -> Tensor:
-    """Indices into the flat batch of the rows whose logits are asked for."""
-    wanted, start = [], 0
-    for rows in batch:
-        wanted += [start + i for i in rows.wanted]
-        start += len(rows.token_ids)
-    return torch.tensor(wanted, dtype=torch.int64)
-
-
-def _bounds(batch: Sequence[Rows], counts: Sequence[int] | None) -> Iterator[tuple[int, int]]:
-    """Rows [start, end) of each sequence; `counts` replaces how many there are."""
-    start = 0
-    for i, rows in enumerate(batch):
-        end = start + (len(rows.token_ids) if counts is None else counts[i])
-        yield start, end
-        start = end
-
-
-def _moves(batch: Sequence[Rows]) -> list[Moves]:
-    """Sequences of which something moves before their rows are written."""
-    return [
-        Moves(rows.mover, rows.kv, *bounds)
-        for rows, bounds in zip(batch, _bounds(batch, None), strict=True)
-        if rows.mover is not None
-    ]
-
-
-def _is_paged(batch: Sequence[Rows]) -> bool:
-    return bool(batch) and isinstance(batch[0].kv, PagedKV)
-
-
-class _DenseAccess:
-    """Rows of sequences that own a dense buffer each."""
-
-    def __init__(self, batch: Sequence[Rows]) -> None:
-        self._batch = batch
-        self._kvs = [rows.kv for rows in batch if not isinstance(rows.kv, PagedKV)]
-        assert len(self._kvs) == len(batch), "a batch has KV of one kind"
-        self._scattered: dict[int, Tensor] = {}  # places of rows that are no run, for every layer
-
-    def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
-        """Keep keys (turned on the way) and values [R, Hk, D] of all rows."""
-        for rows, kv, (start, end) in zip(
-            self._batch, self._kvs, _bounds(self._batch, None), strict=True
-        ):
-            part = Angles(angles.cos[start:end], angles.sin[start:end])
-            first, last = rows.positions[0], rows.positions[-1]
-            if last - first == end - start - 1:  # one run: rotate straight into the buffer
-                rotate(k[start:end], part, out=kv.keys(layer)[first : last + 1])
-                kv.values(layer)[first : last + 1] = v[start:end]
-            else:
-                places = self._scattered.get(start)
-                if places is None:
-                    places = on_device(_flat([rows.positions]), k.device)
-                    self._scattered[start] = places
-                kv.keys(layer)[places] = rotate(k[start:end], part)
-                kv.values(layer)[places] = v[start:end]
-
-    def attend(
-        self, layer: int, q: Tensor, positions: Tensor, counts: Sequence[int] | None
-    ) -> Tensor:
-        bounds = _bounds(self._batch, counts)
-        segments = [
-            Segment(start, end, kv.keys(layer), kv.values(layer))
-            for kv, (start, end) in zip(self._kvs, bounds, strict=True)
-        ]
-        return attend(q, positions, segments)
-
-
-class _PagedAccess:
-    """Rows of sequences that share a pool: written in one go, whoever they belong to."""
-
-    def __init__(self, batch: Sequence[Rows], device: torch.device) -> None:
-        self._batch = batch
-        self._kvs = [rows.kv for rows in batch if isinstance(rows.kv, PagedKV)]
-        assert len(self._kvs) == len(batch), "a batch has KV of one kind"
-        positions = [rows.positions for rows in batch]
-        self._places = PagedPlaces.of(list(zip(self._kvs, positions, strict=True)), device)
-
-    def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
-        """As `_DenseAccess.write`."""
-        pool, slots = self._places
-        keys, values = pool.slots(layer)
-        if isinstance(slots, slice):
-            rotate(k, angles, out=keys[slots])
-        else:
-            keys[slots] = rotate(k, angles)
-        values[slots] = v
-
-    def attend(
-        self, layer: int, q: Tensor, positions: Tensor, counts: Sequence[int] | None
-    ) -> Tensor:
-        pool = self._places.pool
-        bounds = _bounds(self._batch, counts)
-        segments = [kv.segment(*rows) for kv, rows in zip(self._kvs, bounds, strict=True)]
-        return attend_paged(q, positions, segments, pool.keys[layer], pool.values[layer])

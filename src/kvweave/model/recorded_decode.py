@@ -24,8 +24,9 @@ from kvweave.kernels.attention import KERNEL_DTYPES
 from kvweave.kernels.dispatch import has_triton
 from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
-from kvweave.model.decoder import Decoder, Rows
+from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.rows import Rows
 
 STEP = 8  # rows between two sizes of large batches
 COLUMNS = 3  # token id, position, slot of each row
@@ -45,6 +46,7 @@ def is_decode(batch: Sequence[Rows]) -> bool:
         len(rows.token_ids) == len(rows.wanted) == 1
         and isinstance(rows.kv, PagedKV)
         and rows.mover is None
+        and rows.leave is None
         for rows in batch
     )
 

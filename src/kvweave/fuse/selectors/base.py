@@ -11,8 +11,9 @@ A selector sees one request (a `Scene`) and says which of its hits to recompute.
 Called on the thread that owns the device. Selectors hold no state between requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -61,6 +62,15 @@ class Selector(Protocol):
         ...
 
 
+@runtime_checkable
+class Ranking(Protocol):
+    """A selector that also says which of its rows matter most."""
+
+    def ranked(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+        """For each count, that many of the best hits, as `select`."""
+        ...
+
+
 class InFlightSelector(Protocol):
     """Chooses inside the pass: every hit starts, and check layers narrow them down."""
 
@@ -84,17 +94,24 @@ def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
 
     `scores` [N] belong to `positions` [N] (ascending, on the host).
     """
+    return ranked_positions(scores, positions, (count,))[0]
+
+
+def ranked_positions(scores: Tensor, positions: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """As `top_positions`, for several counts at once: the host waits for all of them together."""
     scores = scores.float()
-    best = torch.sort(scores, descending=True, stable=True).indices[:count]
-    order = best.sort().values  # here, where the scores are: the host has the longer way to it
+    best = torch.sort(scores, descending=True, stable=True).indices
+    # sorted here, where the scores are: the host has the longer way to it
+    orders = [best[:count].sort().values for count in counts]
     # the number of NaN rides along: asked for by itself it would make the host wait twice
-    answer = torch.cat([scores.isnan().sum()[None], order]).cpu()
+    answer = torch.cat([scores.isnan().sum()[None], *orders]).cpu()
     if int(answer[0]):
         raise ModelError(
             "the scores of the stored tokens hold NaN: the model or its chunk KV is broken; "
             "run `kvweave cache verify`, or ask with reuse 'full'"
         )
-    return positions[answer[1:]]
+    sizes = [len(order) for order in orders]
+    return [positions[order] for order in torch.split(answer[1:], sizes)]
 
 
 def of_hits(scene: Scene, placed_scores: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from kvweave.fuse.probe import ContextView, FrontOnly, Probed, Whole, probe
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State
 from kvweave.fuse.selectors.anchor_view import AnchorView
-from kvweave.fuse.selectors.base import Needs, Scene, of_hits, top_positions
+from kvweave.fuse.selectors.base import Needs, Scene, of_hits, ranked_positions
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
 from kvweave.kernels.host import on_device
@@ -59,11 +59,14 @@ class QueryAttention:
         )
 
     def select(self, scene: Scene, count: int) -> Tensor:
+        return self.ranked(scene, (count,))[0]
+
+    def ranked(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
         scores = self.scores(scene)
         scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
         scene.stitched.lay_preamble()
         scene.request.pack_ids()
-        return top_positions(scores, scene.hits, count)
+        return ranked_positions(scores, scene.hits, counts)
 
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""

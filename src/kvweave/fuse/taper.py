@@ -1,0 +1,86 @@
+"""Rows that stop short of the last layers.
+
+A row is recomputed for what the question takes from it, and a question has taken most of that by
+the layers it searches in. Behind them every row less is time saved. A few go on, the ones looked at
+most: what they tell about the rest of their chunks (drift.py) counts up to the end.
+
+    layers 0 … layer          all chosen rows
+    behind the keys of layer  a share of them, missing chunks, the question
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.protocol import KVBuffer, Projected
+from kvweave.kv.codec import LayerKV
+
+
+class Taper(NamedTuple):
+    """Where most of the chosen rows stop."""
+
+    layer: int  # the last one whose keys and values all of them write
+    share: float  # of them that go on
+
+    def staying(self, num_chosen: int) -> int:
+        """How many of `num_chosen` rows go on: one at least."""
+        return min(num_chosen, max(1, round(self.share * num_chosen)))
+
+    def depth(self, num_layers: int) -> float:
+        """Layers that a chosen row runs through on average, as a share of all."""
+        before = min(self.layer, num_layers - 1)
+        return (before + self.share * (num_layers - before)) / num_layers
+
+
+class Leaving(NamedTuple):
+    """A taper for one request."""
+
+    layer: int
+    stay: Tensor  # [C] chosen hits that go on: positions on the host, ascending
+    rows: Tensor  # [R] these and every row that was not chosen: missing chunks, the question
+
+
+class Mover(Protocol):
+    """Moves what is not computed, from what is. See drift.py."""
+
+    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
+        """Change one layer of `kv` before the fresh rows are written: those at `positions` [R]."""
+        ...
+
+    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
+        """The same to a layer on its way there, keys before they are turned."""
+        ...
+
+
+class Relay:
+    """One mover up to `layer`, another behind it, made when it is its turn: by then the device is
+    busy and the host is not waited for."""
+
+    def __init__(self, mover: Mover, layer: int, behind: Callable[[], Mover]) -> None:
+        self._mover = mover
+        self._layer = layer
+        self._behind = behind
+        self._later: Mover | None = None
+
+    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
+        self._at(layer).move(layer, positions, fresh, kv)
+
+    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
+        self._at(layer).change(layer, positions, fresh, stored)
+
+    def _at(self, layer: int) -> Mover:
+        if layer <= self._layer:
+            return self._mover
+        if self._later is None:
+            self._later = self._behind()
+        return self._later
+
+
+def leaving(taper: Taper, stay: Tensor, must_compute: Tensor) -> Leaving:
+    """`stay` are the chosen hits that go on, `must_compute` what always does; both ascend."""
+    rows = torch.cat([stay, must_compute])
+    if len(stay) and must_compute[0] < stay[-1]:  # missing chunks between them
+        rows = rows.sort().values
+    return Leaving(taper.layer, stay, rows)
