@@ -177,7 +177,10 @@ def once(
         with open_source(world.decoder, request.placed, layers, strategy) as source:
             kv = world.decoder.new_kv(len(request.prompt_ids))
             laid = Stitched(world.decoder, request, world.preamble, source, kv)
-            fused = fuse(world.decoder, request, laid, kv, chooses, ratio, drift=strategy.drift)
+            fused = fuse(
+                world.decoder, request, laid, kv, chooses, ratio, drift=strategy.drift,
+                taper=strategy.taper,
+            )  # fmt: skip
             int(fused.logits.argmax())
             ended_s = time.perf_counter()
     return {
@@ -199,6 +202,11 @@ class Noting:
 
     def select(self, scene: Any, count: int) -> Tensor:
         chosen = self._selector.select(scene, count)
+        self.chosen_s = time.perf_counter()
+        return chosen
+
+    def ranked(self, scene: Any, counts: Sequence[int]) -> list[Tensor]:
+        chosen = self._selector.ranked(scene, counts)
         self.chosen_s = time.perf_counter()
         return chosen
 

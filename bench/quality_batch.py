@@ -16,6 +16,7 @@ from torch import Tensor
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.taper import Taper
 from kvweave.fuse.trials import Trials
 from kvweave.kernels.grouped import attend_grouped
 from kvweave.kernels.rope import Angles, rotate
@@ -27,6 +28,8 @@ class Cell(NamedTuple):
 
     chosen: tuple[int, ...]  # hits to recompute, ascending
     drift: float = 0.0
+    taper: Taper | None = None
+    stay: tuple[int, ...] = ()  # of them, those that go on where the taper ends
     exact_layer_1: bool = False  # every row ran to layer 1 in flight: its KV there is exact
 
 
@@ -52,16 +55,23 @@ def batched_pass(
     ids = torch.tensor(request.prompt_ids, device=decoder.device)
     h = decoder.embed(ids[at.flatten()])
     seen = torch.arange(num_tokens, device=decoder.device) <= at[:, :, None]  # [B, R, T]
+    last = decoder.spec.num_layers - 1
     which = torch.arange(num_cells, device=decoder.device)[:, None]
-    drifts = [
-        Drift(decoder, request, cell.chosen, cell.drift) if cell.drift and cell.chosen else None
-        for cell in cells
+    drifts, later = [
+        [Drift(decoder, request, c.chosen, c.drift) if c.drift and c.chosen else None for c in each]
+        for each in (cells, [_stays(cell) for cell in cells])
     ]
+    ends = [last + 1 if cell.taper is None else cell.taper.layer for cell in cells]
+    going = torch.stack(  # [B, R] that run to the end
+        [
+            torch.isin(own, torch.tensor([*_stays(cell).chosen, *must]))
+            for own, cell in zip(rows, cells, strict=True)
+        ]
+    )
     kvs = [trials.kv(first + b) for b in range(num_cells)]
     for kv in kvs:
         kv.reserve(num_tokens)
     batch = slice(first, first + num_cells)
-    last = decoder.spec.num_layers - 1
     for layer in range(last + 1):
         keys = trials.keys[layer, batch, :num_tokens]  # [B, T, Hk, D]
         values = trials.values[layer, batch, :num_tokens]
@@ -71,30 +81,38 @@ def batched_pass(
         turned = rotate(projected.k, angles)
         shape = (num_cells, num_rows, *keys.shape[2:])
         fresh_k, fresh_v = turned.view(shape), projected.v.reshape(shape)
-        for b, (cell, drift) in enumerate(zip(cells, drifts, strict=True)):
+        runs = going | (torch.tensor(ends)[:, None] >= layer)  # [B, R]
+        for b, cell in enumerate(cells):
+            drift = drifts[b] if layer <= ends[b] else later[b]
             if cell.exact_layer_1 and layer == 1:
                 keys[b] = trials.keys[layer, full, :num_tokens]
                 values[b] = trials.values[layer, full, :num_tokens]
             if drift is not None:
-                part = slice(b * num_rows, (b + 1) * num_rows)
+                part = (b * num_rows + runs[b].nonzero().flatten()).to(decoder.device)
                 fresh = _Fresh(projected.q[part], projected.k[part], projected.v[part])
-                drift.move(layer, rows[b], fresh, kvs[b])
-        keys[which, at] = fresh_k
-        values[which, at] = fresh_v
+                drift.move(layer, rows[b][runs[b]], fresh, kvs[b])
+        written = runs.to(decoder.device)[:, :, None, None]  # who has left leaves what was there
+        keys[which, at] = torch.where(written, fresh_k, keys[which, at])
+        values[which, at] = torch.where(written, fresh_v, values[which, at])
         q, mask = projected.q, seen
         if layer == last:
             q = q.view(num_cells, num_rows, *q.shape[1:])[:, -1].contiguous()
             h = h.view(num_cells, num_rows, -1)[:, -1].clone()
-            ends = Angles(
+            at_end = Angles(
                 angles.cos.view(num_cells, num_rows, 1, -1)[:, -1],
                 angles.sin.view(num_cells, num_rows, 1, -1)[:, -1],
             )
-            q, mask = rotate(q, ends), seen[:, -1:]
+            q, mask = rotate(q, at_end), seen[:, -1:]
         else:
             q = rotate(q, angles)
         q = q.view(num_cells, -1, *q.shape[1:])
         h = decoder.finish(layer, h, attend_grouped(q, keys, values, mask).flatten(0, 1))
     return decoder.logits(h)
+
+
+def _stays(cell: Cell) -> Cell:
+    """The cell as it is behind its taper."""
+    return cell if cell.taper is None else cell._replace(chosen=cell.stay, taper=None)
 
 
 class _Fresh(NamedTuple):

@@ -11,7 +11,7 @@ from kvweave.fuse.contexts import Variant, parse_variant
 from kvweave.fuse.encode import encode_chunks
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import FuseRequest, budget, classify
-from kvweave.fuse.selectors.base import Scene, top_positions
+from kvweave.fuse.selectors.base import Scene, ranked_positions, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.query_attention import QueryAttention
@@ -93,6 +93,9 @@ class Lab:
         num_layers = self.decoder.spec.num_layers
         num_hits = len(request.hits)
         rows = num_layers * (len(cell.chosen) + len(request.must_compute))
+        if cell.taper is not None:
+            behind = num_layers - cell.taper.layer - 1
+            rows -= behind * (len(cell.chosen) - len(cell.stay))
         strategy = next((s for s in self.strategies if s.name == name), None)
         if strategy is not None and 0 < len(cell.chosen) < num_hits:
             needs = strategy.needs(num_layers)
@@ -142,11 +145,17 @@ class Lab:
                         if isinstance(selector, QueryAttention)
                         else self.changed(strategy, scene, trials)
                     )
+                taper = strategy.taper if 0 < count < len(request.hits) else None
+                if taper is not None:
+                    counts = (count, taper.staying(count))
+                    both = ranked_positions(scores[strategy.name], scene.hits, counts)
+                    rows, stay = (tuple(each.tolist()) for each in both)
+                    return Cell(rows, strategy.drift, taper, stay)
                 rows = top_positions(scores[strategy.name], scene.hits, count)
             else:
                 assert selector is not None
                 rows = selector.select(scene, count)
-            return Cell(tuple(rows.tolist()), strategy.drift, in_flight)
+            return Cell(tuple(rows.tolist()), strategy.drift, exact_layer_1=in_flight)
 
         return request, stitched, chosen
 
@@ -192,7 +201,8 @@ class Lab:
             )
             selector = None if strategy is None else strategy.selector
             drift = 0.0 if strategy is None else strategy.drift
-            want = fuse(self.decoder, request, again, kv, selector, ratio, drift=drift)
+            taper = None if strategy is None else strategy.taper
+            want = fuse(self.decoder, request, again, kv, selector, ratio, drift=drift, taper=taper)
             worst = float((want.logits - logits).abs().max())
             if worst > 0.02:
                 raise AssertionError(f"{name} at {ratio}: batched pass is off by {worst:.4f}")

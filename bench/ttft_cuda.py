@@ -140,7 +140,7 @@ class Runs:
                     laid = Stitched(world.decoder, request, world.preamble, source, kv)
                     fused = fuse(
                         world.decoder, request, laid, kv, strategy.selector, ratio,
-                        drift=strategy.drift,
+                        drift=strategy.drift, taper=strategy.taper,
                     )  # fmt: skip
                     int(fused.logits.argmax())
                     return stages(fused.load_s, fused.select_s, fused.pass_s)
