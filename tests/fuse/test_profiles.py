@@ -61,13 +61,14 @@ def change(path: Path, **changes: object) -> None:
 
 
 def test_another_format_is_refused_with_the_way_out(path: Path) -> None:
-    change(path, format=4)
-    with pytest.raises(ConfigError, match="has format 4, this kvweave reads 3; make it again with"):
+    change(path, format=5)
+    with pytest.raises(ConfigError, match="has format 5, this kvweave reads 4; make it again with"):
         load(path)
 
 
-def test_tables_of_another_weave_are_not_read(path: Path) -> None:
-    change(path, format=2)
+@pytest.mark.parametrize("version", [2, 3])
+def test_tables_of_another_weave_are_not_read(path: Path, version: int) -> None:
+    change(path, format=version)
     assert load(path) == profiles.replace(PROFILE, calibration=())
 
 

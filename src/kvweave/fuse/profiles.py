@@ -20,10 +20,11 @@ from kvweave.fuse.calibration import Cell, Table
 from kvweave.fuse.layer_profile import LayerProfile
 from kvweave.fuse.strategy import ModelFacts
 
-FORMAT = 3
+FORMAT = 4
 # Of these the layers are read and the tables are not: no gate could trust them. Format 1 does not
-# say what stood in front of the chunks, and the `weave` of format 2 chose other rows.
-OLD_TABLES = (1, 2)
+# say what stood in front of the chunks, the `weave` of format 2 chose other rows, and that of
+# format 3 recomputed them in every layer.
+OLD_TABLES = (1, 2, 3)
 SHORT = 12  # characters of the fingerprint in the name of a packaged profile
 Data = TypeVar("Data")
 
