@@ -167,6 +167,8 @@ def test_rows_of_others_run_on_when_some_leave(decoder: Decoder) -> None:
         ]
     )
     torch.testing.assert_close(got[0], want[0][0])
+    by_itself = Rows(c, range(5), decoder.new_kv(16), [4], leave=Leave(4, [2, 4]))
+    torch.testing.assert_close(got[1], decoder.forward([by_itself])[0])
     assert got.shape == (2, decoder.spec.vocab_size)
     for layer in range(NUM_LAYERS):
         torch.testing.assert_close(kvs[0].keys(layer), alone[0].keys(layer))
