@@ -14,6 +14,7 @@ from kvweave.fuse.taper import Mover, Relay, Taper
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Leave, Rows
+from kvweave.model.sequence_kv import SequenceKV
 from slices import InPages, make_pool
 from tiny_models import make_model_folder
 
@@ -158,7 +159,7 @@ def test_rows_of_others_run_on_when_some_leave(decoder: Decoder) -> None:
         decoder.forward([Rows(ids, range(len(ids)), kv, [len(ids) - 1])])
         for ids, kv in zip((a, b, c), alone, strict=True)
     ]
-    kvs = [decoder.new_kv(16) for _ in range(3)]
+    kvs = [_zeros(decoder) for _ in range(3)]
     got = decoder.forward(
         [
             Rows(a, range(9), kvs[0], [8]),
@@ -167,15 +168,25 @@ def test_rows_of_others_run_on_when_some_leave(decoder: Decoder) -> None:
         ]
     )
     torch.testing.assert_close(got[0], want[0][0])
-    by_itself = Rows(c, range(5), decoder.new_kv(16), [4], leave=Leave(4, [2, 4]))
+    by_itself = Rows(c, range(5), _zeros(decoder), [4], leave=Leave(4, [2, 4]))
     torch.testing.assert_close(got[1], decoder.forward([by_itself])[0])
     assert got.shape == (2, decoder.spec.vocab_size)
     for layer in range(NUM_LAYERS):
         torch.testing.assert_close(kvs[0].keys(layer), alone[0].keys(layer))
-        same = torch.equal(kvs[1].keys(layer), alone[1].keys(layer))
+        same = torch.equal(kvs[1].keys(layer)[:7], alone[1].keys(layer))
         assert same is (layer <= 2)
         if layer <= 4:
-            torch.testing.assert_close(kvs[2].values(layer), alone[2].values(layer))
+            torch.testing.assert_close(kvs[2].values(layer)[:5], alone[2].values(layer))
+
+
+def _zeros(decoder: Decoder) -> SequenceKV:
+    """Something to look at where nobody writes."""
+    kv = decoder.new_kv(16)
+    kv.reserve(9)
+    for layer in range(NUM_LAYERS):
+        kv.keys(layer).zero_()
+        kv.values(layer).zero_()
+    return kv
 
 
 def test_a_batch_that_leaves_as_a_whole_gives_no_logits(decoder: Decoder) -> None:
