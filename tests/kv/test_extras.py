@@ -192,7 +192,9 @@ def test_a_load_under_way_brings_back_nothing_that_is_deleted_by_whose_text_it_i
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease)
             (path,) = (tmp_path / "objects").rglob("*.kv")
-            wait_until(lambda: store._loads._arrivals[KEY]._reader is not None)
+            arrival = store._under_way.get(KEY)
+            assert arrival is not None
+            wait_until(lambda: arrival._reader is not None)
             path.unlink()  # by whoever removed the document
             assert store.delete_at_hand(carries(["id"])) == 0, "nothing is in host memory yet"
             world.below.go_on.set()

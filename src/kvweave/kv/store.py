@@ -33,6 +33,7 @@ from kvweave.kv.places import Place, open_places
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.stock import Stock
 from kvweave.kv.transfers import Transfer
+from kvweave.kv.under_way import UnderWay
 from kvweave.kv.writer import Ticket
 from kvweave.metrics import Metrics
 
@@ -59,8 +60,9 @@ class KVStore:
                 self.metrics.count, "kv_tier_errors_total", tier=place.name, verb="bug"
             )
         self._locator = Locator(cfg.locate_deadline_s, self.metrics)
-        self._loads = Loads(cfg, self._stock, self._locator, self.metrics)
-        self._finder = Finder(self._stock, self._locator, self._loads)
+        self._under_way = UnderWay()
+        self._loads = Loads(cfg, self._stock, self._under_way, self._locator, self.metrics)
+        self._finder = Finder(self._stock, self._locator, self._under_way)
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
 
     # ---- reading
@@ -98,7 +100,7 @@ class KVStore:
                 usage = self._stock.usage.touch(key, now_s, entry.size_bytes if entry else 0)
                 if place is not None:
                     tiers[key] = place.name
-                elif (arriving_from := self._loads.tier_of(key)) is not None:
+                elif (arriving_from := self._under_way.tier_of(key)) is not None:
                     tiers[key] = arriving_from
                 else:
                     missing[key] = self._finder.why_absent(key)
@@ -170,14 +172,14 @@ class KVStore:
         """Remove chunks of some provenance that the host tier has, everywhere. Nobody knows yet
         whose text loads under way bring: they serve their leases, and nothing of them is kept."""
         with self._lock:
-            self._loads.disown_all()
+            self._under_way.disown_all()
         return self.delete(self.keys_at_hand(is_wanted))
 
     def _delete_at_hand(self, key: ChunkKey) -> bool:
         """Remove a chunk from the host tier, and see to it that no load under way brings it back.
         True: the host tier had it."""
         with self._lock:
-            self._loads.disown(key)
+            self._under_way.disown(key)
             return self._stock.delete_from_host(key)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
@@ -218,7 +220,7 @@ class KVStore:
     def pending_bytes(self) -> dict[str, int]:
         """Bytes that requests wait for, by tier; tiers without any are left out."""
         with self._lock:
-            return {tier: size for tier, size in self._loads.pending_bytes().items() if size}
+            return {tier: size for tier, size in self._under_way.pending_bytes().items() if size}
 
     def num_pinned(self) -> int:
         """Entries some lease holds, over all tiers."""
@@ -241,7 +243,7 @@ class KVStore:
         self._release_orphans()
         self._stock.check_integrity()
         with self._lock:
-            self._loads.check_integrity()
+            self._under_way.check_integrity()
 
     # ---- releasing
 

@@ -1,7 +1,6 @@
 """The transfer that brings the bytes of a lease, layer by layer, wherever each chunk comes from."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -10,94 +9,9 @@ from kvweave.kv.forget import PROVENANCE
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.leases import Lease as Lease
-from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
+from kvweave.kv.objects import EncodedLayer
 from kvweave.kv.residency import Miss
-from kvweave.kv.shelf import Entry
-
-
-class Source(Protocol):
-    """Where the layers of one chunk come from: an arrival, or bytes already in host memory."""
-
-    @property
-    def failure(self) -> Miss | None: ...
-
-    def want(self, layers: Iterable[int]) -> None: ...
-
-    def want_first(self, layers: Iterable[int]) -> None: ...
-
-    def want_extras(self, names: Collection[str]) -> None: ...
-
-    tier_name: str
-    began_s: float  # when reading began and when the last layer came; both 0: nothing to read
-    ended_s: float
-
-    def is_ready(self, layer: int) -> bool: ...
-
-    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
-
-    def whole(self) -> Tensor | None: ...
-
-    def wait_header(self, patience: Patience) -> Header | None: ...
-
-    def has_extras(self, names: Collection[str]) -> bool: ...
-
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None: ...
-
-    def named_extra(self, name: str) -> memoryview | None: ...
-
-    def named_tensor(self, name: str) -> Tensor | None: ...
-
-
-class Resident:
-    """A chunk that is in the host tier: every layer is there at once, and so is every extra that
-    the load asked for. What the entry lacks was not asked for."""
-
-    failure: Miss | None = None
-    tier_name = "host"
-    began_s = ended_s = 0.0
-
-    def __init__(self, entry: Entry) -> None:
-        assert entry.header is not None
-        assert entry.memory is not None
-        self._header: Header = entry.header
-        self._memory: Memory = entry.memory
-        self._lacks = entry.lacks
-
-    def want(self, layers: Iterable[int]) -> None:
-        """Nothing to fetch."""
-
-    def want_first(self, layers: Iterable[int]) -> None:
-        """Nothing to fetch."""
-
-    def want_extras(self, names: Collection[str]) -> None:
-        """Nothing to fetch."""
-
-    def is_ready(self, layer: int) -> bool:
-        return True
-
-    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
-        if layer >= len(self._header.layers):
-            return None
-        return layer_of(self._header, self._memory, layer)
-
-    def whole(self) -> Tensor | None:
-        return layers_of(self._header, self._memory)
-
-    def wait_header(self, patience: Patience) -> Header | None:
-        return self._header
-
-    def has_extras(self, names: Collection[str]) -> bool:
-        return True
-
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None:
-        return self._header
-
-    def named_extra(self, name: str) -> memoryview | None:
-        return None if name in self._lacks else extra_of(self._header, self._memory, name)
-
-    def named_tensor(self, name: str) -> Tensor | None:
-        return None if name in self._lacks else extra_tensor(self._header, self._memory, name)
+from kvweave.kv.sources import Source
 
 
 class Transfer:
