@@ -58,11 +58,15 @@ class Landings:
         num_bytes = header.bytes_with(arrival.front)
         self._metrics.count("kv_bytes_loaded_total", num_bytes, tier=arrival.tier_name)
         self._by_name[arrival.tier_name].reads.succeeded()
-        if not landing.stays:
-            return
+        if landing.stays:
+            self._keep(arrival, header, landing)
+        self._put_aside(arrival)
+
+    def _keep(self, arrival: Arrival, header: Header, landing: Landing) -> None:
+        """Make an object of the host tier of it."""
         with self._lock:
             if not self._under_way.keeps(arrival):
-                return  # deleted meanwhile: the bytes go with the arrival
+                return  # deleted meanwhile, or damaged: the bytes go with the arrival
             lacks = frozenset(header.extras) - arrival.held
             origin = arrival.tier_name
             entry = self._stock.shelve_in_host(arrival.key, header, landing.memory, lacks, origin)
@@ -103,6 +107,7 @@ class Landings:
                 assert host is not None
                 doomed = self._stock.unpin(host.place, arrival.key, entry)
         arrival.close_reader()
+        self._put_aside(arrival)
         if entry is not None:
             if doomed and host is not None:
                 self._stock.finish_delete(host.place, arrival.key, entry)
@@ -112,10 +117,15 @@ class Landings:
             self._staging.give_back(landing.memory)
 
     def _failed(self, arrival: Arrival, miss: Miss, detail: str) -> None:
+        """It will not come, or an extra of it, which those who want no such extra need not know. A
+        damaged object goes in either case, so that the chunk is computed and saved whole."""
         self._metrics.count("kv_misses_total", reason=miss.value)
         place = self._by_name[arrival.tier_name]
         with self._lock:
             self._under_way.shut(arrival)
+            if miss is Miss.CORRUPT:
+                arrival.damaged = True
+                self._under_way.end(arrival)
             if arrival.kept is not None and miss in (Miss.CORRUPT, Miss.ABSENT):
                 self._stock.give_up_part(arrival.key, arrival.kept)
         self._locator.forget(arrival.key)
@@ -123,7 +133,10 @@ class Landings:
         match miss:
             case Miss.CORRUPT:
                 log.warning("%s is damaged and refused: %s", name, detail)
-                self._stock.quarantine(place, arrival.key, arrival.source)
+                # an open file can be read wherever it is put, an object of a server cannot
+                is_read_on = arrival.failure is None and arrival.whole() is None
+                if not (place.tier.remote and is_read_on):
+                    self._put_aside(arrival)
             case Miss.FOREIGN:
                 if self._stock.set_aside(place, arrival.key):
                     log.warning("%s cannot be read here, nor can others like it: %s", name, detail)
@@ -133,3 +146,12 @@ class Landings:
                 log.info("%s did not come: %s", name, detail)
                 self._metrics.count("kv_tier_errors_total", tier=place.name, verb="read")
                 place.reads.failed(detail, at_once=miss is Miss.TOO_SLOW)
+
+    def _put_aside(self, arrival: Arrival) -> None:
+        """Take what an arrival was read from out of sight if it is damaged. Once."""
+        with self._lock:
+            is_due = arrival.damaged and not arrival.put_aside
+            arrival.put_aside |= is_due
+        if is_due:
+            place = self._by_name[arrival.tier_name]
+            self._stock.quarantine(place, arrival.key, arrival.source)

@@ -35,11 +35,11 @@ class Source(Protocol):
 
     def whole(self) -> Tensor | None: ...
 
-    def wait_header(self, patience: Patience) -> Header | None: ...
-
     def has_extras(self, names: Collection[str]) -> bool: ...
 
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None: ...
+    def lost_of(self, names: Collection[str]) -> Miss | None: ...
+
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss: ...
 
     def named_extra(self, name: str) -> memoryview | None: ...
 
@@ -81,13 +81,13 @@ class Resident:
     def whole(self) -> Tensor | None:
         return layers_of(self._header, self._memory)
 
-    def wait_header(self, patience: Patience) -> Header | None:
-        return self._header
-
     def has_extras(self, names: Collection[str]) -> bool:
         return True
 
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None:
+    def lost_of(self, names: Collection[str]) -> Miss | None:
+        return None
+
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss:
         return self._header
 
     def named_extra(self, name: str) -> memoryview | None:

@@ -1,6 +1,6 @@
 """The transfer that brings the bytes of a lease, layer by layer, wherever each chunk comes from."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -57,26 +57,26 @@ class Transfer:
         whichever others are.
 
         A chunk that failed is left out, here and from now on, and named in `lost`: the request
-        computes it instead. So is one that has no such layer, which is then not of the model it
-        was asked for. Layers of it that were given out before stay readable.
+        computes it instead. So is one that lost an extra which was asked for, and one that has no
+        such layer, which is then not of the model it was asked for. Layers of it that were given
+        out before stay readable.
         """
         assert not self._lease.released, "the lease behind this transfer was released"
         assert layer >= 0, "layers count from 0"
         if layer < self._asked:
             self._look_ahead(layer)
         elif layer not in self._first:  # out of order, and nobody said so before
-            for source in self._sources.values():
+            for _, source in self._alive():
                 source.want_first([layer])
             self._look_ahead(layer)
         found: dict[ChunkKey, EncodedLayer] = {}
-        for key, source in self._sources.items():
-            if key in self.lost:
-                continue
+        for key, source in self._alive():
             encoded = source.wait_layer(layer, self._patience[source.tier_name])
-            if encoded is None:
-                self.lost[key] = source.failure or Miss.CORRUPT
-            else:
+            miss = source.failure if encoded is None else source.lost_of(self._extras)
+            if encoded is not None and miss is None:
                 found[key] = encoded
+            else:
+                self.lost[key] = miss or Miss.CORRUPT
         return found
 
     def whole(self, keys: Iterable[ChunkKey]) -> list[Tensor] | None:
@@ -86,7 +86,9 @@ class Transfer:
         found = []
         for key in keys:
             source = self._sources.get(key)
-            data = None if source is None or key in self.lost else source.whole()
+            if source is None or key in self.lost or source.lost_of(self._extras):
+                return None
+            data = source.whole()
             if data is None:
                 return None
             found.append(data)
@@ -94,7 +96,7 @@ class Transfer:
 
     def headers(self) -> dict[ChunkKey, Header]:
         """Shape, codec and number of layers of every chunk. Blocks until all are known."""
-        return self._known(lambda source, patience: source.wait_header(patience))
+        return self._known(())
 
     def sizes(self) -> dict[ChunkKey, int]:
         """Bytes of every chunk as it is read: without extras that were not asked for. Blocks as
@@ -121,7 +123,7 @@ class Transfer:
     def wait_extras(self) -> Collection[ChunkKey]:
         """Block until the headers and the extras that were asked for are there, not for any layer.
         Returns the chunks that came; the others are in `lost`."""
-        return self._known(lambda source, patience: source.wait_extras(self._extras, patience))
+        return self._known(self._extras)
 
     def extras(self, name: str) -> dict[ChunkKey, memoryview]:
         """What each chunk carries beside its layers under this name (see `pack_chunk`), checked.
@@ -143,23 +145,25 @@ class Transfer:
         found = {key: self._sources[key].named_tensor(name) for key in self.wait_extras()}
         return {key: data for key, data in found.items() if data is not None}
 
-    def _known(self, wait: Callable[[Source, Patience], Header | None]) -> dict[ChunkKey, Header]:
-        """The headers that a wait gives, of all chunks that are not lost."""
+    def _known(self, extras: Collection[str]) -> dict[ChunkKey, Header]:
+        """The headers of all chunks that are not lost, once these extras are there too."""
         found: dict[ChunkKey, Header] = {}
-        for key, source in self._sources.items():
-            if key in self.lost:
-                continue
-            header = wait(source, self._patience[source.tier_name])
-            if header is not None:
-                found[key] = header
-            elif source.failure is not None:
-                self.lost[key] = source.failure
+        for key, source in self._alive():
+            answer = source.wait_extras(extras, self._patience[source.tier_name])
+            if isinstance(answer, Miss):
+                self.lost[key] = answer
+            else:
+                found[key] = answer
         return found
 
     def _look_ahead(self, layer: int) -> None:
         """Ask for this layer and some behind it."""
         end = layer + 1 + self._lookahead
         if end > self._asked:
-            for source in self._sources.values():
+            for _, source in self._alive():
                 source.want(range(self._asked, end))
             self._asked = end
+
+    def _alive(self) -> list[tuple[ChunkKey, Source]]:
+        """Whatever is not lost: of the rest nothing is asked for any more."""
+        return [each for each in self._sources.items() if each[0] not in self.lost]
