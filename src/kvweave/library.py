@@ -29,7 +29,6 @@ from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
 from kvweave.kept_kv import KV_FOLDER
-from kvweave.kv.forget import carries
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
@@ -69,6 +68,7 @@ class Library:
         self.encoder = encoder
         self._table = table
         self.forgotten: Forgotten | None = None  # hears of chunks that are no more
+        store.told_of(self._are_back)
 
     @classmethod
     def open(
@@ -157,8 +157,13 @@ class Library:
                 upkeep.before()
 
     def drop_copies(self, chunk_ids: Collection[ChunkId]) -> None:
-        """Another process removed these chunks, and their files: so much for copies in memory."""
-        self.store.delete_at_hand(carries(chunk_ids))  # and a file written behind its back
+        """Another process removed these chunks, and their files: so much for copies in memory, and
+        for files written behind its back."""
+        self.store.forget(chunk_ids)
+
+    def _are_back(self, chunk_ids: Collection[str]) -> bool:
+        ids = {ChunkId(each) for each in chunk_ids}
+        return self.kb.catalogue.known(ids) == ids
 
     def _upkeep(
         self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False

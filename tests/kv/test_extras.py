@@ -196,7 +196,7 @@ def test_a_load_under_way_brings_back_nothing_that_is_deleted_by_whose_text_it_i
             assert arrival is not None
             wait_until(lambda: arrival._reader is not None)
             path.unlink()  # by whoever removed the document
-            assert store.delete_at_hand(carries(["id"])) == 0, "nothing is in host memory yet"
+            assert store.forget(["id"]) == 0, "nothing is in host memory yet"
             world.below.go_on.set()
             for layer in range(LAYERS):
                 assert is_layer_of(0, layer, transfer.wait_layer(layer)[KEY])

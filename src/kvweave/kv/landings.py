@@ -11,6 +11,7 @@ import torch
 from kvweave.kv.arrivals import Arrival, Hooks
 from kvweave.kv.awaited import Landing
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.forget import provenance_in
 from kvweave.kv.layout import Header
 from kvweave.kv.locate import Locator
 from kvweave.kv.memory import BufferPool
@@ -58,7 +59,9 @@ class Landings:
         num_bytes = header.bytes_with(arrival.front)
         self._metrics.count("kv_bytes_loaded_total", num_bytes, tier=arrival.tier_name)
         self._by_name[arrival.tier_name].reads.succeeded()
-        if landing.stays:
+        since = 0 if arrival.source is None else arrival.source.since
+        of = provenance_in(header, landing.memory)
+        if landing.stays and not self._stock.gone.covers(of, since):
             self._keep(arrival, header, landing)
         self._put_aside(arrival)
 

@@ -4,16 +4,18 @@ With `Books`, `Removal` and `InHost` the half of the store that changes tiers; `
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvweave.errors import TierError
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.forget import Provenance, provenance_in
 from kvweave.kv.in_host import InHost
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory
 from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place
+from kvweave.kv.shelf import Entry
 from kvweave.kv.writer import Ticket, Writer
 from kvweave.metrics import Metrics
 
@@ -101,7 +103,8 @@ class Stock(InHost):
         if shelf is not None:
             with self.lock:
                 is_foreign = (place.name, key) in self.foreign
-                if not is_foreign and shelf.revive(key) is not None:
+                if not is_foreign and (entry := shelf.revive(key)) is not None:
+                    self._note_written(entry, packed)
                     return True
             if is_foreign and self._remove_in_turn(place, key) is None:
                 return False
@@ -124,7 +127,8 @@ class Stock(InHost):
         if shelf is not None:
             with self.lock:
                 if kept:
-                    shelf.add(key, size, self.usage.seen(key), reserved=True)
+                    entry = shelf.add(key, size, self.usage.seen(key), reserved=True)
+                    self._note_written(entry, packed)
                 else:
                     shelf.unreserve(size)
         if kept:
@@ -132,6 +136,10 @@ class Stock(InHost):
                 self.foreign.discard((place.name, key))
             self._metrics.count("kv_saves_total", tier=place.name)
         return kept
+
+    def _note_written(self, entry: Entry, packed: PackedChunk) -> None:
+        """Lock is held."""
+        entry.since, entry.of = self.gone.now, provenance_in(packed.header, packed.memory)
 
     def _write_hangs(self, place: Place, deadline_s: float) -> None:
         self._metrics.count("kv_tier_errors_total", tier=place.name, verb="write")
@@ -218,6 +226,18 @@ class Stock(InHost):
             self._metrics.count("kv_demotions_total", tier=target.name)
         else:
             self.count_dropped(target, "write-behind is full")
+
+    def disown_below(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
+        """Keys of some provenance that this process has written below the host tier, or is about to
+        write. What is on its way there and with no writer yet is not written at all: nobody can say
+        whose text it is. Lock is held."""
+        self._demoting.clear()
+        shelves = [place.shelf for place in self.below if place.shelf is not None]
+        entries = [(key, shelf.find(key)) for shelf in shelves for key in shelf]
+        of = [(key, entry.of) for key, entry in entries if entry is not None]
+        for writer in self.writers.values():
+            of += [(p.key, provenance_in(p.header, p.memory)) for p in writer.pending()]
+        return [key for key, each in of if each is not None and is_wanted(each)]
 
     def _take_stock(self, place: Place) -> None:
         """Put what a tier holds from earlier on its shelf; evict what exceeds the budget."""

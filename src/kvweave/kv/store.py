@@ -23,7 +23,7 @@ from functools import partial
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.finding import Finder
-from kvweave.kv.forget import Provenance
+from kvweave.kv.forget import Provenance, carries
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
@@ -168,12 +168,22 @@ class KVStore:
         """What the host tier has of some provenance. Looks at every object there."""
         return [key for key, of in self._stock.provenances() if is_wanted(of)]
 
-    def delete_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> int:
-        """Remove chunks of some provenance that the host tier has, everywhere. Nobody knows yet
-        whose text loads under way bring: they serve their leases, and nothing of them is kept."""
+    def forget(self, chunk_ids: Collection[str]) -> int:
+        """Somebody else deleted the KV of these chunks, or is about to: remove what the host tier
+        has, what this process has written below, and all that was computed behind them. Loads serve
+        their leases, and nothing is kept of what those under way bring, nor of what later ones find
+        where it was not deleted yet. Blocks on IO; returns as `delete` does."""
+        is_wanted = carries(chunk_ids)
         with self._lock:
-            self._under_way.disown_all()
-        return self.delete(self.keys_at_hand(is_wanted))
+            self._stock.gone.add(chunk_ids)
+            self._under_way.disown_all()  # nobody knows yet whose text they bring
+            written = self._stock.disown_below(is_wanted)
+        return self.delete([*self.keys_at_hand(is_wanted), *written])
+
+    def told_of(self, are_back: Callable[[Collection[str]], bool]) -> None:
+        """Have a look at whether chunks that were forgotten exist again: then what is loaded of
+        them is kept as before. Called on IO threads; may block."""
+        self._stock.gone.are_back = are_back
 
     def _delete_at_hand(self, key: ChunkKey) -> bool:
         """Remove a chunk from the host tier, and see to it that no load under way brings it back.
