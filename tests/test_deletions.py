@@ -83,6 +83,10 @@ def test_deletions_beyond_what_is_remembered_count_for_everybody_who_is_older() 
     assert not stones.is_gone(a, 1)
     stones.add([])
     assert stones.generation == 3
+    stones.add_all()  # nobody knows which
+    assert stones.is_gone(ChunkId("never heard of"), 3)
+    assert not stones.is_gone(a, 4)
+    assert stones.generation == 4
 
 
 # ── with a knowledge base ────────────────────────────────────────────────────

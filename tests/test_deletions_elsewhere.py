@@ -284,3 +284,25 @@ def test_a_chunk_that_came_back_elsewhere_is_kept_in_memory_again(
             ingest(other, [DRAIN])
         weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
         assert store.metrics.value("kv_promotions_total") == 1
+
+
+def test_a_server_that_slept_too_long_to_be_told_what_went_forgets_what_is_not_there(
+    over: Over, tmp_path: Path
+) -> None:
+    with over() as weave:
+        chunk = fill(weave)
+        weave.ingest(("Quota", "A quota limits the pods."), chunk_kv=True)
+        quota = next(h.chunk for h in weave.search("quota limits", 2) if h.chunk.title == "Quota")
+        assert history_has(weave, chunk)
+        with KnowledgeBase.open(tmp_path / "kb") as kb:
+            remove_with_kv(kb, [d.id for d in kb.documents() if d.title == "Drain"])
+            assert kb.catalogue.prune_removals(keep_s=0)
+        assert not history_has(weave, chunk)
+        assert not in_tree(weave, chunk)
+        assert not in_host(weave, chunk)
+        assert in_host(weave, quota)
+        weave.ask("Which quota?", k=1, reuse="reuse", sampling=GREEDY)
+        weave.engine.run_alone(weave.engine.check_integrity)
+        for _ in range(2):  # the same text from the caller is the caller's own
+            weave.ask("Well?", documents=[chunk.text], reuse="prefix", sampling=GREEDY)
+        assert in_tree(weave, chunk)

@@ -68,7 +68,7 @@ class Library:
         self.encoder = encoder
         self._table = table
         self.forgotten: Forgotten | None = None  # hears of chunks that are no more
-        store.told_of(self._are_back)
+        store.know_by(self._known)
 
     @classmethod
     def open(
@@ -156,14 +156,13 @@ class Library:
             if is_free:
                 upkeep.before()
 
-    def drop_copies(self, chunk_ids: Collection[ChunkId]) -> None:
+    def drop_copies(self, chunk_ids: Collection[ChunkId] | None) -> None:
         """Another process removed these chunks, and their files: so much for copies in memory, and
-        for files written behind its back."""
+        for files written behind its back. None: nobody knows which, so all that are not there."""
         self.store.forget(chunk_ids)
 
-    def _are_back(self, chunk_ids: Collection[str]) -> bool:
-        ids = {ChunkId(each) for each in chunk_ids}
-        return self.kb.catalogue.known(ids) == ids
+    def _known(self, chunk_ids: Collection[str]) -> Collection[str]:
+        return self.kb.catalogue.known([ChunkId(each) for each in chunk_ids])
 
     def _upkeep(
         self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False

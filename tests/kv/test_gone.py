@@ -1,7 +1,7 @@
 """What somebody else deleted does not come back through what was under way here."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -75,7 +75,7 @@ def test_a_chunk_that_somebody_brought_back_is_kept_again(tmp_path: Path) -> Non
     world = on_disk(tmp_path, 64)
     alive: set[str] = set()
     with world.store as store:
-        store.told_of(alive.issuperset)
+        store.know_by(alive.intersection)
         store.forget(["id"])
         world.load()
         assert not in_host(store)
@@ -134,7 +134,7 @@ def test_a_write_under_way_is_deleted_when_it_ends(tmp_path: Path, held: threadi
 
 def test_deletions_that_are_forgotten_count_for_what_is_older_and_not_known_to_be_there() -> None:
     gone, alive = Gone(most=2), {"alive"}
-    gone.are_back = alive.issuperset
+    gone.known = alive.intersection
     for name in "abc":  # the first is remembered no more
         gone.add([name])
     of = [Provenance(name, ()) for name in "abcx"]
@@ -149,14 +149,14 @@ def test_deletions_that_are_forgotten_count_for_what_is_older_and_not_known_to_b
 def test_a_deletion_that_is_heard_of_while_we_look_is_not_taken_for_undone() -> None:
     gone = Gone()
 
-    def deleted_again(names: object) -> bool:
+    def deleted_again(names: Collection[str]) -> Collection[str]:
         gone.add(["a"])
-        return True
+        return names
 
     gone.add(["a"])
-    gone.are_back = deleted_again
+    gone.known = deleted_again
     assert not gone.covers(Provenance("a", ()), 0)
-    gone.are_back = lambda names: False
+    gone.known = lambda names: ()
     assert gone.covers(Provenance("a", ()), 1)
 
 
@@ -181,3 +181,32 @@ def test_a_victim_on_its_way_down_is_not_written_behind_a_deletion(
         assert store.flush()
         assert store.metrics.value("kv_evictions_total", tier="host") > 0
         assert first.key.hex() not in [path.stem for path in files(tmp_path)]
+
+
+def test_where_nobody_knows_what_went_only_chunks_that_exist_are_kept(tmp_path: Path) -> None:
+    alive = {"alive", "also"}
+    whose = [{WHOSE: b"alive"}, {WHOSE: b"gone"}, {WHOSE: b"also", "behind": b"gone"}]
+    chunks = [make_chunk(number, extras=extras) for number, extras in enumerate(whose)]
+    with KVStore(make_config(tmp_path, host_chunks=None)) as store:
+        for chunk in chunks:
+            assert store.save(chunk, wait_s=5).wait(5)
+    with KVStore(make_config(tmp_path, host_chunks=64)) as store:
+        store.know_by(alive.intersection)
+
+        def load() -> list[int]:
+            """Which of them are in host memory when all were read."""
+            with store.acquire([chunk.key for chunk in chunks]) as lease:
+                transfer = store.load(lease)
+                assert all(len(transfer.wait_layer(layer)) == 3 for layer in range(3))
+            wait_until(lambda: store.num_pinned() == 0)
+            kept = {each.key for each in store._stock.places[0].tier.scan()}
+            return [number for number in range(3) if make_key(number) in kept]
+
+        store.forget(None)
+        assert load() == [0]
+        alive.add("gone")
+        assert load() == [0, 1, 2]
+        alive.remove("gone")
+        assert store.forget(None) == 2
+        assert [path.stem for path in files(tmp_path)] == [make_key(0).hex()]
+        store.check_integrity()

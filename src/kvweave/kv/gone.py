@@ -14,11 +14,11 @@ from kvweave.kv.forget import Provenance
 
 _MOST = 100_000  # deletions remembered one by one
 
-AreBack = Callable[[Collection[str]], bool]
+Known = Callable[[Collection[str]], Collection[str]]
 
 
-def _never(chunk_ids: Collection[str]) -> bool:
-    return False
+def _none(chunk_ids: Collection[str]) -> Collection[str]:
+    return ()
 
 
 class Gone:
@@ -26,17 +26,20 @@ class Gone:
 
     def __init__(self, most: int = _MOST) -> None:
         self.now = 0
-        self.are_back: AreBack = _never  # asked about chunks that are gone; may block on IO
+        self.known: Known = _none  # which of some chunks exist; may block on IO
         self._most = most
         self._forgotten = 0  # of what is older than this some deletion is forgotten
         self._died: OrderedDict[str, int] = OrderedDict()  # oldest deletion first
         self._lock = threading.Lock()
 
-    def add(self, chunk_ids: Collection[str]) -> None:
-        """These were deleted, as we hear now."""
+    def add(self, chunk_ids: Collection[str] | None) -> None:
+        """These were deleted, as we hear now. None: nobody knows which, so perhaps any."""
         with self._lock:
             self.now += 1
-            for name in chunk_ids:
+            if chunk_ids is None:
+                self._died.clear()
+                self._forgotten = self.now
+            for name in chunk_ids or ():
                 self._died[name] = self.now
                 self._died.move_to_end(name)
             while len(self._died) > self._most:
@@ -54,7 +57,7 @@ class Gone:
         died = {name: when for name, when in died.items() if when > since}
         if not died:
             return False
-        if not self.are_back(died.keys()):
+        if not died.keys() <= set(self.known(list(died))):
             return True
         with self._lock:
             for name, when in died.items():

@@ -4,7 +4,7 @@ With `Books`, `Removal` and `InHost` the half of the store that changes tiers; `
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvweave.errors import TierError
@@ -227,17 +227,17 @@ class Stock(InHost):
         else:
             self.count_dropped(target, "write-behind is full")
 
-    def disown_below(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
-        """Keys of some provenance that this process has written below the host tier, or is about to
-        write. What is on its way there and with no writer yet is not written at all: nobody can say
-        whose text it is. Lock is held."""
+    def written(self) -> list[tuple[ChunkKey, Provenance]]:
+        """Whose text the objects are that this process has written below the host tier, or is about
+        to write. What is on its way there and with no writer yet is not written at all: nobody can
+        say whose it is. Lock is held."""
         self._demoting.clear()
         shelves = [place.shelf for place in self.below if place.shelf is not None]
         entries = [(key, shelf.find(key)) for shelf in shelves for key in shelf]
         of = [(key, entry.of) for key, entry in entries if entry is not None]
         for writer in self.writers.values():
             of += [(p.key, provenance_in(p.header, p.memory)) for p in writer.pending()]
-        return [key for key, each in of if each is not None and is_wanted(each)]
+        return [(key, each) for key, each in of if each is not None]
 
     def _take_stock(self, place: Place) -> None:
         """Put what a tier holds from earlier on its shelf; evict what exceeds the budget."""

@@ -168,22 +168,30 @@ class KVStore:
         """What the host tier has of some provenance. Looks at every object there."""
         return [key for key, of in self._stock.provenances() if is_wanted(of)]
 
-    def forget(self, chunk_ids: Collection[str]) -> int:
+    def forget(self, chunk_ids: Collection[str] | None) -> int:
         """Somebody else deleted the KV of these chunks, or is about to: remove what the host tier
         has, what this process has written below, and all that was computed behind them. Loads serve
         their leases, and nothing is kept of what those under way bring, nor of what later ones find
-        where it was not deleted yet. Blocks on IO; returns as `delete` does."""
-        is_wanted = carries(chunk_ids)
-        with self._lock:
-            self._stock.gone.add(chunk_ids)
-            self._under_way.disown_all()  # nobody knows yet whose text they bring
-            written = self._stock.disown_below(is_wanted)
-        return self.delete([*self.keys_at_hand(is_wanted), *written])
+        where it was not deleted yet. Blocks on IO; returns as `delete` does.
 
-    def told_of(self, are_back: Callable[[Collection[str]], bool]) -> None:
-        """Have a look at whether chunks that were forgotten exist again: then what is loaded of
-        them is kept as before. Called on IO threads; may block."""
-        self._stock.gone.are_back = are_back
+        None: nobody can say which chunks. Then it is those that do not exist (`know_by`).
+        """
+        gone = self._stock.gone
+        with self._lock:
+            gone.add(chunk_ids)
+            self._under_way.disown_all()  # nobody knows yet whose text they bring
+            found = self._stock.written()
+        found += self._stock.provenances()
+        if chunk_ids is None:
+            names = {name for _, of in found for name in (of.chunk, *of.behind)}
+            chunk_ids = names.difference(gone.known(names))
+        is_wanted = carries(chunk_ids)
+        return self.delete(key for key, of in found if is_wanted(of))
+
+    def know_by(self, known: Callable[[Collection[str]], Collection[str]]) -> None:
+        """`known` says which of some chunks exist: what is loaded of those is kept, whatever was
+        forgotten before. Called on any thread; may block."""
+        self._stock.gone.known = known
 
     def _delete_at_hand(self, key: ChunkKey) -> bool:
         """Remove a chunk from the host tier, and see to it that no load under way brings it back.
