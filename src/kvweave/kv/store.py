@@ -18,12 +18,12 @@ the caller's thread; for keys that are not in the books they wait for the tiers'
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.deleting import Deleting
 from kvweave.kv.finding import Finder
-from kvweave.kv.forget import Provenance, carries
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
@@ -40,7 +40,7 @@ from kvweave.metrics import Metrics
 log = logging.getLogger(__name__)
 
 
-class KVStore:
+class KVStore(Deleting):
     """See the module. Close it, or use it as a context manager."""
 
     def __init__(
@@ -53,14 +53,12 @@ class KVStore:
         self.metrics = metrics or Metrics()
         self._cfg = cfg
         opened = open_places(cfg, self.metrics) if places is None else places
-        self._stock = Stock(cfg, opened, self.metrics)
-        self._lock = self._stock.lock
+        locator = Locator(cfg.locate_deadline_s, self.metrics)
+        super().__init__(Stock(cfg, opened, self.metrics), UnderWay(), locator)
         for place in self._stock.places:
             place.pool.on_bug = partial(
                 self.metrics.count, "kv_tier_errors_total", tier=place.name, verb="bug"
             )
-        self._locator = Locator(cfg.locate_deadline_s, self.metrics)
-        self._under_way = UnderWay()
         self._loads = Loads(cfg, self._stock, self._under_way, self._locator, self.metrics)
         self._finder = Finder(self._stock, self._locator, self._under_way)
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
@@ -146,59 +144,6 @@ class KVStore:
                 self._stock.count_dropped(place, "write-behind is full")
         ticket.answer("host" if in_host and not self._stock.below else None)
         return ticket
-
-    def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Remove chunks from every tier; leased copies go when their lease does, and so does what
-        a load under way brings. Blocks on IO.
-
-        Returns how many of the keys some tier had. A tier that fails is counted.
-        """
-        had = 0
-        for key in dict.fromkeys(keys):
-            found = [self._delete_at_hand(key)]  # from now on nothing is written down
-            for writer in self._stock.writers.values():
-                writer.forget(key)
-            self._locator.forget(key)
-            found += [self._stock.delete_from(place, key) for place in self._stock.below]
-            found.append(self._delete_at_hand(key))  # what a lower tier still gave meanwhile
-            had += any(found)
-        return had
-
-    def keys_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
-        """What the host tier has of some provenance. Looks at every object there."""
-        return [key for key, of in self._stock.provenances() if is_wanted(of)]
-
-    def forget(self, chunk_ids: Collection[str] | None) -> int:
-        """Somebody else deleted the KV of these chunks, or is about to: remove what the host tier
-        has, what this process has written below, and all that was computed behind them. Loads serve
-        their leases, and nothing is kept of what those under way bring, nor of what later ones find
-        where it was not deleted yet. Blocks on IO; returns as `delete` does.
-
-        None: nobody can say which chunks. Then it is those that do not exist (`know_by`).
-        """
-        gone = self._stock.gone
-        with self._lock:
-            gone.add(chunk_ids)
-            self._under_way.disown_all()  # nobody knows yet whose text they bring
-            found = self._stock.written()
-        found += self._stock.provenances()
-        if chunk_ids is None:
-            names = {name for _, of in found for name in (of.chunk, *of.behind)}
-            chunk_ids = names.difference(gone.known(names))
-        is_wanted = carries(chunk_ids)
-        return self.delete(key for key, of in found if is_wanted(of))
-
-    def know_by(self, known: Callable[[Collection[str]], Collection[str]]) -> None:
-        """`known` says which of some chunks exist: what is loaded of those is kept, whatever was
-        forgotten before. Called on any thread; may block."""
-        self._stock.gone.known = known
-
-    def _delete_at_hand(self, key: ChunkKey) -> bool:
-        """Remove a chunk from the host tier, and see to it that no load under way brings it back.
-        True: the host tier had it."""
-        with self._lock:
-            self._under_way.disown(key)
-            return self._stock.delete_from_host(key)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until every accepted write was tried. False: some tier is too slow for that."""
