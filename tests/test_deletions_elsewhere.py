@@ -1,6 +1,7 @@
 """A document that another process removes leaves the memory of a running server as well."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ import pytest
 
 from kvweave.app import Sampling, Weave
 from kvweave.conversations import Conversations
+from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import remove_with_kv
 from kvweave.ingest.pipeline import ingest
@@ -270,7 +272,7 @@ def test_a_chunk_removed_elsewhere_while_its_file_is_being_written_is_not_left_b
 
 
 def test_a_chunk_that_came_back_elsewhere_is_kept_in_memory_again(
-    over: Over, tmp_path: Path
+    over: Over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with over() as weave:
         fill(weave)
@@ -282,6 +284,15 @@ def test_a_chunk_that_came_back_elsewhere_is_kept_in_memory_again(
             other.remove_documents([other.documents()[0].id])  # by one who knows of no KV
             weave.plan("Well?", documents=["A quota limits pods."])
             ingest(other, [DRAIN])
+        with monkeypatch.context() as broken:
+
+            def fail(*_: object) -> None:
+                raise sqlite3.OperationalError("disk I/O error")
+
+            broken.setattr(Catalogue, "known", fail)
+            weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
+            assert not store.metrics.value("kv_promotions_total"), "nobody can say"
+            assert not store.metrics.value("kv_misses_total"), "it was answered from all the same"
         weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
         assert store.metrics.value("kv_promotions_total") == 1
 

@@ -6,6 +6,8 @@
 Part of the composition root: `app.py`, `ways.py`, `planning.py` and `libraries.py` use it.
 """
 
+import logging
+import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,6 +41,8 @@ from kvweave.prompt import SYSTEM, Prompt
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import ChunkId
 from kvweave.upkeep import Forgotten, Upkeep, remove_documents
+
+log = logging.getLogger(__name__)
 
 DEFAULT_EMBEDDER = "minilm"
 
@@ -162,7 +166,11 @@ class Library:
         self.store.forget(chunk_ids)
 
     def _known(self, chunk_ids: Collection[str]) -> Collection[str]:
-        return self.kb.catalogue.known([ChunkId(each) for each in chunk_ids])
+        try:
+            return self.kb.catalogue.known([ChunkId(each) for each in chunk_ids])
+        except sqlite3.Error as error:  # on a thread that brings bytes, which are not to blame
+            log.warning("%s: %s; chunk KV of chunks that may be gone goes", self.kb.folder, error)
+            return ()
 
     def _upkeep(
         self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False

@@ -36,8 +36,8 @@ class Tombstones:
 
     def add_all(self) -> None:
         """Any may be no more, from now on: nobody knows which."""
+        self._forgotten = self.generation + 1  # first: who reads meanwhile finds one or the other
         self._died.clear()
-        self._forgotten = self.generation + 1
         self.generation += 1
 
     def is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:

@@ -128,6 +128,8 @@ class Awaited(ABC):
 
     def lost_of(self, names: Collection[str]) -> Miss | None:
         """Why one of these extras will not come, as far as that is known. Never blocks."""
+        if not self._lost:  # asked for every layer, and hardly ever so
+            return None
         return next((self._lost[name] for name in names if name in self._lost), None)
 
     def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss:
