@@ -245,9 +245,9 @@ def test_a_request_that_searched_before_a_removal_elsewhere_brings_nothing_back(
             assert store.keys_at_hand(carries([chunk.id]))
 
 
-def test_a_chunk_removed_elsewhere_while_its_file_is_being_written_is_not_left_behind(
-    over: Over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From then on documents are removed right before a file of theirs is written."""
     write = DiskTier.write
 
     def interrupted(self: DiskTier, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
@@ -256,12 +256,29 @@ def test_a_chunk_removed_elsewhere_while_its_file_is_being_written_is_not_left_b
                 remove_with_kv(kb, [kb.documents()[0].id])  # and finds no file
         return write(self, key, parts)
 
+    return lambda: monkeypatch.setattr(DiskTier, "write", interrupted)
+
+
+def test_a_file_written_behind_a_removal_elsewhere_goes_before_the_store_is_closed(
+    over: Over, tmp_path: Path, removed_first: Callable[[], None]
+) -> None:
+    with over() as weave:
+        weave.ingest(DRAIN, chunk_kv=False)
+        (hit,) = weave.search("drain", 1)
+        removed_first()
+        weave.library.encoder.encode([hit.chunk])
+    assert not list((tmp_path / "kb/kv/objects").rglob("*.kv"))
+
+
+def test_a_chunk_removed_elsewhere_while_its_file_is_being_written_is_not_left_behind(
+    over: Over, tmp_path: Path, removed_first: Callable[[], None]
+) -> None:
     with over() as weave:
         weave.ingest(DRAIN, chunk_kv=False)
         (hit,) = weave.search("drain", 1)
         seen = weave._replying.seen
         assert seen is not None
-        monkeypatch.setattr(DiskTier, "write", interrupted)
+        removed_first()
         now = weave.engine.tombstones.generation
         seen.saw([hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
         assert seen.wait(30)
