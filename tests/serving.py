@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from torch import Tensor
@@ -23,6 +23,8 @@ from kvweave.serve.limits import Limits
 from kvweave.serve.server import Server
 from kvweave.tokenizer import Tokenizer
 from tiny_corpus import WordEmbedder
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -129,3 +131,16 @@ def raw_request(url: str, body: dict[str, Any]) -> Iterator[socket.socket]:
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(head.encode() + payload)
         yield connection
+
+
+class Interrupted:
+    """Runs searches, and what is to happen right behind one."""
+
+    def __init__(self) -> None:
+        self.then: Callable[[], object] = lambda: None
+
+    def __call__(self, search: Callable[[], T], /) -> T:
+        found = search()
+        then, self.then = self.then, lambda: None
+        then()
+        return found

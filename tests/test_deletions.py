@@ -19,7 +19,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import ChunkId
-from serving import GatedDecoder
+from serving import GatedDecoder, Interrupted
 from tiny_corpus import WordEmbedder
 
 T = TypeVar("T")
@@ -83,22 +83,13 @@ def test_deletions_beyond_what_is_remembered_count_for_everybody_who_is_older() 
     assert not stones.is_gone(a, 1)
     stones.add([])
     assert stones.generation == 3
+    stones.add_all()  # nobody knows which
+    assert stones.is_gone(ChunkId("never heard of"), 3)
+    assert not stones.is_gone(a, 4)
+    assert stones.generation == 4
 
 
 # ── with a knowledge base ────────────────────────────────────────────────────
-
-
-class Interrupted:
-    """Runs searches, and what is to happen right behind one."""
-
-    def __init__(self) -> None:
-        self.then: Callable[[], object] = lambda: None
-
-    def __call__(self, search: Callable[[], T], /) -> T:
-        found = search()
-        then, self.then = self.then, lambda: None
-        then()
-        return found
 
 
 @pytest.fixture

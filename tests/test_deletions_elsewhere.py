@@ -1,9 +1,10 @@
 """A document that another process removes leaves the memory of a running server as well."""
 
 import os
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,13 +12,20 @@ import pytest
 
 from kvweave.app import Sampling, Weave
 from kvweave.conversations import Conversations
+from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import remove_with_kv
 from kvweave.ingest.pipeline import ingest
+from kvweave.kv.checksum import Buffer
+from kvweave.kv.forget import carries
+from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Residency
+from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import Chunk
+from kvweave.upkeep import Upkeep
+from serving import Interrupted
 from tiny_corpus import WordEmbedder
 
 GREEDY = Sampling(max_tokens=2)
@@ -196,3 +204,133 @@ def test_a_chunk_removed_elsewhere_while_it_is_being_stored_is_not_left_behind(
         assert seen.wait(30)
         assert weave.library.store.flush()
         assert not in_host(weave, hit.chunk)
+
+
+def test_a_request_that_searched_before_a_removal_elsewhere_brings_nothing_back(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    decoder, searches = load_decoder(chat_model_folder, device="cpu"), Interrupted()
+    folder = tmp_path / "kb"
+    with Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.") as whole:
+
+        def opened() -> AbstractContextManager[Weave]:
+            return whole.over(
+                folder,
+                open_embedder=lambda name: WordEmbedder(),
+                encoding="isolated",
+                look_up=searches,
+            )
+
+        with opened() as weave:
+            chunk = fill(weave)
+        with opened() as weave, KnowledgeBase.open(folder) as elsewhere:
+
+            def removed_and_heard_of() -> None:
+                elsewhere.remove_documents([elsewhere.documents()[0].id])  # its files are next
+                weave.ask("Well?", documents=["A quota limits pods."], sampling=GREEDY)
+
+            searches.then = removed_and_heard_of
+            answer = weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
+            assert answer.completion_tokens > 0
+            store = weave.library.store
+            assert store.metrics.value("kv_loads_total") >= 1, "its file was still there"
+            Upkeep(elsewhere, None).before()  # now they go
+            assert not list((folder / "kv/objects").rglob("*.kv"))
+            assert store.used_bytes()["host"] == 0
+            assert not store.keys_at_hand(carries([chunk.id]))
+            for _ in range(2):  # the same text from the caller is the caller's own
+                weave.ask("Well?", documents=[chunk.text], sampling=GREEDY)
+            assert weave._replying.seen is not None
+            assert weave._replying.seen.wait(30)
+            assert store.keys_at_hand(carries([chunk.id]))
+
+
+@pytest.fixture
+def removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From then on documents are removed right before a file of theirs is written."""
+    write = DiskTier.write
+
+    def interrupted(self: DiskTier, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
+        with KnowledgeBase.open(tmp_path / "kb") as kb:
+            if kb.documents():
+                remove_with_kv(kb, [kb.documents()[0].id])  # and finds no file
+        return write(self, key, parts)
+
+    return lambda: monkeypatch.setattr(DiskTier, "write", interrupted)
+
+
+def test_a_file_written_behind_a_removal_elsewhere_goes_before_the_store_is_closed(
+    over: Over, tmp_path: Path, removed_first: Callable[[], None]
+) -> None:
+    with over() as weave:
+        weave.ingest(DRAIN, chunk_kv=False)
+        (hit,) = weave.search("drain", 1)
+        removed_first()
+        weave.library.encoder.encode([hit.chunk])
+    assert not list((tmp_path / "kb/kv/objects").rglob("*.kv"))
+
+
+def test_a_chunk_removed_elsewhere_while_its_file_is_being_written_is_not_left_behind(
+    over: Over, tmp_path: Path, removed_first: Callable[[], None]
+) -> None:
+    with over() as weave:
+        weave.ingest(DRAIN, chunk_kv=False)
+        (hit,) = weave.search("drain", 1)
+        seen = weave._replying.seen
+        assert seen is not None
+        removed_first()
+        now = weave.engine.tombstones.generation
+        seen.saw([hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
+        assert seen.wait(30)
+        assert weave.library.store.flush()
+        assert not weave.library.kb.documents()
+        assert not in_host(weave, hit.chunk)
+        assert not list((tmp_path / "kb/kv/objects").rglob("*.kv"))
+
+
+def test_a_chunk_that_came_back_elsewhere_is_kept_in_memory_again(
+    over: Over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with over() as weave:
+        fill(weave)
+    with over() as weave:
+        store = weave.library.store
+        with KnowledgeBase.open(
+            tmp_path / "kb", tokenizer=weave._tokenizer, embedder=WordEmbedder()
+        ) as other:
+            other.remove_documents([other.documents()[0].id])  # by one who knows of no KV
+            weave.plan("Well?", documents=["A quota limits pods."])
+            ingest(other, [DRAIN])
+        with monkeypatch.context() as broken:
+
+            def fail(*_: object) -> None:
+                raise sqlite3.OperationalError("disk I/O error")
+
+            broken.setattr(Catalogue, "known", fail)
+            weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
+            assert not store.metrics.value("kv_promotions_total"), "nobody can say"
+            assert not store.metrics.value("kv_misses_total"), "it was answered from all the same"
+        weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
+        assert store.metrics.value("kv_promotions_total") == 1
+
+
+def test_a_server_that_slept_too_long_to_be_told_what_went_forgets_what_is_not_there(
+    over: Over, tmp_path: Path
+) -> None:
+    with over() as weave:
+        chunk = fill(weave)
+        weave.ingest(("Quota", "A quota limits the pods."), chunk_kv=True)
+        quota = next(h.chunk for h in weave.search("quota limits", 2) if h.chunk.title == "Quota")
+        assert history_has(weave, chunk)
+        with KnowledgeBase.open(tmp_path / "kb") as kb:
+            remove_with_kv(kb, [d.id for d in kb.documents() if d.title == "Drain"])
+            assert kb.catalogue.prune_removals(keep_s=0)
+        assert not history_has(weave, chunk)
+        assert not in_tree(weave, chunk)
+        assert not in_host(weave, chunk)
+        assert in_host(weave, quota)
+        weave.ask("Which quota?", k=1, reuse="reuse", sampling=GREEDY)
+        weave.engine.run_alone(weave.engine.check_integrity)
+        for _ in range(2):  # the same text from the caller is the caller's own
+            weave.ask("Well?", documents=[chunk.text], reuse="prefix", sampling=GREEDY)
+        assert in_tree(weave, chunk)

@@ -62,8 +62,9 @@ class Asking:
         if engine is not None:
             engine.close()
 
-    def forget(self, chunk_ids: Collection[ChunkId]) -> None:
-        """Chunks were deleted: their exact KV is no longer found either."""
+    def forget(self, chunk_ids: Collection[ChunkId] | None) -> None:
+        """Chunks were deleted: their exact KV is no longer found either. None: nobody knows which,
+        so that all of it goes."""
         with self._lock:
             engine = None if self._closed else self._engine
         if engine is not None:

@@ -3,7 +3,9 @@
 The catalogue's generation is read before every request. Where it has moved on, what went since is
 forgotten as if it had been removed here: out of the knowledge tree, with a tombstone that requests
 under way and conversations see (`engine/tombstones.py`), and out of the host tier. Files are left
-to whoever removed the document, and to the next writer should that one have been killed.
+to whoever removed the document, and to the next writer should that one have been killed. A process
+that has not looked for so long that nobody can name what went (`corpus/removals.py`) forgets all
+that it cannot find in the catalogue.
 
 Part of the composition root: only `replying.py` uses it. Any thread.
 """
@@ -15,7 +17,7 @@ from pathlib import Path
 from kvweave.corpus.removals import RemovalReader
 from kvweave.types import ChunkId
 
-Forget = Callable[[Collection[ChunkId]], None]
+Forget = Callable[[Collection[ChunkId] | None], None]  # None: nobody knows which
 
 
 class Deletions:
@@ -39,7 +41,7 @@ class Deletions:
             return
         with self._lock:
             removed = self._reader.since(self._generation)
-            if removed.chunk_ids:
+            if removed.chunk_ids is None or removed.chunk_ids:
                 for forget in self._forget:
                     forget(removed.chunk_ids)
             # last: who fails leaves it to the next

@@ -6,6 +6,8 @@
 Part of the composition root: `app.py`, `ways.py`, `planning.py` and `libraries.py` use it.
 """
 
+import logging
+import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,7 +31,6 @@ from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
 from kvweave.kept_kv import KV_FOLDER
-from kvweave.kv.forget import carries
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
@@ -40,6 +41,8 @@ from kvweave.prompt import SYSTEM, Prompt
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import ChunkId
 from kvweave.upkeep import Forgotten, Upkeep, remove_documents
+
+log = logging.getLogger(__name__)
 
 DEFAULT_EMBEDDER = "minilm"
 
@@ -69,6 +72,7 @@ class Library:
         self.encoder = encoder
         self._table = table
         self.forgotten: Forgotten | None = None  # hears of chunks that are no more
+        store.know_by(self._known)
 
     @classmethod
     def open(
@@ -156,9 +160,17 @@ class Library:
             if is_free:
                 upkeep.before()
 
-    def drop_copies(self, chunk_ids: Collection[ChunkId]) -> None:
-        """Another process removed these chunks, and their files: so much for copies in memory."""
-        self.store.delete_at_hand(carries(chunk_ids))  # and a file written behind its back
+    def drop_copies(self, chunk_ids: Collection[ChunkId] | None) -> None:
+        """Another process removed these chunks, and their files: so much for copies in memory, and
+        for files written behind its back. None: nobody knows which, so all that are not there."""
+        self.store.forget(chunk_ids)
+
+    def _known(self, chunk_ids: Collection[str]) -> Collection[str]:
+        try:
+            return self.kb.catalogue.known([ChunkId(each) for each in chunk_ids])
+        except sqlite3.Error as error:  # on a thread that brings bytes, which are not to blame
+            log.warning("%s: %s; chunk KV of chunks that may be gone goes", self.kb.folder, error)
+            return ()
 
     def _upkeep(
         self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False

@@ -16,8 +16,9 @@ from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.codec import open_codec
 from kvweave.kv.forget import CHUNK
+from kvweave.kv.headers import plan_header
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Shape, plan_header
+from kvweave.kv.layout import Shape
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo

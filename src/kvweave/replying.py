@@ -6,6 +6,7 @@
 Part of the composition root: only `app.py` uses it. Any thread.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kvweave.asking import Asking, Way, plain_request
 from kvweave.conversations import Conversations, Part
 from kvweave.deletions import Deletions
 from kvweave.engine.sampling import Sampling
+from kvweave.errors import KVWeaveError
 from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import PROMOTION
 from kvweave.prompting import Find, Prompting
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
     from kvweave.seen_chunks import SeenChunks
     from kvweave.speculation import Speculation, SpeculationConfig
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+FLUSH_S = 10.0  # at the end, for writes under way
 
 
 class LookUp(Protocol):
@@ -70,6 +75,7 @@ class Replying:
         self.seen: SeenChunks | None = None
         self._speculation: Speculation | None = None
         self._deletions: Deletions | None = None
+        self._library = library
         if library is not None:
             from kvweave import speculation as speculating
             from kvweave.seen_chunks import watch
@@ -100,11 +106,24 @@ class Replying:
         """Finish storing chunks, keep what was learnt of the machine."""
         if self.seen is not None:
             self.seen.close()
+        self._look_once_more()
         if with_engine:
             self.asking.close()
         if self._deletions is not None:
             self._deletions.close()
         self.ways.close()
+
+    def _look_once_more(self) -> None:
+        """Chunk KV that was written down behind a removal elsewhere goes before we do: nobody would
+        look for it later."""
+        library, self._library = self._library, None  # closing twice is harmless
+        if library is None:
+            return
+        library.store.flush(FLUSH_S)  # who removes it from now on finds it where it lies
+        try:
+            self._catch_up()
+        except KVWeaveError as error:
+            log.warning("chunk KV of removed documents may be left: %s", error)
 
     def answer(self, ask: Ask, called_s: float) -> Answering:
         """The answer to a question. Nothing is computed yet, unless a search guessed."""

@@ -120,6 +120,8 @@ class SeenChunks:
         if self._closed or self._was_deleted(chunk, as_of):
             return
         encoder.encode([chunk])
+        if as_of is not None:
+            encoder.store.flush()  # who deletes it from now on finds it where it lies
         if self._was_deleted(chunk, as_of):  # meanwhile: whoever did it was ahead of us
             encoder.store.delete([encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids)])
 

@@ -163,7 +163,7 @@ class Upkeep:
         """Objects of chunks whose removal has not reached them yet. No others: what requests
         brought and nobody ingested is theirs."""
         pending = self._kb.catalogue.kv_pending()
-        return [] if pending is None else self._kept.of_chunks(pending.chunk_ids)
+        return [] if pending is None else self._kept.of_chunks(pending)
 
     def _gone(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         return set(chunk_ids) - self._kb.catalogue.known(chunk_ids)

@@ -385,6 +385,29 @@ def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:
         at_rest(engine, world)
 
 
+def test_where_any_chunk_may_be_gone_only_pinned_preambles_stay_in_the_tree(world: World) -> None:
+    rng = random.Random(4)
+    requests = [
+        with_chunks(preamble, [ids(rng, 9), ids(rng, 9)], QUESTION)
+        for preamble in (PREAMBLE, PREAMBLE, ids(rng, 5), ())
+    ]
+    with Engine(world.decoder, SMALL) as engine:
+        assert engine.run_alone(lambda: engine.pin_preamble(world.encoder.preamble))
+        pinned = engine.run_alone(lambda: {node.chunk_id for node in engine.tree})
+        found = engine.tombstones.generation
+        for request in requests:
+            list(engine.submit(request))
+        assert engine.run_alone(lambda: len(engine.tree)) > len(pinned)
+        engine.forget(None)
+        assert engine.run_alone(lambda: {node.chunk_id for node in engine.tree}) == pinned
+        for request in requests:  # each found before
+            got = list(engine.submit(replace(request, as_of=found)))
+            assert got == alone(world.decoder, request)
+        names = engine.run_alone(lambda: {node.chunk_id for node in engine.tree})
+        assert not any(name.endswith(c.id) for name in names for r in requests for c in r.chunks)
+        at_rest(engine, world)
+
+
 def test_a_preamble_pinned_in_the_middle_of_the_pool_stops_nobody_for_ever(world: World) -> None:
     request = world.request(CHUNKS)  # 13 pages of 4, side by side
     with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 20)) as engine:

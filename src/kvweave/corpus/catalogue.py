@@ -15,7 +15,7 @@ import numpy as np
 
 from kvweave.corpus.catalogue_reads import AMONG, CatalogueReads
 from kvweave.corpus.embedder import Vectors
-from kvweave.corpus.removals import Removed, removed_since
+from kvweave.corpus.removals import KEEP_S, prune, removed_since
 from kvweave.types import ChunkId, Document, DocumentId, PlacedChunk
 
 
@@ -123,7 +123,7 @@ class Catalogue(CatalogueReads):
 
     # ── for whoever keeps chunk KV ───────────────────────────────────────────
 
-    def kv_pending(self) -> Removed | None:
+    def kv_pending(self) -> tuple[ChunkId, ...] | None:
         """Chunks that went since `settle_kv`, less those that are back: their KV may still be on
         the disk. None: nothing went."""
         (is_pending,) = self._db.execute(
@@ -134,12 +134,19 @@ class Catalogue(CatalogueReads):
             return None
         with self._snapshot() as db:
             (settled,) = db.execute("SELECT kv_generation FROM state").fetchone()
-            return removed_since(db, settled)
+            pending = removed_since(db, settled).chunk_ids
+        assert pending is not None, "notes of what is pending are kept"
+        return pending
 
     def settle_kv(self, generation: int) -> None:
         """The KV of what went up to this generation is deleted, wherever it was."""
         with self._transaction() as db:
             db.execute("UPDATE state SET kv_generation = ?", (generation,))
+
+    def prune_removals(self, keep_s: float = KEEP_S) -> int:
+        """Drop notes of what went long ago, wherever its KV was; returns how many."""
+        with self._transaction() as db:
+            return prune(db, keep_s)
 
     # ── the parts of a change ────────────────────────────────────────────────
 
@@ -164,9 +171,9 @@ class Catalogue(CatalogueReads):
             (json.dumps(vector_ids),),
         ).fetchall()
         db.executemany(
-            "INSERT INTO removals (generation, vector_id, chunk_id) SELECT generation, ?, ?"
-            " FROM state",
-            dead,
+            "INSERT INTO removals (generation, vector_id, chunk_id, removed_at)"
+            " SELECT generation, ?, ?, ? FROM state",
+            [(*row, time.time()) for row in dead],
         )
         db.executemany("DELETE FROM chunks WHERE vector_id = ?", [(row[0],) for row in dead])
         if not keep_vectors:

@@ -38,7 +38,7 @@ class Changes(NamedTuple):
 
     generation: int  # the state that `added` and `removed` lead to
     added: VectorIds  # ascending
-    removed: VectorIds
+    removed: VectorIds | None  # None: too long ago to say; compare all with what is there
 
 
 class CatalogueReads(Database):
@@ -172,7 +172,7 @@ class CatalogueReads(Database):
     def changes_since(self, generation: int, last_vector_id: int) -> Changes:
         """What an index at `generation`, whose highest id is `last_vector_id`, has missed."""
         with self._snapshot() as db:
-            (now,) = db.execute("SELECT generation FROM state").fetchone()
+            now, pruned = db.execute("SELECT generation, pruned FROM state").fetchone()
             added = db.execute(
                 "SELECT vector_id FROM chunks WHERE vector_id > ? ORDER BY vector_id",
                 (last_vector_id,),
@@ -181,7 +181,8 @@ class CatalogueReads(Database):
                 "SELECT vector_id FROM removals WHERE generation > ? AND vector_id <= ?",
                 (generation, last_vector_id),
             ).fetchall()
-        return Changes(now, _int64(added), _int64(removed))
+        is_told = generation >= pruned or not last_vector_id  # an empty index has missed nothing
+        return Changes(now, _int64(added), _int64(removed) if is_told else None)
 
     def vectors(self, vector_ids: VectorIds, dim: int) -> tuple[VectorIds, Vectors]:
         """Ids (those that still exist, ascending) and their vectors [N, D]."""

@@ -221,6 +221,7 @@ class KnowledgeBase:
     def publish(self) -> None:
         """Bring the index up to date and everything onto the disk. Only inside `writing`."""
         self._live.publish()
+        self.catalogue.prune_removals()
         self.catalogue.checkpoint()
 
     @property

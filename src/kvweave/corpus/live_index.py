@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvweave.corpus.catalogue import Catalogue
+from kvweave.corpus.catalogue_reads import VectorIds
 from kvweave.corpus.index import Hits, VectorIndex, is_remote, make_index, resolve_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import LocalIndex, atomic_file, load_index, save_index
@@ -83,8 +84,7 @@ class LiveIndex:
             index = self._loaded
             if index.shared and not self._generation:
                 # A server we know nothing about: what is there and should not be, must go.
-                live = self._catalogue.changes_since(0, 0).added
-                index.remove(np.setdiff1d(index.ids(), live))
+                index.remove(self._strangers())
             self._pull()
             if not is_remote(kind) and (index.kind != kind or index.wants_rebuild):
                 self._start_over(kind)
@@ -119,8 +119,9 @@ class LiveIndex:
         """Apply what happened since. Repeating a part of it, after a crash, changes nothing."""
         index = self._loaded
         changes = self._catalogue.changes_since(self._generation, self._last_id)
-        if len(changes.removed):
-            index.remove(changes.removed)
+        removed = self._strangers() if changes.removed is None else changes.removed
+        if len(removed):
+            index.remove(removed)
         everything = index.learns_from_first_add and not self._last_id
         step = max(1, len(changes.added)) if everything else PULL
         for start in range(0, len(changes.added), step):
@@ -128,6 +129,10 @@ class LiveIndex:
             index.add(*self._catalogue.vectors(ids, self._settings.dim))
             self._last_id = int(ids[-1])
         self._generation = changes.generation
+
+    def _strangers(self) -> VectorIds:
+        """Vectors in the index that are no more, by comparing all of them."""
+        return np.setdiff1d(self._loaded.ids(), self._catalogue.changes_since(0, 0).added)
 
     def _start_over(self, kind: str) -> None:
         self._generation = self._last_id = 0

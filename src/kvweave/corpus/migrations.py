@@ -82,6 +82,12 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE state ADD COLUMN kv_generation INTEGER NOT NULL DEFAULT 0;
     UPDATE state SET kv_generation = generation;  -- removals up to there have reached chunk KV
     """,
+    # 5: when it went, so that the note of it can go one day; notes up to `pruned` have
+    """
+    ALTER TABLE removals ADD COLUMN removed_at REAL NOT NULL DEFAULT 0;  -- seconds since 1970
+    UPDATE removals SET removed_at = CAST(strftime('%s', 'now') AS REAL);
+    ALTER TABLE state ADD COLUMN pruned INTEGER NOT NULL DEFAULT 0;
+    """,
 )
 
 

@@ -2,11 +2,15 @@
 
 A removal is noted in the transaction that makes it, so that nothing can come between the two. Those
 who keep chunk KV on the disk work the notes off; servers whose memory holds something of chunks
-that another process removed read what they have missed.
+that another process removed read what they have missed, and so does an index.
+
+Notes go after a while (`prune`). Who comes later than that is not told what went but that nobody
+knows any more: it compares all it has with what is there.
 """
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,18 +20,21 @@ from kvweave.errors import CorpusError
 from kvweave.types import ChunkId
 
 BUSY_TIMEOUT_S = 30.0
+KEEP_S = 7 * 24 * 3600.0  # a process that looks more often than this is told by name
 
 
 class Removed(NamedTuple):
     """Chunks that went since an older generation and are not back."""
 
     generation: int  # the state that this is true of
-    chunk_ids: tuple[ChunkId, ...]  # each once
+    chunk_ids: tuple[ChunkId, ...] | None  # each once; None: too long ago to say
 
 
 def removed_since(db: sqlite3.Connection, generation: int) -> Removed:
     """What went behind `generation`. The caller sees to it that both reads see one state."""
-    (now,) = db.execute("SELECT generation FROM state").fetchone()
+    now, pruned = db.execute("SELECT generation, pruned FROM state").fetchone()
+    if generation < pruned:
+        return Removed(int(now), None)
     rows = db.execute(
         "SELECT DISTINCT chunk_id FROM removals AS gone"
         " WHERE generation > ? AND chunk_id IS NOT NULL"
@@ -35,6 +42,21 @@ def removed_since(db: sqlite3.Connection, generation: int) -> Removed:
         (generation,),
     ).fetchall()
     return Removed(int(now), tuple(ChunkId(chunk_id) for (chunk_id,) in rows))
+
+
+def prune(db: sqlite3.Connection, keep_s: float) -> int:
+    """Drop notes older than `keep_s`, all up to some generation; none whose KV may still be there.
+    Returns how many. In a transaction of the caller."""
+    (last,) = db.execute(
+        "SELECT max(generation) FROM removals WHERE generation <= (SELECT kv_generation FROM state)"
+        " AND generation < coalesce("
+        "(SELECT min(generation) FROM removals WHERE removed_at > ?), 1 + generation)",
+        (time.time() - keep_s,),
+    ).fetchone()
+    if last is None:
+        return 0
+    db.execute("UPDATE state SET pruned = ?", (last,))
+    return db.execute("DELETE FROM removals WHERE generation <= ?", (last,)).rowcount
 
 
 class RemovalReader:

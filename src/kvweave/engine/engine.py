@@ -102,10 +102,13 @@ class Engine:
         """Raise RequestError unless a prompt can be computed here, as `submit` would."""
         self._desk.check(prompt_ids)
 
-    def forget(self, chunk_ids: Collection[ChunkId]) -> int:
+    def forget(self, chunk_ids: Collection[ChunkId] | None) -> int:
         """Chunks were deleted: nobody finds their exact KV from now on, and no request that found
-        them before brings it back. Returns nodes that went."""
-        return self.run_alone(lambda: self._placing.prefixes.forget(chunk_ids))
+        them before brings it back. None: any may have been. Returns nodes that went."""
+        prefixes = self._placing.prefixes
+        return self.run_alone(
+            lambda: prefixes.forget_all() if chunk_ids is None else prefixes.forget(chunk_ids)
+        )
 
     def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
         """Keep a preamble's exact KV in the tree for good. On the engine thread. False: no room."""

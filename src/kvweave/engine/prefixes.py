@@ -158,6 +158,15 @@ class Prefixes:
         first = [ref for ref in self.tree.root.children if ref.partition("|")[2] in wanted]
         return sum(self.tree.forget(name) for name in (*first, *wanted))
 
+    def forget_all(self) -> int:
+        """Any chunk may be no more: all of them leave the tree, but not the preambles pinned."""
+        self.tombstones.add_all()
+        pinned = {path[0].id for path in self._pins if path}
+        tops: list[ChunkId] = []
+        for name, node in self.tree.root.children.items():
+            tops += node.children if name in pinned else [name]
+        return sum(map(self.tree.forget, dict.fromkeys(tops)))
+
     def as_of(self, request: EngineRequest) -> int:
         """When the chunks of a request that begins now were found."""
         return self.tombstones.generation if request.as_of is None else request.as_of

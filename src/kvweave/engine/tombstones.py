@@ -34,6 +34,12 @@ class Tombstones:
             self._forgotten = self._died.popitem(last=False)[1]
         self.generation = generation  # last: who reads it finds the names above
 
+    def add_all(self) -> None:
+        """Any may be no more, from now on: nobody knows which."""
+        self._forgotten = self.generation + 1  # first: who reads meanwhile finds one or the other
+        self._died.clear()
+        self.generation += 1
+
     def is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
         """Whether a chunk that was there `as_of` then was deleted since. Of long ago: perhaps."""
         return as_of < self._forgotten or as_of < self._died.get(chunk_id, 0)

@@ -1,31 +1,27 @@
 """Brings one object from a tier into host memory, layer by layer.
 
 Readers are the IO threads of the tier it comes from (`reads.py`); each run of layers is read,
-checked and only then shown to those who wait (`awaited.py`). Whatever goes wrong ends the arrival
-with a reason; layers shown before stay valid, later ones never come.
-
-Of the extras only those are read that some load has asked for, in front of the layers, or behind
-them for a load that joins later, and those that say whose text it is. The place of the others in
-memory is empty.
+checked and only then shown to those who wait (`awaited.py`). Whatever goes wrong with them ends the
+arrival with a reason; layers shown before stay valid, later ones never come. What lies beside the
+layers is read as `beside.py` says.
 """
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvweave.kv.awaited import Landing
+from kvweave.kv.beside import Beside
 from kvweave.kv.forget import PROVENANCE
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import FRONT_BYTES, HEAD_BYTES, Header, Section, check_section
+from kvweave.kv.layout import FRONT_BYTES, HEAD_BYTES, Header, check_section
 from kvweave.kv.memory import new_memory
 from kvweave.kv.objects import read_head
-from kvweave.kv.reads import Reads
 from kvweave.kv.residency import Miss
 from kvweave.kv.shelf import Entry
-from kvweave.kv.spans import ReadingOrder, Span, extra_runs
+from kvweave.kv.spans import ReadingOrder, Span
 from kvweave.kv.tiers.base import Reader, Tier
 
 _scratch = threading.local()
@@ -38,10 +34,10 @@ class Hooks(NamedTuple):
     complete: Callable[["Arrival"], None]  # every layer is there and checked
     fill: Callable[["Arrival", str, memoryview], None]  # put an extra that came late into memory
     idle: Callable[["Arrival"], None]  # no IO thread touches it any more
-    failed: Callable[["Arrival", Miss, str], None]  # once, with the reason in words
+    failed: Callable[["Arrival", Miss, str], None]  # it or an extra of it, with the reason in words
 
 
-class Arrival(Reads):
+class Arrival(Beside):
     """Thread-safe. What belongs to the store is under its lock; all else is guarded in here."""
 
     def __init__(
@@ -52,16 +48,14 @@ class Arrival(Reads):
         # come before the late layers of one; more where a round trip costs more than the bytes
         self._max_in_flight = 4 if tier.remote else 2
         self.key = key
-        self.source: Entry | None = None  # these four belong to the store: what it is read from,
+        self.source: Entry | None = None  # these six belong to the store: what it is read from,
         self.users = 0  # leases that hold it,
         self.kept: Entry | None = None  # the object of the host tier it became,
+        self.damaged = False  # what it is read from must go,
+        self.put_aside = False  # and is gone,
         self.disposed = False  # its memory was given back
         self._tier = tier
         self._hooks = hooks
-        self._reader: Reader | None = None
-        self.front: frozenset[str] = frozenset()  # extras that came before the layers
-        self._wanted = PROVENANCE  # extras that somebody asked for, and these
-        self._taken: frozenset[str] = frozenset()  # extras read, or being read
         self._order = ReadingOrder()
         self._reading = 0  # jobs that will each take a span, submitted and not finished
         self._spans_left = 0  # not read yet; meaningless before the header is known
@@ -86,12 +80,6 @@ class Arrival(Reads):
             num_jobs = self._due_jobs()
         self._launch_reads(num_jobs)
 
-    def want_extras(self, names: Collection[str]) -> None:
-        """Ask for extras, those that the object has. Returns at once."""
-        with self._changed:
-            self._wanted |= frozenset(names)
-        self._launch_extras()
-
     def bytes_left(self) -> int:
         """What is still to come. Before the header is known: what the books say of its size."""
         with self._changed:
@@ -101,7 +89,7 @@ class Arrival(Reads):
             if header is None:
                 return 0 if self.source is None else self.source.size_bytes
             layers = zip(header.layers, self._ready, strict=True)
-            extras = self._wanted & header.extras.keys() - self.held
+            extras = self._wanted & header.extras.keys() - self.held - self._lost.keys()
             left = [*(s for s, is_here in layers if not is_here), *map(header.extras.get, extras)]
             return sum(section.size_bytes for section in left if section is not None)
 
@@ -113,6 +101,12 @@ class Arrival(Reads):
 
     def _on_idle(self) -> None:
         self._hooks.idle(self)
+
+    def _on_extra(self, name: str, data: memoryview) -> None:
+        self._hooks.fill(self, name, data)
+
+    def _on_lost(self, miss: Miss, detail: str) -> None:
+        self._hooks.failed(self, miss, detail)
 
     def _on_failure(self, miss: Miss, detail: str) -> None:
         self._hooks.failed(self, miss, detail)
@@ -136,52 +130,18 @@ class Arrival(Reads):
             self._taken = frozenset(
                 name for name in header.extras if landing.whole or name in self._wanted
             )
-        self._take_front(reader, header, raw, landing.memory.view)
+        damaged = self._take_front(reader, header, raw, landing.memory.view)
         with self._changed:
-            self.held = self.front = self._taken
+            self.front = self._taken
+            self.held = self._taken - damaged.keys()
+            self._lose(dict.fromkeys(damaged, Miss.CORRUPT))
             self._open_up(header)
             self._spans_left = self._order.plan(header, self._tier.best_read_bytes)
             num_jobs = self._due_jobs()
+        if damaged:
+            self._on_lost(Miss.CORRUPT, "; ".join(damaged.values()))
         self._launch_reads(num_jobs)
         self._launch_extras()
-
-    def _take_front(
-        self, reader: Reader, header: Header, raw: memoryview, view: memoryview
-    ) -> None:
-        """Header and wanted extras into memory: what was read is copied, the rest read. Checked."""
-        view[: header.header_bytes] = raw[: header.header_bytes]
-        for start, end in extra_runs(header, self._taken):
-            here = max(start, min(len(raw), end))
-            view[start:here] = raw[start:here]
-            if here < end:
-                reader.read(here, view[here:end])
-        for name in self._taken:
-            section = header.extras[name]
-            check_section(header, name, section, view[section.offset : header.padded_end(section)])
-
-    def _launch_extras(self) -> None:
-        """Have extras read that were asked for after the front was."""
-        with self._changed:
-            if self.header is None or self._reader is None or self._cancelled or self._failure:
-                return
-            due = self._wanted & self.header.extras.keys() - self._taken
-            self._taken |= due
-        for name in sorted(due):
-            self._launch(partial(self._read_extra, name, self.header.extras[name]))
-
-    def _read_extra(self, name: str, section: Section) -> None:
-        """Read and check one, apart: others may be reading what lies in memory."""
-        header, reader = self.header, self._reader
-        assert header is not None
-        assert reader is not None
-        padded = header.padded_end(section) - section.offset
-        data = new_memory(padded, pinned=False).view[:padded]
-        reader.read(section.offset, data)
-        check_section(header, name, section, data)
-        self._hooks.fill(self, name, data)
-        with self._changed:
-            self.ended_s = self._progress_s = time.monotonic()
-            self._changed.notify_all()
 
     def _due_jobs(self) -> int:
         """How many jobs to launch now, counted as launched. The caller holds the lock."""

@@ -1,13 +1,13 @@
 """An object on its way, seen by those who wait: what is there, what failed, how long to wait.
 
 Ten requests for one chunk wait on the same one. Layers that were shown stay valid whatever comes
-later; a failure is set once, with a reason, and wakes everybody.
+later; a failure is set once, with a reason, and wakes everybody. An extra may be lost by itself.
 """
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,6 +48,7 @@ class Awaited(ABC):
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
         self._failure: Miss | None = None
+        self._lost: dict[str, Miss] = {}  # extras that will not come, though the layers may
         self._ready: list[bool] = []
         self._awaited: list[int] = []  # layers that some thread waits for, one each
 
@@ -123,34 +124,35 @@ class Awaited(ABC):
 
     def has_extras(self, names: Collection[str]) -> bool:
         """Whether `wait_extras` would return at once, with them or without."""
-        return self._failure is not None or self._extras_are_here(names)
+        return self._answer(names) is not None
 
-    def _extras_are_here(self, names: Collection[str]) -> bool:
-        header, held = self.header, self.held  # `held` only ever grows
-        return header is not None and all(n in held or n not in header.extras for n in names)
+    def lost_of(self, names: Collection[str]) -> Miss | None:
+        """Why one of these extras will not come, as far as that is known. Never blocks."""
+        if not self._lost:  # asked for every layer, and hardly ever so
+            return None
+        return next((self._lost[name] for name in names if name in self._lost), None)
 
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None:
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss:
         """Block until the header and those of these extras that the object has are there; they were
-        asked for. None: they will not come, see `failure`."""
+        asked for. A Miss: why they will not come."""
         while True:
             with self._changed:
-                if self._extras_are_here(names):  # which outlives a later failure
-                    return self.header
-                if self._failure is not None:
-                    return None
+                answer = self._answer(names)
+                if answer is not None:
+                    return answer
                 if self._wait_some(patience):
                     continue
             self._fail_slow(patience)
 
-    def wait_header(self, patience: Patience) -> Header | None:
-        """Block until the header is known. None: it will not come, see `failure`."""
-        while True:
-            with self._changed:
-                if self.header is not None or self._failure is not None:
-                    return self.header
-                if self._wait_some(patience):
-                    continue
-            self._fail_slow(patience)
+    def _answer(self, names: Collection[str]) -> Header | Miss | None:
+        """What `wait_extras` returns, None while it would wait."""
+        header, held = self.header, self.held  # `held` only ever grows
+        if header is None:
+            return self._failure
+        awaited = [name for name in names if name in header.extras and name not in held]
+        if not awaited:  # which outlives a later failure
+            return header
+        return self.lost_of(awaited) or self._failure
 
     def _wait_some(self, patience: Patience) -> bool:
         """Wait a moment for a change. False: long enough. The caller holds the lock."""
@@ -174,6 +176,11 @@ class Awaited(ABC):
         """The header is known and `landing` is set. The lock is held."""
         self.header = header
         self._ready = [False] * len(header.layers)
+        self._changed.notify_all()
+
+    def _lose(self, names: Mapping[str, Miss]) -> None:
+        """These extras will not come. The lock is held."""
+        self._lost |= names
         self._changed.notify_all()
 
     def _show(self, span: Span) -> None:

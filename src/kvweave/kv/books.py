@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from kvweave.kv.gone import Gone
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.places import Place
 from kvweave.kv.shelf import Entry, Shelf
@@ -37,6 +38,7 @@ class Books:
         self.places = list(places)
         self.host = _host_of(self.places)
         self.below = self.places[1:] if self.host else self.places  # slower tiers, fastest first
+        self.gone = Gone()
         self.foreign: set[tuple[str, ChunkKey]] = set()  # (tier, key) that cannot be read here
         self._metrics = metrics
         self._changing: set[tuple[str, ChunkKey]] = set()  # being written or removed below the host

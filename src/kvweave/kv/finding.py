@@ -3,22 +3,22 @@
 from collections.abc import Sequence
 
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.loads import Loads
 from kvweave.kv.locate import Located, Locator
 from kvweave.kv.places import Place
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.shelf import Entry
 from kvweave.kv.stock import Stock
+from kvweave.kv.under_way import UnderWay
 
 
 class Finder:
     """Changes nothing. Any thread; the stock's lock is taken where it is not said to be held."""
 
-    def __init__(self, stock: Stock, locator: Locator, loads: Loads) -> None:
+    def __init__(self, stock: Stock, locator: Locator, under_way: UnderWay) -> None:
         self._stock = stock
         self._lock = stock.lock
         self._locator = locator
-        self._loads = loads
+        self._under_way = under_way
 
     def peek_books(self, key: ChunkKey) -> Peek | None:
         """What the books say; None where only a tier could tell."""
@@ -26,7 +26,7 @@ class Finder:
             place, entry = self.find(key, {})
             if place is not None and entry is not None:
                 return Peek(Residency.HERE, place.name, entry.size_bytes)
-            arriving_from = self._loads.tier_of(key)
+            arriving_from = self._under_way.tier_of(key)
             if arriving_from is not None:
                 return Peek(Residency.ARRIVING, arriving_from, None)
         return None
@@ -34,7 +34,7 @@ class Finder:
     def unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
         """Those that `peek_books` has no answer for."""
         with self._lock:
-            found = {key: self.find(key, {})[0] or self._loads.tier_of(key) for key in keys}
+            found = {key: self.find(key, {})[0] or self._under_way.tier_of(key) for key in keys}
         return [key for key, where in found.items() if where is None]
 
     def locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:

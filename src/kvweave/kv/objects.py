@@ -10,19 +10,9 @@ from torch import Tensor
 from kvweave.errors import TierCorrupt, TierForeign
 from kvweave.kv.checksum import best_algorithm
 from kvweave.kv.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
+from kvweave.kv.headers import needed_header_bytes, parse_header, plan_header, seal_header
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import (
-    ALIGN,
-    PRELUDE_BYTES,
-    Header,
-    Shape,
-    check_section,
-    named_sections,
-    needed_header_bytes,
-    parse_header,
-    plan_header,
-    seal_header,
-)
+from kvweave.kv.layout import ALIGN, PRELUDE_BYTES, Header, Shape, check_section, named_sections
 from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tiers.base import Reader
 
@@ -122,7 +112,7 @@ def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
 
 def layers_of(header: Header, memory: Memory) -> Tensor:
     """All layers of such an object, uint8 [n]: one behind the other, each padded to the alignment.
-    They are alike and end where the object ends, see `_checked` and layout.py."""
+    They are alike and end where the object ends, see `_checked` and headers.py."""
     return memory.tensor[header.layers[0].offset : header.total_bytes]
 
 

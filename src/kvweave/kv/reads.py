@@ -1,6 +1,6 @@
 """The reads of one object on the IO threads of its tier: launched, counted, and ended by a failure.
 
-Whatever goes wrong in one ends the arrival with a reason; nobody waits for it any longer.
+What goes wrong in one ends the arrival with a reason; nobody waits for it any longer.
 """
 
 import time
@@ -68,12 +68,19 @@ class Reads(Awaited):
     def _attempt(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except TierCorrupt as error:
-            self._fail(Miss.CORRUPT, str(error))
-        except TierForeign as error:
-            self._fail(Miss.FOREIGN, str(error))
         except TierError as error:
-            self._fail(Miss.TIER_FAILED, str(error))
+            self._fail(miss_of(error), str(error))
         except Exception as error:  # a bug: nobody may wait for it forever, and it must be seen
             self._fail(Miss.TIER_FAILED, f"{type(error).__name__}: {error}")
             raise
+
+
+def miss_of(error: TierError) -> Miss:
+    """What those who wait are told."""
+    match error:
+        case TierCorrupt():
+            return Miss.CORRUPT
+        case TierForeign():
+            return Miss.FOREIGN
+        case _:
+            return Miss.TIER_FAILED

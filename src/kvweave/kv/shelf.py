@@ -16,6 +16,7 @@ from kvweave.kv.layout import Header
 from kvweave.kv.policies import Policy, Ranking, Usage
 
 if TYPE_CHECKING:
+    from kvweave.kv.forget import Provenance
     from kvweave.kv.memory import Memory
 
 
@@ -30,6 +31,8 @@ class Entry:
     memory: "Memory | None" = field(default=None, repr=False)  # and where its bytes lie;
     lacks: frozenset[str] = frozenset()  # extras that nobody asked for: their place is empty,
     origin: str = ""  # and the tier that has them
+    since: int = 0  # lower tiers: by the store's deletions (`gone.py`), when it was written,
+    of: "Provenance | None" = None  # and whose text it is, where this process wrote it
 
 
 class Shelf:

@@ -18,12 +18,12 @@ the caller's thread; for keys that are not in the books they wait for the tiers'
 import logging
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.deleting import Deleting
 from kvweave.kv.finding import Finder
-from kvweave.kv.forget import Provenance
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
@@ -33,13 +33,14 @@ from kvweave.kv.places import Place, open_places
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.stock import Stock
 from kvweave.kv.transfers import Transfer
+from kvweave.kv.under_way import UnderWay
 from kvweave.kv.writer import Ticket
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
-class KVStore:
+class KVStore(Deleting):
     """See the module. Close it, or use it as a context manager."""
 
     def __init__(
@@ -52,15 +53,14 @@ class KVStore:
         self.metrics = metrics or Metrics()
         self._cfg = cfg
         opened = open_places(cfg, self.metrics) if places is None else places
-        self._stock = Stock(cfg, opened, self.metrics)
-        self._lock = self._stock.lock
+        locator = Locator(cfg.locate_deadline_s, self.metrics)
+        super().__init__(Stock(cfg, opened, self.metrics), UnderWay(), locator)
         for place in self._stock.places:
             place.pool.on_bug = partial(
                 self.metrics.count, "kv_tier_errors_total", tier=place.name, verb="bug"
             )
-        self._locator = Locator(cfg.locate_deadline_s, self.metrics)
-        self._loads = Loads(cfg, self._stock, self._locator, self.metrics)
-        self._finder = Finder(self._stock, self._locator, self._loads)
+        self._loads = Loads(cfg, self._stock, self._under_way, self._locator, self.metrics)
+        self._finder = Finder(self._stock, self._locator, self._under_way)
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
 
     # ---- reading
@@ -98,7 +98,7 @@ class KVStore:
                 usage = self._stock.usage.touch(key, now_s, entry.size_bytes if entry else 0)
                 if place is not None:
                     tiers[key] = place.name
-                elif (arriving_from := self._loads.tier_of(key)) is not None:
+                elif (arriving_from := self._under_way.tier_of(key)) is not None:
                     tiers[key] = arriving_from
                 else:
                     missing[key] = self._finder.why_absent(key)
@@ -145,41 +145,6 @@ class KVStore:
         ticket.answer("host" if in_host and not self._stock.below else None)
         return ticket
 
-    def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Remove chunks from every tier; leased copies go when their lease does, and so does what
-        a load under way brings. Blocks on IO.
-
-        Returns how many of the keys some tier had. A tier that fails is counted.
-        """
-        had = 0
-        for key in dict.fromkeys(keys):
-            found = [self._delete_at_hand(key)]  # from now on nothing is written down
-            for writer in self._stock.writers.values():
-                writer.forget(key)
-            self._locator.forget(key)
-            found += [self._stock.delete_from(place, key) for place in self._stock.below]
-            found.append(self._delete_at_hand(key))  # what a lower tier still gave meanwhile
-            had += any(found)
-        return had
-
-    def keys_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
-        """What the host tier has of some provenance. Looks at every object there."""
-        return [key for key, of in self._stock.provenances() if is_wanted(of)]
-
-    def delete_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> int:
-        """Remove chunks of some provenance that the host tier has, everywhere. Nobody knows yet
-        whose text loads under way bring: they serve their leases, and nothing of them is kept."""
-        with self._lock:
-            self._loads.disown_all()
-        return self.delete(self.keys_at_hand(is_wanted))
-
-    def _delete_at_hand(self, key: ChunkKey) -> bool:
-        """Remove a chunk from the host tier, and see to it that no load under way brings it back.
-        True: the host tier had it."""
-        with self._lock:
-            self._loads.disown(key)
-            return self._stock.delete_from_host(key)
-
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until every accepted write was tried. False: some tier is too slow for that."""
         give_up_s = time.monotonic() + timeout_s
@@ -218,7 +183,7 @@ class KVStore:
     def pending_bytes(self) -> dict[str, int]:
         """Bytes that requests wait for, by tier; tiers without any are left out."""
         with self._lock:
-            return {tier: size for tier, size in self._loads.pending_bytes().items() if size}
+            return {tier: size for tier, size in self._under_way.pending_bytes().items() if size}
 
     def num_pinned(self) -> int:
         """Entries some lease holds, over all tiers."""
@@ -241,7 +206,7 @@ class KVStore:
         self._release_orphans()
         self._stock.check_integrity()
         with self._lock:
-            self._loads.check_integrity()
+            self._under_way.check_integrity()
 
     # ---- releasing
 

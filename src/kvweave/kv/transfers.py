@@ -1,7 +1,6 @@
 """The transfer that brings the bytes of a lease, layer by layer, wherever each chunk comes from."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -10,94 +9,9 @@ from kvweave.kv.forget import PROVENANCE
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import Header
 from kvweave.kv.leases import Lease as Lease
-from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
+from kvweave.kv.objects import EncodedLayer
 from kvweave.kv.residency import Miss
-from kvweave.kv.shelf import Entry
-
-
-class Source(Protocol):
-    """Where the layers of one chunk come from: an arrival, or bytes already in host memory."""
-
-    @property
-    def failure(self) -> Miss | None: ...
-
-    def want(self, layers: Iterable[int]) -> None: ...
-
-    def want_first(self, layers: Iterable[int]) -> None: ...
-
-    def want_extras(self, names: Collection[str]) -> None: ...
-
-    tier_name: str
-    began_s: float  # when reading began and when the last layer came; both 0: nothing to read
-    ended_s: float
-
-    def is_ready(self, layer: int) -> bool: ...
-
-    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
-
-    def whole(self) -> Tensor | None: ...
-
-    def wait_header(self, patience: Patience) -> Header | None: ...
-
-    def has_extras(self, names: Collection[str]) -> bool: ...
-
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None: ...
-
-    def named_extra(self, name: str) -> memoryview | None: ...
-
-    def named_tensor(self, name: str) -> Tensor | None: ...
-
-
-class Resident:
-    """A chunk that is in the host tier: every layer is there at once, and so is every extra that
-    the load asked for. What the entry lacks was not asked for."""
-
-    failure: Miss | None = None
-    tier_name = "host"
-    began_s = ended_s = 0.0
-
-    def __init__(self, entry: Entry) -> None:
-        assert entry.header is not None
-        assert entry.memory is not None
-        self._header: Header = entry.header
-        self._memory: Memory = entry.memory
-        self._lacks = entry.lacks
-
-    def want(self, layers: Iterable[int]) -> None:
-        """Nothing to fetch."""
-
-    def want_first(self, layers: Iterable[int]) -> None:
-        """Nothing to fetch."""
-
-    def want_extras(self, names: Collection[str]) -> None:
-        """Nothing to fetch."""
-
-    def is_ready(self, layer: int) -> bool:
-        return True
-
-    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
-        if layer >= len(self._header.layers):
-            return None
-        return layer_of(self._header, self._memory, layer)
-
-    def whole(self) -> Tensor | None:
-        return layers_of(self._header, self._memory)
-
-    def wait_header(self, patience: Patience) -> Header | None:
-        return self._header
-
-    def has_extras(self, names: Collection[str]) -> bool:
-        return True
-
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | None:
-        return self._header
-
-    def named_extra(self, name: str) -> memoryview | None:
-        return None if name in self._lacks else extra_of(self._header, self._memory, name)
-
-    def named_tensor(self, name: str) -> Tensor | None:
-        return None if name in self._lacks else extra_tensor(self._header, self._memory, name)
+from kvweave.kv.sources import Source
 
 
 class Transfer:
@@ -143,26 +57,26 @@ class Transfer:
         whichever others are.
 
         A chunk that failed is left out, here and from now on, and named in `lost`: the request
-        computes it instead. So is one that has no such layer, which is then not of the model it
-        was asked for. Layers of it that were given out before stay readable.
+        computes it instead. So is one that lost an extra which was asked for, and one that has no
+        such layer, which is then not of the model it was asked for. Layers of it that were given
+        out before stay readable.
         """
         assert not self._lease.released, "the lease behind this transfer was released"
         assert layer >= 0, "layers count from 0"
         if layer < self._asked:
             self._look_ahead(layer)
         elif layer not in self._first:  # out of order, and nobody said so before
-            for source in self._sources.values():
+            for _, source in self._alive():
                 source.want_first([layer])
             self._look_ahead(layer)
         found: dict[ChunkKey, EncodedLayer] = {}
-        for key, source in self._sources.items():
-            if key in self.lost:
-                continue
+        for key, source in self._alive():
             encoded = source.wait_layer(layer, self._patience[source.tier_name])
-            if encoded is None:
-                self.lost[key] = source.failure or Miss.CORRUPT
-            else:
+            miss = source.failure if encoded is None else source.lost_of(self._extras)
+            if encoded is not None and miss is None:
                 found[key] = encoded
+            else:
+                self.lost[key] = miss or Miss.CORRUPT
         return found
 
     def whole(self, keys: Iterable[ChunkKey]) -> list[Tensor] | None:
@@ -172,7 +86,9 @@ class Transfer:
         found = []
         for key in keys:
             source = self._sources.get(key)
-            data = None if source is None or key in self.lost else source.whole()
+            if source is None or key in self.lost or source.lost_of(self._extras):
+                return None
+            data = source.whole()
             if data is None:
                 return None
             found.append(data)
@@ -180,7 +96,7 @@ class Transfer:
 
     def headers(self) -> dict[ChunkKey, Header]:
         """Shape, codec and number of layers of every chunk. Blocks until all are known."""
-        return self._known(lambda source, patience: source.wait_header(patience))
+        return self._known(())
 
     def sizes(self) -> dict[ChunkKey, int]:
         """Bytes of every chunk as it is read: without extras that were not asked for. Blocks as
@@ -207,7 +123,7 @@ class Transfer:
     def wait_extras(self) -> Collection[ChunkKey]:
         """Block until the headers and the extras that were asked for are there, not for any layer.
         Returns the chunks that came; the others are in `lost`."""
-        return self._known(lambda source, patience: source.wait_extras(self._extras, patience))
+        return self._known(self._extras)
 
     def extras(self, name: str) -> dict[ChunkKey, memoryview]:
         """What each chunk carries beside its layers under this name (see `pack_chunk`), checked.
@@ -229,23 +145,25 @@ class Transfer:
         found = {key: self._sources[key].named_tensor(name) for key in self.wait_extras()}
         return {key: data for key, data in found.items() if data is not None}
 
-    def _known(self, wait: Callable[[Source, Patience], Header | None]) -> dict[ChunkKey, Header]:
-        """The headers that a wait gives, of all chunks that are not lost."""
+    def _known(self, extras: Collection[str]) -> dict[ChunkKey, Header]:
+        """The headers of all chunks that are not lost, once these extras are there too."""
         found: dict[ChunkKey, Header] = {}
-        for key, source in self._sources.items():
-            if key in self.lost:
-                continue
-            header = wait(source, self._patience[source.tier_name])
-            if header is not None:
-                found[key] = header
-            elif source.failure is not None:
-                self.lost[key] = source.failure
+        for key, source in self._alive():
+            answer = source.wait_extras(extras, self._patience[source.tier_name])
+            if isinstance(answer, Miss):
+                self.lost[key] = answer
+            else:
+                found[key] = answer
         return found
 
     def _look_ahead(self, layer: int) -> None:
         """Ask for this layer and some behind it."""
         end = layer + 1 + self._lookahead
         if end > self._asked:
-            for source in self._sources.values():
+            for _, source in self._alive():
                 source.want(range(self._asked, end))
             self._asked = end
+
+    def _alive(self) -> list[tuple[ChunkKey, Source]]:
+        """Whatever is not lost: of the rest nothing is asked for any more."""
+        return [each for each in self._sources.items() if each[0] not in self.lost]

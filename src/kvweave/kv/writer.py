@@ -74,7 +74,7 @@ class Writer:
         self._queue: deque[_Pending] = deque()
         self._pending_bytes = 0  # queued and being written
         self._thread: threading.Thread | None = None
-        self._writing: ChunkKey | None = None
+        self._writing: PackedChunk | None = None
         self._closed = False
 
     @property
@@ -84,7 +84,13 @@ class Writer:
     def pends(self, key: ChunkKey) -> bool:
         """Whether a write of this key is queued or under way."""
         with self._changed:
-            return self._writing == key or any(p.packed.key == key for p in self._queue)
+            return any(packed.key == key for packed in self.pending())
+
+    def pending(self) -> list[PackedChunk]:
+        """Queued and being written."""
+        with self._changed:
+            queued = [each.packed for each in self._queue]
+            return queued if self._writing is None else [self._writing, *queued]
 
     def offer(self, packed: PackedChunk, ticket: Ticket, *, wait_s: float) -> bool:
         """Queue a write. False: the bound is reached and stayed so for `wait_s`, or a write hangs,
@@ -129,13 +135,16 @@ class Writer:
     def forget(self, key: ChunkKey, wait_s: float = 5.0) -> None:
         """Drop queued writes of a key that is about to be deleted, and wait for one under way."""
         with self._changed:
-            self._changed.wait_for(lambda: self._writing != key, wait_s)
+            self._changed.wait_for(lambda: not self._writes(key), wait_s)
             dropped = [p for p in self._queue if p.packed.key == key]
             self._queue = deque(p for p in self._queue if p.packed.key != key)
             self._pending_bytes -= sum(p.packed.header.total_bytes for p in dropped)
             self._changed.notify_all()
         for pending in dropped:
             pending.ticket.answer(None)
+
+    def _writes(self, key: ChunkKey) -> bool:
+        return self._writing is not None and self._writing.key == key
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is pending. False: the tier is too slow for that."""
@@ -163,7 +172,7 @@ class Writer:
                 if not self._queue:
                     return
                 pending = self._queue.popleft()
-                self._writing = pending.packed.key
+                self._writing = pending.packed
                 self._began_s, self._said_so = time.monotonic(), False
             kept = False
             try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
-from kvweave.kv.policies import Usage, open_policy
+from kvweave.kv.policies import open_policy
 from kvweave.kv.tree.config import TreeConfig
 from kvweave.kv.tree.keeper import Keeper, subtree
 from kvweave.kv.tree.lease import TreeLease
@@ -26,6 +26,7 @@ from kvweave.kv.tree.node import (
     TreeTier,
     path_key,
 )
+from kvweave.kv.tree.pricing import Pricing
 from kvweave.kv.tree.reads import TreeReads
 from kvweave.types import ChunkId
 
@@ -59,27 +60,20 @@ class KnowledgeTree(TreeReads):
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self._cost_s = cost_s
         self._now_s = now_s
-        self._token_s = cost_s(0, 1024) / 1024  # plain GDSF prices by size alone: this per token
         memory = PathMemory(config.remembered_paths)
+        self._pricing = Pricing(cost_s, memory, config.max_depth)
         policies = (open_policy(config.policy), open_policy(config.policy))
         floors = Keeper.make_floors(config.device_bytes, config.host_bytes, policies)
-        self._keeper = Keeper(floors, owner, self._usage, memory)
+        self._keeper = Keeper(floors, owner, self._pricing.usage, memory)
         key = path_key(b"", preamble.id)
         usage = memory.take(key, preamble.num_tokens)
         length = preamble.num_tokens
         super().__init__(Node(preamble.id, length, length, 0, key, None, usage))
 
     def price(self, cost_s: Callable[[int, int], float]) -> None:
-        """Price by another `cost_s` from now on. Its 1,024 tokens from nothing count as those did
-        before: what matters is what a prefill costs beside others, and old ranks stay comparable.
-        """
-        measured_s = cost_s(0, 1024)
-        if measured_s <= 0:
-            return
-        scale = self._token_s * 1024 / measured_s
-        self._cost_s = lambda cached, new: scale * cost_s(cached, new)
+        """Price by another `cost_s` from now on."""
+        self._pricing.change(cost_s)
 
     def acquire(
         self, chunks: Sequence[ChunkRef], num_question_tokens: int, *, count: bool = True
@@ -238,20 +232,6 @@ class KnowledgeTree(TreeReads):
         for node in lease.nodes:
             node.usage.touch(now_s)
             self._keeper.rerank(node)
-        rest = chunks[max(0, len(lease.nodes) - 1) :]
-        new = sum(chunk.num_tokens for chunk in rest) + question
-        if not rest or not new:
-            return
-        cost_s = self._cost_s(lease.num_tokens, new)
-        key = lease.nodes[-1].key if lease.nodes else self.root.key
-        deepest = self.config.max_depth
-        if deepest is not None:
-            rest = rest[: max(0, deepest - (len(chunks) - len(rest)))]
-        for chunk in rest:
-            key = path_key(key, chunk.id)
-            record = self._keeper.memory.record(key, chunk.num_tokens)
-            record.touch(now_s)
-            record.computed(cost_s, new)
-
-    def _usage(self, node: Node) -> Usage:
-        return node.usage.seen()._replace(cost_s=node.num_tokens * self._token_s)
+        last = lease.nodes[-1] if lease.nodes else self.root
+        found = max(0, len(lease.nodes) - 1)
+        self._pricing.count(last, lease.num_tokens, chunks[found:], found, question, now_s)

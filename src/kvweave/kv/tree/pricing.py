@@ -1,0 +1,66 @@
+"""What prefilling cost, and which paths it is charged to: eviction judges by it what would be lost.
+
+A request computes what stands behind its match in one go. The time that takes is shared by its
+tokens, and each path on the way that is not in the tree remembers its part.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvweave.kv.policies import Usage
+from kvweave.kv.tree.memory import PathMemory
+from kvweave.kv.tree.node import ChunkRef, Node, path_key
+
+_TOKENS = 1024  # of a prefill that prices are measured against
+
+
+class Pricing:
+    """On the engine thread. `cost_s(cached, new)` is the measured time of a prefill."""
+
+    def __init__(
+        self,
+        cost_s: Callable[[int, int], float],
+        memory: PathMemory,
+        max_depth: int | None,
+    ) -> None:
+        self._cost_s = cost_s
+        self._memory = memory
+        self._max_depth = max_depth
+        self._token_s = cost_s(0, _TOKENS) / _TOKENS  # plain GDSF prices by size alone: this each
+
+    def change(self, cost_s: Callable[[int, int], float]) -> None:
+        """Price by another `cost_s` from now on. Its 1,024 tokens from nothing count as those did
+        before: what matters is what a prefill costs beside others, and old ranks stay comparable.
+        """
+        measured_s = cost_s(0, _TOKENS)
+        if measured_s <= 0:
+            return
+        scale = self._token_s * _TOKENS / measured_s
+        self._cost_s = lambda cached, new: scale * cost_s(cached, new)
+
+    def count(
+        self,
+        match: Node,
+        num_cached: int,
+        rest: Sequence[ChunkRef],
+        depth: int,
+        num_question_tokens: int,
+        now_s: float,
+    ) -> None:
+        """One access of `rest`, chunks that are not in the tree: `depth` others stand before them,
+        up to `match`, `num_cached` tokens in all."""
+        num_new = sum(chunk.num_tokens for chunk in rest) + num_question_tokens
+        if not rest or not num_new:
+            return
+        cost_s = self._cost_s(num_cached, num_new)
+        if self._max_depth is not None:
+            rest = rest[: max(0, self._max_depth - depth)]
+        key = match.key
+        for chunk in rest:
+            key = path_key(key, chunk.id)
+            record = self._memory.record(key, chunk.num_tokens)
+            record.touch(now_s)
+            record.computed(cost_s, num_new)
+
+    def usage(self, node: Node) -> Usage:
+        """What the policy is told of a node."""
+        return node.usage.seen()._replace(cost_s=node.num_tokens * self._token_s)

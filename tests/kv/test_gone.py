@@ -1,0 +1,212 @@
+"""What somebody else deleted does not come back through what was under way here."""
+
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import pytest
+
+from extrasworld import CHUNK, KEY, on_disk, wait_until
+from kvweave.kv.checksum import Buffer
+from kvweave.kv.forget import CHUNK as WHOSE
+from kvweave.kv.forget import Provenance
+from kvweave.kv.gone import Gone
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.disk import DiskTier
+from kvworld import make_chunk, make_config, make_key
+
+
+def files(root: Path) -> list[Path]:
+    return list((root / "objects").rglob("*.kv"))
+
+
+def in_host(store: KVStore) -> bool:
+    wait_until(lambda: store.num_pinned() == 0)
+    return bool(list(store._stock.places[0].tier.scan()))
+
+
+def test_a_load_that_begins_behind_a_deletion_elsewhere_leaves_no_copy(tmp_path: Path) -> None:
+    world = on_disk(tmp_path, 64)
+    with world.store as store:
+        store.forget(["another"])
+        world.load()
+        assert in_host(store)
+        store.forget(["id"])
+        assert not in_host(store)
+    assert not files(tmp_path), "a copy that was here takes its file along"
+
+
+def test_bytes_that_are_still_there_serve_requests_and_are_not_kept(tmp_path: Path) -> None:
+    world = on_disk(tmp_path, 64)
+    with world.store as store:
+        store.forget(["id"])  # whoever deleted it has not come to the file yet
+        assert world.load("anchors") == {"anchors": b"a" * 9000}
+        assert not in_host(store)
+        assert not store.metrics.value("kv_promotions_total")
+        store.check_integrity()
+
+
+def test_what_was_computed_behind_a_deleted_chunk_is_not_kept_either(tmp_path: Path) -> None:
+    with KVStore(make_config(tmp_path, host_chunks=None)) as store:
+        saved = make_chunk(0, extras={WHOSE: b"mine", "behind": b"one\ntwo"})
+        assert store.save(saved, wait_s=5).wait(5)
+    with KVStore(make_config(tmp_path, host_chunks=16)) as store:
+        store.forget(["two"])
+        with store.acquire([make_key(0)]) as lease:
+            transfer = store.load(lease)
+            assert make_key(0) in transfer.wait_layer(0)
+            assert transfer.wait_layer(2)
+        assert not in_host(store)
+
+
+def test_what_was_saved_since_is_kept_as_ever(tmp_path: Path) -> None:
+    world = on_disk(tmp_path, 64)
+    with world.store as store:
+        store.forget(["id"])
+        assert store.save(CHUNK, wait_s=5).wait(5)  # its file was still there, and is its own now
+        assert in_host(store)
+        store._stock.delete_from(store._stock.places[0], KEY)  # evicted
+        world.load()
+        assert in_host(store)
+
+
+def test_a_chunk_that_somebody_brought_back_is_kept_again(tmp_path: Path) -> None:
+    world = on_disk(tmp_path, 64)
+    alive: set[str] = set()
+    with world.store as store:
+        store.know_by(alive.intersection)
+        store.forget(["id"])
+        world.load()
+        assert not in_host(store)
+        alive.add("id")
+        world.load()
+        assert in_host(store)
+        store.forget(["id"])
+        assert not in_host(store)
+
+
+def test_a_file_that_this_process_wrote_behind_the_deletion_goes(tmp_path: Path) -> None:
+    with KVStore(make_config(tmp_path, host_chunks=0)) as store:  # no copy in memory tells of it
+        for number, name in enumerate([b"id", b"another"]):
+            packed = make_chunk(number, extras={WHOSE: name})
+            assert store.save(packed, wait_s=5).wait(5)
+        assert store.forget(["id"]) == 1
+        assert [path.stem for path in files(tmp_path)] == [make_key(1).hex()]
+        store.check_integrity()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes to the disk wait for it."""
+    go_on, write = threading.Event(), DiskTier.write
+
+    def slow(self: DiskTier, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
+        assert go_on.wait(10)
+        return write(self, key, parts)
+
+    monkeypatch.setattr(DiskTier, "write", slow)
+    return go_on
+
+
+def test_a_write_that_waits_for_its_turn_is_dropped(tmp_path: Path, held: threading.Event) -> None:
+    with KVStore(make_config(tmp_path, host_chunks=0)) as store:
+        for number, name in enumerate([b"another", b"id"]):  # one is being written, one waits
+            store.save(make_chunk(number, extras={WHOSE: name}), wait_s=5)
+        store.forget(["id"])
+        held.set()
+        assert store.flush()
+        assert [path.stem for path in files(tmp_path)] == [make_key(0).hex()]
+        store.check_integrity()
+
+
+def test_a_write_under_way_is_deleted_when_it_ends(tmp_path: Path, held: threading.Event) -> None:
+    with KVStore(make_config(tmp_path, host_chunks=0)) as store:
+        store.save(make_chunk(0, extras={WHOSE: b"id"}), wait_s=5)
+        forgetting = threading.Thread(target=store.forget, args=(["id"],))
+        forgetting.start()
+        held.set()
+        forgetting.join(10)
+        assert store.flush()
+        assert not files(tmp_path)
+        store.check_integrity()
+
+
+def test_deletions_that_are_forgotten_count_for_what_is_older_and_not_known_to_be_there() -> None:
+    gone, alive = Gone(most=2), {"alive"}
+    gone.known = alive.intersection
+    for name in "abc":  # the first is remembered no more
+        gone.add([name])
+    of = [Provenance(name, ()) for name in "abcx"]
+    assert [gone.covers(each, 0) for each in of] == [True] * 4, "x perhaps: nobody remembers"
+    assert [gone.covers(each, 1) for each in of] == [False, True, True, False]
+    assert [gone.covers(each, 3) for each in of] == [False] * 4
+    assert not gone.covers(Provenance("alive", ()), 0)
+    assert gone.covers(Provenance("alive", ("b",)), 0)
+    assert not gone.covers(None, 0), "it does not say"
+
+
+def test_a_deletion_that_is_heard_of_while_we_look_is_not_taken_for_undone() -> None:
+    gone = Gone()
+
+    def deleted_again(names: Collection[str]) -> Collection[str]:
+        gone.add(["a"])
+        return names
+
+    gone.add(["a"])
+    gone.known = deleted_again
+    assert not gone.covers(Provenance("a", ()), 0)
+    gone.known = lambda names: ()
+    assert gone.covers(Provenance("a", ()), 1)
+
+
+def test_a_victim_on_its_way_down_is_not_written_behind_a_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KVStore(make_config(tmp_path, host_chunks=4)) as store:
+        stock = store._stock
+        first = make_chunk(0, extras={WHOSE: b"id"})
+        assert store.save(first, wait_s=5).wait(5)
+        stock.delete_from(stock.below[0], first.key)  # the disk evicted it: memory alone has it
+        send_off = stock._send_off
+
+        def interrupted(*args: object) -> None:
+            monkeypatch.setattr(stock, "_send_off", send_off)
+            store.forget(["id"])  # off the shelf, and with no writer yet
+            send_off(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(stock, "_send_off", interrupted)
+        for number in range(1, 5):
+            store.save(make_chunk(number, extras={WHOSE: b"another"}), wait_s=5).wait(5)
+        assert store.flush()
+        assert store.metrics.value("kv_evictions_total", tier="host") > 0
+        assert first.key.hex() not in [path.stem for path in files(tmp_path)]
+
+
+def test_where_nobody_knows_what_went_only_chunks_that_exist_are_kept(tmp_path: Path) -> None:
+    alive = {"alive", "also"}
+    whose = [{WHOSE: b"alive"}, {WHOSE: b"gone"}, {WHOSE: b"also", "behind": b"gone"}]
+    chunks = [make_chunk(number, extras=extras) for number, extras in enumerate(whose)]
+    with KVStore(make_config(tmp_path, host_chunks=None)) as store:
+        for chunk in chunks:
+            assert store.save(chunk, wait_s=5).wait(5)
+    with KVStore(make_config(tmp_path, host_chunks=64)) as store:
+        store.know_by(alive.intersection)
+
+        def load() -> list[int]:
+            """Which of them are in host memory when all were read."""
+            with store.acquire([chunk.key for chunk in chunks]) as lease:
+                transfer = store.load(lease)
+                assert all(len(transfer.wait_layer(layer)) == 3 for layer in range(3))
+            wait_until(lambda: store.num_pinned() == 0)
+            kept = {each.key for each in store._stock.places[0].tier.scan()}
+            return [number for number in range(3) if make_key(number) in kept]
+
+        store.forget(None)
+        assert load() == [0]
+        alive.add("gone")
+        assert load() == [0, 1, 2]
+        alive.remove("gone")
+        assert store.forget(None) == 2
+        assert [path.stem for path in files(tmp_path)] == [make_key(0).hex()]
+        store.check_integrity()
