@@ -17,10 +17,11 @@ from typing import Protocol
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.gate import ClosedGate, Gate
 from kvweave.plan.layout import Stored
+from kvweave.plan.one_order import Allowed, Facts
 from kvweave.plan.options import Limits
 from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
-from kvweave.plan.pricing import Allowed, Facts, Pricing
+from kvweave.plan.pricing import Pricing
 from kvweave.plan.readable_tree import ReadableTree
 from kvweave.types import ChunkId
 
@@ -64,8 +65,8 @@ class Planner:
         allowed, declined = self._strategies(request)
         stored = self.peek([chunk.id for chunk in chunks])
         facts = Facts(self.tree, self._costs_now(), stored, allowed, self.limits)
-        pricing = Pricing(request, facts)
-        ordering = pricing.order(chunks, self.accesses, self.common_tail)
+        pricing = Pricing(request, chunks, facts)
+        ordering = pricing.order(self.accesses, self.common_tail)
         priced = pricing.price(ordering.chunks)
         options = priced.options()
         place = next(i for i, c in enumerate(priced.candidates) if c is priced.chosen)

@@ -44,12 +44,16 @@ class Grid:
     def at(self, x: int, y: int) -> float:
         if y <= 0:
             return 0.0
+        ys = self.ys
         xl, xh, u = _bracket(self.xs, x)
         low, high = self.seconds[xl], self.seconds[xh]
-        if y > self.ys[-1]:
-            return (1 - u) * _beyond(self.ys, low, y) + u * _beyond(self.ys, high, y)
-        yl, yh, v = _bracket(self.ys, y)
-        return (1 - u) * ((1 - v) * low[yl] + v * low[yh]) + u * ((1 - v) * high[yl] + v * high[yh])
+        if y > ys[-1]:
+            return (1 - u) * _beyond(ys, low, y) + u * _beyond(ys, high, y)
+        yl, yh, v = _bracket(ys, y)
+        w = 1 - v
+        if not u:
+            return w * low[yl] + v * low[yh]
+        return (1 - u) * (w * low[yl] + v * low[yh]) + u * (w * high[yl] + v * high[yh])
 
     def observe(self, x: int, y: int, seconds: float, gain: float = GAIN) -> None:
         """A real run took so long: move the points around it by their share of the error."""
@@ -195,13 +199,14 @@ def measure_grid(
 
 def _bracket(axis: tuple[int, ...], value: int) -> tuple[int, int, float]:
     """Places on both sides of a value and how far it lies between them; clamped to the axis."""
-    if value <= axis[0]:
-        return 0, 0, 0.0
-    if value >= axis[-1]:
-        return len(axis) - 1, len(axis) - 1, 0.0
     high = bisect_right(axis, value)
+    if not high:
+        return 0, 0, 0.0
     low = high - 1
-    return low, high, (value - axis[low]) / (axis[high] - axis[low])
+    if high == len(axis):
+        return low, low, 0.0
+    start = axis[low]
+    return low, high, (value - start) / (axis[high] - start)
 
 
 def _beyond(ys: tuple[int, ...], row: list[float], y: int) -> float:
