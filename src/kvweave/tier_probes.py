@@ -117,7 +117,8 @@ class TierProbes:
             if probe.link is not None:
                 known = self._links.get(name := link_name(tier, self._codec))
                 if known is not None:
-                    probe.link.paid = known.paid  # a probe loads: what requests pay it cannot tell
+                    # a probe loads: what requests pay it cannot tell
+                    probe.link.paid, probe.link.paid_beside = known.paid, known.paid_beside
                 self._links[name] = probe.link
                 self._resting.pop(tier, None)
                 continue

@@ -141,10 +141,19 @@ class CostModel:
             compute_s += strategy.full_width_layers * layer_s
         return compute_s
 
-    def shares_at(self, now_s: float) -> dict[str, float]:
-        """By link, what requests over it paid for their loading lately."""
-        links = self.profile.links
-        return {name: link.paid.share(_unchecked(name), now_s) for name, link in links.items()}
+    def shares_at(self, now_s: float, busy: bool = False) -> dict[str, float]:
+        """By link, what requests over it paid for their loading lately. `busy`: beside others; as
+        far as those did not tell, what the ones that were alone did."""
+        shares = {}
+        for name, link in self.profile.links.items():
+            share = link.paid.share(_unchecked(name), now_s)
+            shares[name] = link.paid_beside.share(share, now_s) if busy else share
+        return shares
+
+    def is_unsure(self, name: str, now_s: float, busy: bool) -> bool:
+        """Whether the share of a link is partly a guess."""
+        link = self.profile.link(name)
+        return link is not None and not link.paid_when(busy).is_sure(now_s)
 
     def can_load(self, link: str) -> bool:
         """Whether its speed is known. `link` as `link_name` gives it."""

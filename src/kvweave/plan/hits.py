@@ -1,6 +1,6 @@
 """What the store has of a prompt's chunks, as strategies can use it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.plan.cost import CostModel, Loaded, StrategyInfo
@@ -69,8 +69,9 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
     )
 
 
-def dear_hits(hits: Hits, ratio: float) -> frozenset[int]:
-    """Hits that are computed, because loading takes longer and nothing hides it."""
+def dear_hits(hits: Hits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
+    """Hits that are computed, because loading takes longer and nothing hides it. Those of the links
+    in `tried` are loaded whatever it takes."""
     if not hits.dear:
         return NONE
     instead = hits.instead.get(ratio)
@@ -78,7 +79,7 @@ def dear_hits(hits: Hits, ratio: float) -> frozenset[int]:
         dear = too_dear(hits.dear, ratio)
         instead = frozenset([i for i, link in hits.links.items() if link in dear] if dear else ())
         hits.instead[ratio] = instead
-    return instead
+    return frozenset(i for i in instead if hits.links[i] not in tried) if tried else instead
 
 
 def loaded_without(costs: CostModel, hits: Hits, computed_hits: frozenset[int]) -> Loaded:

@@ -1,6 +1,6 @@
 """One request in one order of its chunks: laid out once, ways to answer priced when asked for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef
@@ -71,10 +71,11 @@ class OneOrder:
             Option("full", full_s, layout.total, 0, Reason.CHEAPEST),
             lambda: layout.all_computed(Reason.FORBIDDEN if off else Reason.FULL_IS_FASTER),
         )
+        self.queue_s = facts.costs.queue_s
         self._exact = [full] if off else [full, *price_prefix(facts.costs, layout)]
         self.exact_s = min([price_of(candidate) for candidate in self._exact])
         # by which an approximation must beat it
-        self.needed_s = max(MIN_GAIN_SHARE * (self.exact_s - facts.costs.queue_s), MIN_GAIN_S)
+        self.needed_s = max(MIN_GAIN_SHARE * (self.exact_s - self.queue_s), MIN_GAIN_S)
         self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], Hits] = {}
         self._fused: dict[str, Candidate | Reason] = {}
         self._priced: Priced | None = None
@@ -83,14 +84,25 @@ class OneOrder:
         """The best way with this strategy, or why there is none."""
         outcome = self._fused.get(strategy.name)
         if outcome is None:
-            facts, layout = self._facts, self.layout
-            kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
-            hits = self._hits.get(kind)  # the same for all that want the same copies
-            if hits is None:
-                hits = self._hits[kind] = find_hits(facts.costs, layout, strategy)
-            outcome = price_fused(facts.costs, layout, hits, strategy, ratio, facts.limits)
-            self._fused[strategy.name] = outcome
+            outcome = self._fused[strategy.name] = self._price_fused(strategy, ratio)
         return outcome
+
+    def loading(self, links: Collection[str]) -> Iterator[Candidate]:
+        """The fused ways in which hits that come over these links are loaded whatever it takes."""
+        for strategy, ratio in self._facts.allowed:
+            outcome = self._price_fused(strategy, ratio, links)
+            if isinstance(outcome, Candidate):
+                yield outcome
+
+    def _price_fused(
+        self, strategy: StrategyInfo, ratio: float, tried: Collection[str] = ()
+    ) -> Candidate | Reason:
+        costs, layout, limits = self._facts.costs, self.layout, self._facts.limits
+        kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
+        hits = self._hits.get(kind)  # the same for all that want the same copies
+        if hits is None:
+            hits = self._hits[kind] = find_hits(costs, layout, strategy)
+        return price_fused(costs, layout, hits, strategy, ratio, limits, tried)
 
     def priced(self) -> Priced:
         """Every way, and the cheapest of them; but an approximation must win clearly, or the best

@@ -4,7 +4,7 @@ Where a tier is slow, single chunks are computed instead of loaded. Which: those
 exact prefix, because computed there they are exact too and push the frontier of exactness on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,8 +79,12 @@ def price_fused(
     strategy: StrategyInfo,
     ratio: float,
     limits: Limits,
+    tried: Collection[str] = (),
 ) -> Candidate | Reason:
-    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined."""
+    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined.
+
+    What comes over a link in `tried` is loaded, though computing may be cheaper.
+    """
     if hits.num_tokens < MIN_HIT_TOKENS:
         return _why_few(layout, hits)
 
@@ -95,7 +99,7 @@ def price_fused(
         total, question = layout.total, layout.question_tokens
         return costs.fused(strategy, rows(loaded), total, question, tokens, loads, loaded)
 
-    computed_hits = dear_hits(hits, ratio)
+    computed_hits = dear_hits(hits, ratio, tried)
     best = price(computed_hits)
     if best.waits_for is not None:
         computed_hits, best = _computed_instead(price, best, hits.links, computed_hits)

@@ -63,7 +63,7 @@ class Pricing:
         Ways that cannot be faster are not priced: most of those of the given order.
         """
         limit_s = price_of(self.price(order).chosen)
-        other = self._in(given)
+        other = self.at(given)
         if other.exact_s < limit_s:
             return True
         at_least = AtLeast(self._facts.costs, other.layout)
@@ -78,9 +78,10 @@ class Pricing:
 
     def price(self, order: tuple[ChunkRef, ...]) -> Priced:
         """Every way to answer in this order, and the one to take."""
-        return self._in(order).priced()
+        return self.at(order).priced()
 
-    def _in(self, order: tuple[ChunkRef, ...]) -> OneOrder:
+    def at(self, order: tuple[ChunkRef, ...]) -> OneOrder:
+        """The request in this order."""
         found = self._orders.get(order)
         if found is None:
             found = self._orders[order] = OneOrder(self._request, order, self._full_s, self._facts)

@@ -78,7 +78,11 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0  # per layer asked for
     seen_s: float = 0.0  # Unix time of the last transfer; a speed of long ago is worth little
-    paid: Paid = field(default_factory=Paid)  # what requests that loaded over it found
+    paid: Paid = field(default_factory=Paid)  # what requests that loaded over it alone found
+    paid_beside: Paid = field(default_factory=Paid)  # and those that did while others ran
+
+    def paid_when(self, busy: bool) -> Paid:
+        return self.paid_beside if busy else self.paid
 
     def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
         """A transfer finished. Its latency is left out of the bandwidth.
@@ -164,12 +168,19 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
 
 
 def _link_from(saved: Mapping[str, Any]) -> Link:
-    known = {k: v for k, v in saved.items() if k not in ("pending_bytes", "paid")}  # of version 1
-    paid = saved.get("paid", {})  # of a profile that was saved before there was any
+    others = ("pending_bytes", "paid", "paid_beside")  # the first is of version 1
+    known = {k: v for k, v in saved.items() if k not in others}
+    return Link(
+        **known, paid=_paid_from(saved, "paid"), paid_beside=_paid_from(saved, "paid_beside")
+    )
+
+
+def _paid_from(saved: Mapping[str, Any], name: str) -> Paid:
+    paid = saved.get(name, {})  # of a profile that was saved before there was any
     shares, at_s = [float(s) for s in paid.get("shares", ())], float(paid.get("at_s", 0.0))
     if not all(math.isfinite(number) and number >= 0 for number in (*shares, at_s)):
         raise ValueError("a share of loading, or its time, is negative or no number")
-    return Link(**known, paid=Paid(shares, at_s))
+    return Paid(shares, at_s)
 
 
 def measure_grid(
