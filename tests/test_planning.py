@@ -615,9 +615,9 @@ def test_waiting_for_what_host_copies_lack_is_not_taken_for_laying(
     assert record is not None
     before_s = planning.machine.stitch_s
     strategy = open_strategy("reuse", ModelFacts(world.decoder.spec.num_layers))
-    planning._observe(strategy, replace(record, arrived_s={"disk": 5.0}), 5.0)
+    planning._lessons.move_prices(strategy, replace(record, arrived_s={"disk": 5.0}), 5.0)
     assert planning.machine.stitch_s == before_s
-    planning._observe(strategy, replace(record, arrived_s={}), 5.0)
+    planning._lessons.move_prices(strategy, replace(record, arrived_s={}), 5.0)
     assert planning.machine.stitch_s != before_s
 
 

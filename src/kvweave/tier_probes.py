@@ -1,9 +1,9 @@
 """How fast is a tier that nothing came from yet? One chunk is loaded to find out.
 
-Part of the composition root: only `planning.py` uses it. A probe runs on a thread of its own and
-ends by the store's own deadlines, so a hung tier holds up nobody: whoever plans waits a moment for
-a tier that was never met and otherwise goes on without it. A probe that failed is remembered, and
-each failure doubles the time until the next one.
+Part of the composition root: only `planning.py` and `planning_lessons.py` use it. A probe runs on a
+thread of its own and ends by the store's own deadlines, so a hung tier holds up nobody: whoever
+plans waits a moment for a tier that was never met and otherwise goes on without it. A probe that
+failed is remembered, and each failure doubles the time until the next one.
 """
 
 import threading
