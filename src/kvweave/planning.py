@@ -113,6 +113,7 @@ class Planning:
             gate=CalibratedGate(table),
             unavailable=unavailable,
             pending_bytes=library.store.pending_bytes,
+            is_busy=lambda: engine.is_busy,
         )
         self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
 
@@ -150,7 +151,9 @@ class Planning:
 
     def request(self, wish: Wish) -> EngineRequest:
         """The cheapest plan of a wish, as a request. On the engine thread, right before it runs."""
-        planned = self.plan(wish.prompt, wish.bound, wish.order)
+        with self._lock:
+            planned = self._plan(wish.prompt, wish.bound, wish.order)
+            self._planner.begun(planned.plan)
         plan = planned.plan
         wish.planned, wish.num_recorded = planned, self._lessons.num_recorded()
         strategy = self._strategy(plan)

@@ -3,6 +3,7 @@
 Part of the composition root: only `planning.py` uses it, which guards it with its lock.
 """
 
+from kvweave.engine.loading import Way
 from kvweave.engine.request import Ticket
 from kvweave.fuse import captured_probe, recorded_layers
 from kvweave.fuse.record import FuseRecord
@@ -36,14 +37,22 @@ class Lessons:
         self, plan: Plan, strategy: Strategy, record: FuseRecord, ticket: Ticket, num_recorded: int
     ) -> None:
         """A plan was carried out. `num_recorded` is of the time before it was."""
-        timeline = ticket.timeline
-        if timeline.shared:  # a step in company took longer than this request alone
+        timeline, load = ticket.timeline, plan.chosen.load
+        took_s = timeline.loading_s + timeline.computing_s
+        if not timeline.shared:  # a step in company took longer than this request alone
+            self.move_prices(strategy, record, took_s)
+        if load is None or not _came_as_planned(load.link, plan, record):
             return
-        actual_s = timeline.loading_s + timeline.computing_s
-        self.move_prices(strategy, record, actual_s)
         # and one that recorded something longer than the next one will
-        if _came_as_planned(plan, record) and num_recorded == self.num_recorded():
-            self._planner.took(plan, actual_s)
+        if num_recorded != self.num_recorded() or timeline.preempted:
+            return
+        if timeline.shared:  # its bytes came before its rows: what it waited for them is its own
+            if record.way != Way.JOINED:
+                return
+            laid_s = self._machine.stitch_s * _num_placed(record)
+            took_s = load.work_s + max(0.0, record.stages.load / 1e3 - laid_s)
+        beside = timeline.shared or timeline.loading_s > 0  # the latter: it got all of them first
+        self._planner.took(plan, took_s, beside=beside)
 
     def move_prices(self, strategy: Strategy, record: FuseRecord, actual_s: float) -> None:
         """Move the prices towards what just happened."""
@@ -70,12 +79,9 @@ def _num_placed(record: FuseRecord) -> int:
     return sum(chunk.num_tokens for chunk in record.chunks if chunk.tier is not None)
 
 
-def _came_as_planned(plan: Plan, record: FuseRecord) -> bool:
+def _came_as_planned(link: str, plan: Plan, record: FuseRecord) -> bool:
     """Whether what the plan pays for was loaded from where it thought: not lost on the way, nor
     brought nearer for somebody else."""
-    load = plan.chosen.load
-    if load is None:
-        return False
-    tier = tier_of(load.link)
+    tier = tier_of(link)
     fused = (s for s in plan.spans if s.kind is SpanKind.FUSED and s.tier == tier)
     return record.loaded_bytes.get(tier, 0) >= sum(span.load_bytes for span in fused) > 0

@@ -159,6 +159,12 @@ class Engine:
             **self._desk.counts.snapshot(),
         }
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait to: one that begins now would run beside them. Any thread;
+        as it was a moment ago."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
     def pending_prefills(self) -> int:
         """Requests whose prompt is not computed yet. Speculation starts when there are few.
 
