@@ -1,7 +1,6 @@
 """A request laid out: what of it is exact, stored or missing, before anything is priced."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import DEVICE, HOST, ChunkRef, Match, Node
@@ -27,8 +26,7 @@ class Stored(NamedTuple):
         return link_name(self.tier, self.codec)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Preamble, history, chunks in their order, question; per chunk what could be used of it."""
 
     preamble: Span
@@ -39,14 +37,8 @@ class Layout:
     total: int
     # the first chunk from the store, computed right behind the preamble as here; FUSED if rounded
     first: Span | None
-    num_history: int = 0  # parts of the history among `path` and `behind`
-
-    @property
-    def exact_tokens(self) -> int:
-        """Tokens of the exact path, preamble included."""
-        matched = sum(span.num_tokens for span in self.path)
-        has_preamble = self.preamble.kind is SpanKind.EXACT
-        return matched + (self.preamble.num_tokens if has_preamble else 0)
+    num_history: int  # parts of the history among `path` and `behind`
+    exact_tokens: int  # of the exact path, preamble included
 
     def computed_part(self, place: int, start: int, reason: Reason, exact_after: bool) -> Span:
         """One of `behind`, computed. The history has its own reason: nothing stores it."""
@@ -90,17 +82,19 @@ def lay_out(
     it was computed, so none is exact from the store.
     """
     start = root.num_tokens
-    preamble = _exact(root, 0, can_load) if match.num_tokens >= start else None
-    if preamble is not None:
-        preamble = preamble._replace(chunk_id=None)  # no chunk, though it may be one of the tree's
+    # no chunk, though it may be one of the tree's
+    preamble = _exact(root, 0, None, False, can_load) if match.num_tokens >= start else None
     path: list[Span] = []
     for node in match.nodes if preamble is not None else ():
-        span = _exact(node, start, can_load)
+        name = node.chunk_id if node.depth else None
+        span = _exact(node, start, name, len(path) < num_history, can_load)
         if span is None:
             break
-        path.append(span._replace(in_history=True) if len(path) < num_history else span)
+        path.append(span)
         start += node.num_tokens
+    exact_tokens = start
     if preamble is None:
+        exact_tokens = 0
         missing = Reason.NOT_STORED
         preamble = Span(SpanKind.COMPUTED, 0, start, None, missing, exact_after=True)
     behind = tuple(chunks[len(path) :])
@@ -111,7 +105,8 @@ def lay_out(
     copies = tuple(found)
     at_preamble = behind and not (path or num_history) and preamble.kind is SpanKind.EXACT
     first = _first(behind[0], start, copies[0], can_load) if at_preamble else None
-    return Layout(preamble, tuple(path), behind, copies, question_tokens, total, first, num_history)
+    tokens = (question_tokens, total)
+    return Layout(preamble, tuple(path), behind, copies, *tokens, first, num_history, exact_tokens)
 
 
 def _first(
@@ -135,17 +130,22 @@ def _first(
     return None
 
 
-def _exact(node: Node, start: int, can_load: Callable[[str], bool]) -> Span | None:
+def _exact(
+    node: Node,
+    start: int,
+    name: ChunkId | None,
+    in_history: bool,
+    can_load: Callable[[str], bool],
+) -> Span | None:
     """A node of the tree as a span; None when it lies where it cannot be loaded from."""
     tier, load_bytes = "", 0
     if DEVICE not in node.pages and (pages := node.pages.get(HOST)) is not None:
         tier, load_bytes = HOST.value, pages.size_bytes
         if not can_load(tier):
             return None
-    name = node.chunk_id if node.depth else None
-    size = node.num_tokens
+    size, kind, reason = node.num_tokens, SpanKind.EXACT, Reason.IN_TREE
     return Span(
-        SpanKind.EXACT, start, size, name, Reason.IN_TREE, tier, load_bytes, exact_after=True
+        kind, start, size, name, reason, tier, load_bytes, "", "", in_history, exact_after=True
     )
 
 

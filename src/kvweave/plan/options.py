@@ -41,12 +41,13 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     exact.extend(layout.path)
     if layout.first is not None and layout.first.kind is SpanKind.EXACT:
         exact.append(layout.first)
-    on_device = next((i for i, span in enumerate(exact) if span.load_bytes), len(exact))
-    on_device = max(1, on_device)  # without the preamble it would be full prefill
+    on_device = 1  # without the preamble it would be full prefill
+    while on_device < len(exact) and not exact[on_device].load_bytes:
+        on_device += 1
     best: tuple[Price, int, int, int] | None = None
     for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
         kept = exact[:end]
-        tokens = sum(span.num_tokens for span in kept)
+        tokens = sum([span.num_tokens for span in kept])
         loads = loads_of(kept)
         price = costs.prefix(tokens, layout.total, loads)
         if best is None or price.seconds <= best[0].seconds:

@@ -92,11 +92,10 @@ def tree_order(
     root: Node, chunks: Sequence[ChunkRef], fixed: Collection[int] = ()
 ) -> tuple[ChunkRef, ...]:
     """The longest stored path (in tokens) made of these chunks alone, then the rest as given."""
-    by_id = {chunk.id: place for place, chunk in enumerate(chunks)}
     best: list[Node] = []
     best_tokens = root.end
     visits = 0
-    left = {chunk.id for place, chunk in enumerate(chunks) if place not in fixed}
+    left = {chunk.id for place, chunk in enumerate(chunks) if place not in fixed}  # may move
     path: list[Node] = []
 
     def walk(children: Mapping[ChunkId, Node], left_tokens: int) -> None:
@@ -128,10 +127,11 @@ def tree_order(
     last = len(chunks) - 1
     if chunks:
         walk(root.children, sum([chunk.num_tokens for chunk in chunks]))
-    taken = {node.chunk_id for node in best}
-    first = [by_id[n.chunk_id] for n in best if by_id[n.chunk_id] not in fixed]
-    rest = [p for p, c in enumerate(chunks) if p not in fixed and c.id not in taken]
-    return _around(chunks, [chunks[place] for place in (*first, *rest)], fixed)
+    by_id = {chunk.id: chunk for chunk in chunks}
+    free = [by_id[node.chunk_id] for node in best if node.chunk_id in left]
+    left.difference_update([chunk.id for chunk in free])
+    free += [chunk for chunk in chunks if chunk.id in left]
+    return _around(chunks, free, fixed)
 
 
 def choose_order(
