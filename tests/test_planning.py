@@ -3,26 +3,22 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvweave import Weave
-from kvweave.app import Answer, Sampling
+from kvweave.app import Answer
 from kvweave.ask import Ask, AskOptions, PlanOptions
 from kvweave.cli import planning as cli_planning
 from kvweave.cli.plan_view import plan_document
-from kvweave.encoders import make_encoder
 from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.calibration import BOUND, Cell, Table
-from kvweave.fuse.contexts import Variant, digest_ids, filler_ids, variant_name
+from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.prefill import StoredPrompt
-from kvweave.fuse.preparation import Preparation
-from kvweave.fuse.profiles import Profile, save_profile, user_path
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recorded_layers import recordings_of
 from kvweave.fuse.strategy import ModelFacts, open_strategy
@@ -30,18 +26,12 @@ from kvweave.kv.config import (
     DiskTierConfig,
     FaultPlan,
     FaultyTierConfig,
-    HostTierConfig,
-    StoreConfig,
-    TierConfig,
 )
-from kvweave.kv.store import KVStore
-from kvweave.library import Library
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
-from kvweave.model.load import load_decoder
 from kvweave.plan.paid import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
-from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile
+from kvweave.plan.profile import Link, load_profile
 from kvweave.planning_facts import (
     CalibratedGate,
     is_lossless,
@@ -49,121 +39,25 @@ from kvweave.planning_facts import (
     plain_bytes,
     strategy_info,
 )
-from kvweave.prompt import SYSTEM, split_template
+from kvweave.prompt import SYSTEM
 from kvweave.tier_probes import STALE_S
 from kvweave.tokenizer import Tokenizer
 from kvweave.ways import NOT_MEASURED, NOTHING_STORED, OTHER_PREAMBLE
+from planningworld import (
+    GREEDY,
+    QUESTION,
+    TEXTS,
+    TOKEN_S,
+    World,
+    ask,
+    load_links,
+    model,
+    weave,
+    world,
+)
 from running import Run, run
-from tiny_corpus import make_text, open_kb
-from tiny_models import make_chat_model_folder
 
-__all__ = ["run"]
-
-TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(5)]
-QUESTION = "How do I drain a node and evict its pods?"
-GREEDY = Sampling(max_tokens=6)
-TOKEN_S = 0.01  # what the slow machine takes for a token: fusing is worth a lot
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
-    folder = make_chat_model_folder(
-        tmp_path_factory.mktemp("planning"), max_position_embeddings=4096
-    )
-    return load_decoder(folder, device="cpu"), Tokenizer(folder)
-
-
-@dataclass
-class World:
-    """A knowledge base with stored chunk KV, opened as often as wanted."""
-
-    folder: Path
-    decoder: Decoder
-    tokenizer: Tokenizer
-    tier: TierConfig | None = None
-
-    def open(self) -> Weave:
-        kb = open_kb(self.folder, self.tokenizer, chunk_tokens=256)
-        tiers: tuple[TierConfig, ...] = (
-            HostTierConfig(1 << 26),
-            DiskTierConfig(self.folder / "kv"),
-        )
-        store = KVStore(StoreConfig(tiers=(self.tier,) if self.tier else tiers))
-        preparation = Preparation.parse("filler:1")
-        encoder = make_encoder(self.decoder, self.tokenizer, store, preparation, SYSTEM, kb, None)
-        library = Library(kb, store, self.decoder, encoder)
-        return Weave(self.decoder, self.tokenizer, "tiny", SYSTEM, library)
-
-    def calibrate(
-        self,
-        *cells: tuple[str, float, float],
-        num_questions: int = 100,
-        filler: tuple[int, ...] | None = None,
-        preamble: tuple[int, ...] | None = None,
-    ) -> None:
-        """Write a table of (strategy, ratio, KL), behind the world's own filler and preamble."""
-        variant = Variant("filler", 1)
-        filler = filler_ids(self.tokenizer, 1) if filler is None else filler
-        preamble = split_template(self.tokenizer, SYSTEM)[0] if preamble is None else preamble
-        table = Table(
-            encoding="filler:1",
-            context=variant_name(variant, filler),
-            preamble=digest_ids(preamble),
-            num_chunk_tokens=90000,
-            revision=self.decoder.revision,
-            dtype="float32",
-            data="made up",
-            data_hash="0",
-            date="2026-01-01",
-            num_questions=num_questions,
-            num_with_answers=0,
-            mean_prompt_tokens=1000.0,
-            noise=0.0,
-            full_f1=None,
-            full_em=None,
-            cells=tuple(make_cell(*cell) for cell in cells),
-        )
-        weights = self.decoder.weights.fingerprint
-        profile = Profile("tiny", weights, self.tokenizer.fingerprint, calibration=(table,))
-        save_profile(user_path(weights), profile)
-
-    def set_machine(self, token_s: float = TOKEN_S) -> Path:
-        """Write a machine profile on which a token takes this long, whatever stands in front."""
-        grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
-        again = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
-        links = {"host": Link(1e9), "disk": Link(1e9, seen_s=time.time())}
-        decoder = self.decoder
-        profile = MachineProfile(
-            decoder.revision, "test", decoder.spec.num_layers, grid, again, links
-        )
-        profile.save(profile_path(decoder))
-        return profile_path(decoder)
-
-
-def make_cell(strategy: str, ratio: float, kl: float) -> Cell:
-    return Cell(
-        strategy, ratio, work=ratio, kl=kl, kl_low=kl, kl_high=kl, kl_p95=kl, kl_max=kl,
-        flips=0.0, top1=1.0, nll_gap=0.0,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[Decoder, Tokenizer]
-) -> World:
-    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
-    return World(tmp_path / "kb", *model)
-
-
-@pytest.fixture
-def weave(world: World) -> Iterator[Weave]:
-    with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
-        yield weave
-
-
-def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
-    return weave.ask(QUESTION, reuse=reuse, sampling=GREEDY, **settings)  # type: ignore[arg-type]
+__all__ = ["model", "run", "weave", "world"]
 
 
 def reasons(answer: Answer) -> dict[str, Reason]:
@@ -379,11 +273,6 @@ def plan_until(weave: Weave, is_so: Callable[[Plan], bool]) -> None:
     while not is_so(weave.plan(QUESTION)):
         assert time.monotonic() < give_up_s, "it never came"
         time.sleep(0.05)
-
-
-def load_links(weave: Weave) -> dict[str, Link]:
-    assert weave._replying.ways.planning is not None
-    return weave._replying.ways.planning.machine.links
 
 
 def test_single_chunks_of_a_slow_tier_are_computed_and_not_loaded(
@@ -615,9 +504,9 @@ def test_waiting_for_what_host_copies_lack_is_not_taken_for_laying(
     assert record is not None
     before_s = planning.machine.stitch_s
     strategy = open_strategy("reuse", ModelFacts(world.decoder.spec.num_layers))
-    planning._observe(strategy, replace(record, arrived_s={"disk": 5.0}), 5.0)
+    planning._lessons.move_prices(strategy, replace(record, arrived_s={"disk": 5.0}), 5.0)
     assert planning.machine.stitch_s == before_s
-    planning._observe(strategy, replace(record, arrived_s={}), 5.0)
+    planning._lessons.move_prices(strategy, replace(record, arrived_s={}), 5.0)
     assert planning.machine.stitch_s != before_s
 
 

@@ -85,7 +85,8 @@ def test_a_hung_tier_costs_a_plan_a_moment_and_others_nothing(world: World) -> N
 
 
 def test_a_tier_known_for_long_is_measured_again_without_waiting(world: World) -> None:
-    world.links["faulty disk/raw"] = Link(1.0, seen_s=-1e9, paid=Paid([2.0, 3.0], 1.0))
+    alone, beside = Paid([2.0, 3.0], 1.0), Paid([4.0], 1.0)
+    world.links["faulty disk/raw"] = Link(1.0, seen_s=-1e9, paid=alone, paid_beside=beside)
     world.tier.plan = FaultPlan(delay=1.0, delay_s=0.05)
     started_s = time.monotonic()
     world.meet()
@@ -95,4 +96,5 @@ def test_a_tier_known_for_long_is_measured_again_without_waiting(world: World) -
         time.sleep(0.02)
         world.meet()
     assert world.links["faulty disk/raw"].bytes_per_s > 1.0
-    assert world.links["faulty disk/raw"].paid.shares == [2.0, 3.0], "what requests found stays"
+    found = world.links["faulty disk/raw"]
+    assert (found.paid, found.paid_beside) == (alone, beside), "what requests found stays"

@@ -18,14 +18,11 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.fuse import captured_probe, recorded_layers
 from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.profiles import Profile
-from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.behind import TreeBehind
-from kvweave.kv.tree.node import HOST
 from kvweave.library import Library
 from kvweave.machine import profile_path, save
 from kvweave.model.decoder import Decoder
@@ -34,13 +31,14 @@ from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import GAIN, MachineProfile, link_name, tier_of
+from kvweave.plan.profile import MachineProfile, link_name
 from kvweave.planning_facts import (
     CalibratedGate,
     StoredChunkPeek,
     fusing_strategies,
     strategy_info,
 )
+from kvweave.planning_lessons import Lessons
 from kvweave.prompt import Prompt
 from kvweave.seen_chunks import SeenChunks
 from kvweave.tier_probes import TierProbes
@@ -92,9 +90,6 @@ class Planning:
         encoder = library.encoder
         self._library = library
         self._lock = threading.Lock()  # guards what answers move: prices and accesses
-        self._decoder = decoder
-        of_layers = recorded_layers.recordings_of(decoder)
-        self._recordings = of_layers, captured_probe.recordings_of(decoder)
         self._facts = facts
         self._path = profile_path(decoder)
         self.machine = machine
@@ -111,14 +106,16 @@ class Planning:
         self._tiers = TierProbes(
             library.store, decoder.spec.num_layers, encoder.context.codec, self.machine.links
         )
-        self._planner = Planner(
+        self._planner = planner = Planner(
             tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
             gate=CalibratedGate(table),
             unavailable=unavailable,
             pending_bytes=library.store.pending_bytes,
+            is_busy=lambda: engine.is_busy,
         )
+        self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
 
     def close(self) -> None:
         """Keep what was learnt of the machine."""
@@ -154,9 +151,11 @@ class Planning:
 
     def request(self, wish: Wish) -> EngineRequest:
         """The cheapest plan of a wish, as a request. On the engine thread, right before it runs."""
-        planned = self.plan(wish.prompt, wish.bound, wish.order)
+        with self._lock:
+            planned = self._plan(wish.prompt, wish.bound, wish.order)
+            self._planner.begun(planned.plan)
         plan = planned.plan
-        wish.planned, wish.num_recorded = planned, self._num_recorded()
+        wish.planned, wish.num_recorded = planned, self._lessons.num_recorded()
         strategy = self._strategy(plan)
         if strategy.reuses != "all":
             use_tree = strategy.reuses == "exact"
@@ -188,11 +187,7 @@ class Planning:
             prompt = planned.prompt
             self._seen.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
         with self._lock:
-            if not timeline.shared:  # a step in company took longer than this request alone
-                self._observe(self._strategy(plan), record, actual_s)
-                # and one that recorded something longer than the next one will
-                if _came_as_planned(plan, record) and wish.num_recorded == self._num_recorded():
-                    self._planner.took(plan, actual_s)
+            self._lessons.learn(plan, self._strategy(plan), record, ticket, wish.num_recorded)
             self._planner.finished(planned.request, plan)
 
     def _expected(self, plan: Plan) -> LoadCost:
@@ -206,33 +201,10 @@ class Planning:
         total = sum(span.num_tokens for span in plan.spans)
         return LoadCost(load_s, self.machine.recompute.at(total, plan.chosen.rows))
 
-    def _num_recorded(self) -> int:
-        """Recordings of what fused prompts play that were tried so far."""
-        return sum(recordings.refusals.num_tried for recordings in self._recordings)
-
     def _strategy(self, plan: Plan) -> Strategy:
         if plan.strategy is not None:
             return self._strategies[plan.strategy]
         return open_strategy(plan.chosen.name, self._facts)
-
-    def _observe(self, strategy: Strategy, record: FuseRecord, actual_s: float) -> None:
-        """Move the prices towards what just happened."""
-        machine, counts = self.machine, record.counts
-        rows = counts["computed"] + counts["recomputed"]
-        placed = sum(chunk.num_tokens for chunk in record.chunks if chunk.tier is not None)
-        for tier, seconds in record.arrived_s.items():
-            self._tiers.came(tier, record.loaded_bytes.get(tier, 0), seconds)
-        if not placed:
-            machine.prefill.observe(counts["exact"], rows, actual_s)
-            return
-        needs = strategy.needs(self._decoder.spec.num_layers)
-        if not needs.full_width_layers:  # there the pass has other rows in its first layers
-            compute_s = record.stages.compute / 1e3
-            machine.recompute.observe(len(record.token_ids), rows, compute_s)
-        # nothing was waited for: all of it decoding. What host copies lacked comes from below
-        if set(record.loaded_bytes) == {HOST.value} and not record.arrived_s:
-            laid_s = record.stages.load / 1e3 / placed
-            machine.stitch_s += GAIN * (laid_s - machine.stitch_s)
 
 
 def _named(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:
@@ -252,17 +224,6 @@ def _computed(plan: Plan) -> dict[int, str]:
         for place, span in enumerate(chunks)
         if span.kind is SpanKind.COMPUTED
     }
-
-
-def _came_as_planned(plan: Plan, record: FuseRecord) -> bool:
-    """Whether what the plan pays for was loaded from where it thought: not lost on the way, nor
-    brought nearer for somebody else."""
-    load = plan.chosen.load
-    if load is None:
-        return False
-    tier = tier_of(load.link)
-    fused = (s for s in plan.spans if s.kind is SpanKind.FUSED and s.tier == tier)
-    return record.loaded_bytes.get(tier, 0) >= sum(span.load_bytes for span in fused) > 0
 
 
 def _tree(engine: Engine, library: Library, tenant: str) -> TreeBehind:

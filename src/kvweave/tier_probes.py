@@ -1,9 +1,9 @@
 """How fast is a tier that nothing came from yet? One chunk is loaded to find out.
 
-Part of the composition root: only `planning.py` uses it. A probe runs on a thread of its own and
-ends by the store's own deadlines, so a hung tier holds up nobody: whoever plans waits a moment for
-a tier that was never met and otherwise goes on without it. A probe that failed is remembered, and
-each failure doubles the time until the next one.
+Part of the composition root: only `planning.py` and `planning_lessons.py` use it. A probe runs on a
+thread of its own and ends by the store's own deadlines, so a hung tier holds up nobody: whoever
+plans waits a moment for a tier that was never met and otherwise goes on without it. A probe that
+failed is remembered, and each failure doubles the time until the next one.
 """
 
 import threading
@@ -117,7 +117,8 @@ class TierProbes:
             if probe.link is not None:
                 known = self._links.get(name := link_name(tier, self._codec))
                 if known is not None:
-                    probe.link.paid = known.paid  # a probe loads: what requests pay it cannot tell
+                    # a probe loads: what requests pay it cannot tell
+                    probe.link.paid, probe.link.paid_beside = known.paid, known.paid_beside
                 self._links[name] = probe.link
                 self._resting.pop(tier, None)
                 continue

@@ -228,7 +228,7 @@ def test_an_engine_that_rests_has_no_thread_and_wakes_again(decoder: Decoder) ->
         for _ in range(3):
             request = plain([1, 2, 3], max_tokens=2)
             assert list(engine.submit(request)) == alone(decoder, request)
-            while engine._thread is not None:
+            while engine._worker.is_awake:
                 pass
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,17 +101,18 @@ def test_a_profile_from_before_shares_were_learnt_is_read(tmp_path: Path) -> Non
     path = tmp_path / "profile.json"
     MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), {"disk": Link(5e8)}).save(path)
     saved = json.loads(path.read_text())
-    del saved["links"]["disk"]["paid"]
+    del saved["links"]["disk"]["paid"], saved["links"]["disk"]["paid_beside"]
     path.write_text(json.dumps(saved))
     assert load_profile(path).links["disk"] == Link(5e8)
 
 
+@pytest.mark.parametrize("name", ["paid", "paid_beside"])
 @pytest.mark.parametrize("paid", [([-1.0], 0.0), ([math.nan], 0.0), ([1.0], math.nan)])
 def test_a_share_or_a_time_that_is_no_number_is_named(
-    tmp_path: Path, paid: tuple[list[float], float]
+    tmp_path: Path, paid: tuple[list[float], float], name: str
 ) -> None:
     path = tmp_path / "profile.json"
-    links = {"disk": Link(5e8, paid=Paid(*paid))}
+    links = {"disk": replace(Link(5e8), **{name: Paid(*paid)})}
     MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links).save(path)
     with pytest.raises(ConfigError, match="share of loading"):
         load_profile(path)
@@ -129,7 +131,8 @@ def test_measuring_goes_round_and_takes_medians_after_a_warm_up() -> None:
 
 
 def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
-    links = {"disk": Link(5e8, 1e-4), "disk/int8": Link(3e8, paid=Paid([1.5, 0.25], 99.0))}
+    alone, beside = Paid([1.5, 0.25], 99.0), Paid([2.0], 98.0)
+    links = {"disk": Link(5e8, 1e-4), "disk/int8": Link(3e8, paid=alone, paid_beside=beside)}
     profile = MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links)
     profile.save(tmp_path / "profile.json")
     back = load_profile(tmp_path / "profile.json")

@@ -103,9 +103,9 @@ class Desk:
 
     def _loads(self, live: Live) -> bool:
         """Begin to get the bytes of a request, if it should have them before it takes a step."""
-        others = bool(self._scheduler.running or self._scheduler.waiting)
         part = live.request.fused
-        if part is None or not waits_outside(part.strategy, part.expected, others):
+        busy = self._scheduler.is_busy
+        if part is None or not waits_outside(part.strategy, part.expected, busy):
             return False
         started_s = time.perf_counter()
         self._loading.start(part, lambda got: self._loaded(live, got, started_s))

@@ -8,16 +8,10 @@ Requests come from any thread and are computed together, a few rows of each per 
 steps requests come and go; within one nothing changes. An error of one request is that request's.
 """
 
-import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
-
-import torch
 
 from kvweave.engine.config import EngineConfig, for_device, make_pool
 from kvweave.engine.desk import Desk
@@ -29,6 +23,7 @@ from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.tombstones import Tombstones
+from kvweave.engine.worker import Worker
 from kvweave.errors import EngineClosed
 from kvweave.fuse import captured_probe, recorded_layers
 from kvweave.fuse.encode import Prefix
@@ -38,15 +33,14 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import open_recorded
 from kvweave.types import ChunkId
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Engine:
     """Computes requests of one model. Close it, or use it as a context manager.
 
-    The thread starts with the first work and ends when there was none for a while, so an engine
-    that nobody uses costs nothing.
+    The thread (`worker.py`) starts with the first work and ends when there was none for a while, so
+    an engine that nobody uses costs nothing.
     """
 
     def __init__(
@@ -75,10 +69,7 @@ class Engine:
         )
         self._loading = Loading(decoder.spec.num_layers, self._post)
         self._desk = Desk(decoder, self._scheduler, self._placing, self._loading)
-        self._inbox: deque[Ticket | Callable[[], None]] = deque()
-        self._changed = threading.Condition()  # guards the inbox, the thread and closed
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._worker = Worker(self._desk, self.step, decoder.device, self.cfg.idle_s)
 
     # ---- any thread
 
@@ -120,18 +111,7 @@ class Engine:
 
     def run_alone(self, job: Callable[[], T]) -> T:
         """Run a job on the engine thread, between two steps; wait for it and give its result."""
-        if threading.current_thread() is self._thread:
-            return job()
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(job())
-            except BaseException as error:  # whoever waits must hear of it
-                future.set_exception(error)
-
-        self._post(work)
-        return future.result()
+        return self._worker.run_alone(job)
 
     @property
     def tombstones(self) -> Tombstones:
@@ -162,6 +142,12 @@ class Engine:
             **self._desk.counts.snapshot(),
         }
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait to: one that begins now would run beside them. Any thread;
+        as it was a moment ago."""
+        return self._scheduler.is_busy
+
     def pending_prefills(self) -> int:
         """Requests whose prompt is not computed yet. Speculation starts when there are few.
 
@@ -172,8 +158,7 @@ class Engine:
             live.computed < live.prompt_len and not ticket.is_cancelled
             for ticket, live in lives.items()
         )
-        with self._changed:
-            news = [item for item in self._inbox if isinstance(item, Ticket)]
+        news = self._worker.news()
         return prompts + sum(not (ticket.is_cancelled or ticket in lives) for ticket in news)
 
     def check_integrity(self) -> None:
@@ -182,12 +167,7 @@ class Engine:
 
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
-        with self._changed:
-            self._closed = True
-            thread = self._thread
-            self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+        self._worker.close()
         self._loading.close()
         self._placing.prefixes.close()
 
@@ -203,21 +183,13 @@ class Engine:
             self._post(ticket)
 
     def _post(self, item: Ticket | Callable[[], None]) -> None:
-        """Something for the engine thread: a ticket that changed, or a job."""
-        with self._changed:
-            if self._closed:
-                raise EngineClosed("the engine is closed; open another one to ask")
-            self._inbox.append(item)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        self._worker.post(item)
 
     # ---- the engine thread
 
     def step(self) -> bool:
         """One round: news, who computes what, compute it, hand it out. False: nothing to do."""
-        self._take_in()
+        self._worker.take_in()
         works = self._scheduler.next_step()
         if not works:
             return False
@@ -230,53 +202,3 @@ class Engine:
         for each in ran:
             self._desk.hand_out(each, seconds, shared=len(works) > 1)
         return True
-
-    def _work(self) -> None:
-        """The thread: steps while there is work, then waits for some, then ends."""
-        if self._decoder.device.index is not None and self._decoder.device.type == "cuda":
-            torch.cuda.set_device(self._decoder.device)  # kernels go to the thread's own device
-        while True:
-            busy = self._guarded_step()
-            with self._changed:
-                if not busy and not self._inbox and not self._closed:
-                    self._changed.wait(self.cfg.idle_s)
-                if self._closed or not (busy or self._inbox):
-                    ending = self._closed
-                    if ending or not self._desk.lives:
-                        self._thread = None
-                        break
-        if ending:
-            self._end_all(EngineClosed("the engine was closed before the answer was finished"))
-
-    def _guarded_step(self) -> bool:
-        """A step whose own failure, which would be a bug, ends all requests and not the thread."""
-        try:
-            return self.step()
-        except Exception as error:
-            log.exception("a step failed in a way nobody foresaw")
-            self._end_all(error)
-            return False
-
-    def _take_in(self) -> None:
-        for _ in range(len(self._inbox)):
-            with self._changed:  # one by one: while a job runs, what waits behind it still counts
-                item = self._inbox.popleft()
-            if isinstance(item, Ticket):
-                self._desk.heard_of(item)
-            else:
-                item()
-
-    def _end_all(self, error: BaseException) -> None:
-        """Every request ends with `error`; jobs that were asked for still run."""
-        with self._changed:
-            news = list(self._inbox)
-            self._inbox.clear()
-        for item in news:
-            if not isinstance(item, Ticket):
-                item()
-        new = [item for item in news if isinstance(item, Ticket)]
-        for ticket in [*self._desk.lives, *new]:
-            try:
-                self._desk.end(ticket, error)
-            except Exception:  # a bug that is being reported already; the others must hear too
-                log.exception("a request could not give back what it held")

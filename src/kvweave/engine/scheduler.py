@@ -121,6 +121,11 @@ class Scheduler(Generic[S]):
         elif seq in self.waiting:
             self.waiting.remove(seq, counts=False)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody runs or waits to. Any thread; as it was a moment ago."""
+        return bool(self.running or self.waiting)
+
     def is_alone(self, seq: S) -> bool:
         """Whether nobody else has anything to compute now."""
         others = (other for other in self.running if other is not seq)

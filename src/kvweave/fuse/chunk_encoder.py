@@ -8,25 +8,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
-import torch
-
 from kvweave.errors import ConfigError
-from kvweave.fuse.anchors import (
-    REPEAT,
-    choose_anchors,
-    extra_name,
-    knorm_scores,
-    kvzip_scores,
-    pack_anchors,
-    sink_scores,
-)
+from kvweave.fuse.anchors import REPEAT
+from kvweave.fuse.beside import compute_extras
 from kvweave.fuse.contexts import ISOLATED, filler_ids, filler_passages, variant_name
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
-from kvweave.fuse.inter_attention import inter_attention
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.saves import SaveBook, Saves
-from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.forget import CHUNK
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
@@ -226,23 +215,9 @@ class ChunkEncoder:
         self, prefix: Prefix, batch: Sequence[Chunk], made: Sequence[Sequence[LayerKV]]
     ) -> list[dict[str, bytes]]:
         """What lies beside each chunk's KV."""
-        found: list[dict[str, bytes]] = [{} for _ in batch]
-        for name in self.preparation.extras:
-            if name == INTER:
-                for chunk, layers, extras in zip(batch, made, found, strict=True):
-                    inter = inter_attention(self.decoder, prefix, chunk.token_ids, layers)
-                    extras[name] = inter.to("cpu", torch.float16).numpy().tobytes()
-                continue
-            if name == extra_name("sink"):
-                scores = [sink_scores(layers) for layers in made]
-            elif name == extra_name("knorm"):
-                scores = [knorm_scores(layers) for layers in made]
-            else:
-                ids = [chunk.token_ids for chunk in batch]
-                scores = kvzip_scores(self.decoder, prefix, ids, made, self.texts.repeat)
-            for extras, layers, each in zip(found, made, scores, strict=True):
-                extras[name] = pack_anchors(choose_anchors(layers, each))
-        return found
+        ids = [chunk.token_ids for chunk in batch]
+        names, repeat_ids = self.preparation.extras, self.texts.repeat
+        return compute_extras(self.decoder, names, prefix, ids, made, repeat_ids)
 
     def absent(
         self, chunks: Sequence[Chunk], key_of: Callable[[Sequence[int]], ChunkKey]

@@ -1,11 +1,7 @@
 """What a way to answer costs, in seconds to the first token, from measured profiles.
 
-Bytes arrive layer by layer while layers before them compute:
-
-    done = start;  for each layer: ready += latency + bytes/bandwidth;  done = max(done, ready) + c
-
-With equal layers that is the largest of three straight lines, so pricing an option costs a few
-multiplications instead of a loop over layers. A queue ahead delays compute but not loading.
+Bytes arrive layer by layer while layers before them compute (`pipe.py`). A queue ahead delays
+compute but not loading.
 
 That is the least it can take. What is paid is more, by the share of loading that nothing hides
 (`paid.py`). Bytes from a tier behind host memory load twice: into it, and from there to the device.
@@ -13,7 +9,6 @@ That is the least it can take. What is paid is more, by the share of loading tha
     price = max(done, work + share · load)
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,6 +16,7 @@ from typing import NamedTuple
 from kvweave.errors import ConfigError
 from kvweave.kv.tree.node import HOST
 from kvweave.plan.paid import UNCHECKED, Load
+from kvweave.plan.pipe import Arrival, Pipe
 from kvweave.plan.profile import Link, MachineProfile, tier_of
 
 
@@ -42,6 +38,16 @@ class Slowest(NamedTuple):
     paid_s: float
 
 
+class Loaded(NamedTuple):
+    """Stored tokens and how they come: the same for every way to compute with them."""
+
+    num_tokens: int  # of the hits among them
+    loads: Mapping[str, int]  # by link, exact parts included
+    num_bytes: int
+    slowest: Slowest | None
+    pipe: Pipe
+
+
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
     """What the planner must know of a fusion strategy. Plain data: `fuse` fills it in."""
@@ -61,7 +67,8 @@ def row_budget(num_hit_tokens: int, ratio: float) -> int:
     """Rows a ratio stands for: at least one where there is anything to recompute."""
     if num_hit_tokens == 0 or ratio <= 0:
         return 0
-    return min(num_hit_tokens, max(1, math.floor(ratio * num_hit_tokens + 1e-9)))
+    rows = int(ratio * num_hit_tokens + 1e-9)
+    return 1 if rows < 1 else min(rows, num_hit_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +92,10 @@ class CostModel:
     def prefix(self, exact: int, total: int, loads: Mapping[str, int]) -> Price:
         """`exact` tokens in front, of which `loads` bytes come over each link."""
         compute_s = self.profile.prefill.at(exact, total - exact)
-        least = self._pipe(self.queue_s, compute_s, loads, layer0_free=False)
-        return self._paid(least.seconds, compute_s, least.waits_for, self.slowest(loads))
+        if not loads:
+            return Price(self.queue_s + compute_s, compute_s, None)
+        least_s, waits_for = self.pipe(loads, layer0_free=False).done(self.queue_s, compute_s)
+        return self._paid(least_s, compute_s, waits_for, self.slowest(loads))
 
     def fused(
         self,
@@ -96,13 +105,15 @@ class CostModel:
         question: int,
         hit_tokens: int,
         loads: Mapping[str, int],
-        slowest: Slowest | None = None,
+        loaded: Loaded | None = None,
     ) -> Price:
         """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link, what the
         strategy reads beside the layers among them.
 
-        `slowest` is of these loads, where it is known already.
+        `loaded` is what `self.loaded` says of these loads, where it is known already.
         """
+        if loaded is None:
+            loaded = self.loaded(hit_tokens, loads, strategy.extra_bytes_per_token)
         profile = self.profile
         compute_s = self.pass_s(strategy, rows, total)
         probe_s = 0.0
@@ -110,15 +121,12 @@ class CostModel:
             share = strategy.probe_layers / profile.num_layers
             probe_s = share * profile.recompute.at(total, question)
         score_s = strategy.score_s_per_token * hit_tokens
-        evidence_s = self._evidence_s(strategy, hit_tokens, loads)
-        start_s = max(self.queue_s + probe_s, evidence_s) + score_s
-        ahead = strategy.extra_bytes_per_token * hit_tokens
-        least = self._pipe(start_s, compute_s, loads, self.layer0_free, ahead)
-        waits_for = least.waits_for
-        if strategy.waits_for_all and evidence_s > self.queue_s + probe_s:
-            waits_for = self._pipe(0.0, 0.0, loads, self.layer0_free).waits_for
-        slowest = slowest or self.slowest(loads)
-        return self._paid(least.seconds, compute_s + probe_s + score_s, waits_for, slowest)
+        evidence_s, slow = self._evidence(strategy, loaded)
+        asked_s = self.queue_s + probe_s
+        least_s, waits_for = loaded.pipe.done(max(asked_s, evidence_s) + score_s, compute_s)
+        if strategy.waits_for_all and evidence_s > asked_s:
+            waits_for = slow
+        return self._paid(least_s, compute_s + probe_s + score_s, waits_for, loaded.slowest)
 
     def fused_at_least(self, strategy: StrategyInfo, rows: int, total: int) -> float:
         """What `fused` cannot be below: the pass alone, nothing waited for."""
@@ -133,54 +141,56 @@ class CostModel:
             compute_s += strategy.full_width_layers * layer_s
         return compute_s
 
-    def shares_at(self, now_s: float) -> dict[str, float]:
-        """By link, what requests over it paid for their loading lately."""
-        links = self.profile.links
-        return {name: link.paid.share(_unchecked(name), now_s) for name, link in links.items()}
+    def shares_at(self, now_s: float, busy: bool = False) -> dict[str, float]:
+        """By link, what requests over it paid for their loading lately. `busy`: beside others; as
+        far as those did not tell, what the ones that were alone did."""
+        shares = {}
+        for name, link in self.profile.links.items():
+            share = link.paid.share(_unchecked(name), now_s)
+            shares[name] = link.paid_beside.share(share, now_s) if busy else share
+        return shares
+
+    def is_unsure(self, name: str, now_s: float, busy: bool) -> bool:
+        """Whether the share of a link is partly a guess."""
+        link = self.profile.link(name)
+        return link is not None and not link.paid_when(busy).is_sure(now_s)
 
     def can_load(self, link: str) -> bool:
         """Whether its speed is known. `link` as `link_name` gives it."""
         return self.profile.link(link) is not None
 
-    def _pipe(
-        self,
-        start_s: float,
-        compute_s: float,
-        loads: Mapping[str, int],
-        layer0_free: bool,
-        ahead_bytes: float = 0.0,
-    ) -> Price:
+    def loaded(
+        self, hit_tokens: int, loads: Mapping[str, int], extra_bytes_per_token: float = 0.0
+    ) -> Loaded:
+        """Some hits and how they come, for `fused`. Of their bytes so many are no part of a layer
+        and come before all of them."""
+        ahead_bytes = extra_bytes_per_token * hit_tokens
+        pipe = self.pipe(loads, self.layer0_free, ahead_bytes)
+        return Loaded(hit_tokens, loads, sum(loads.values()), self.slowest(loads), pipe)
+
+    def pipe(self, loads: Mapping[str, int], layer0_free: bool, ahead_bytes: float = 0.0) -> Pipe:
         """`ahead_bytes` of `loads` are no part of a layer and come before all of them."""
-        layers = self.profile.num_layers
-        c = compute_s / layers
-        done: float = start_s + compute_s
-        waits_for: str | None = None
-        first = 1 if layer0_free and layers > 1 else 0  # first layer that needs bytes
-        loaded_layers = layers - first
-        links = self.profile.links
+        num_layers = self.profile.num_layers
+        num_loaded = num_layers - (1 if layer0_free and num_layers > 1 else 0)
         ahead_share = min(1.0, ahead_bytes / max(1, sum(loads.values()))) if ahead_bytes else 0.0
+        arrivals = []
         for name, size_bytes in loads.items():
             if not size_bytes:
                 continue
-            link = links.get(name) or self._link(name)
+            link = self._link(name)
             ahead = ahead_share * size_bytes
-            t = link.latency_s + (size_bytes - ahead) / loaded_layers / link.bytes_per_s
+            layer_s = link.latency_s + (size_bytes - ahead) / num_loaded / link.bytes_per_s
             pending = self._pending(name)
-            ready = (pending + ahead) / link.bytes_per_s
-            early = ready + t + loaded_layers * c  # held up at the first layer that loads
-            late = ready + loaded_layers * t + c  # held up at the last
-            if early > done:
-                done, waits_for = early, name if pending else None
-            if late > done:
-                done, waits_for = late, name
-        return Price(done, compute_s, waits_for)
+            ready_s = (pending + ahead) / link.bytes_per_s
+            arrivals.append(Arrival(name, ready_s, layer_s, pending > 0))
+        return Pipe(num_layers, num_loaded, tuple(arrivals))
 
     def load(self, name: str, size_bytes: int) -> tuple[float, float]:
         """Seconds of a load by itself, to where it is computed with, and the share paid for."""
-        link = self.profile.links.get(name) or self._link(name)
+        link = self._link(name)
         load_s = (self._pending(name) + size_bytes) / link.bytes_per_s
         load_s += self.profile.num_layers * link.latency_s
-        host = self.profile.links.get(HOST.value)
+        host = self.profile.links.get(HOST)
         if host is not None and link is not host:
             load_s += size_bytes / host.bytes_per_s
         share = self.shares.get(name)
@@ -209,7 +219,7 @@ class CostModel:
         return Price(seconds, work_s, waits_for, Load(link, load_s, share, work_s, least_s))
 
     def _link(self, name: str) -> Link:
-        link = self.profile.link(name)
+        link = self.profile.links.get(name) or self.profile.link(name)
         assert link is not None, "can_load was asked before"
         return link
 
@@ -217,26 +227,20 @@ class CostModel:
         """Bytes that stand before ours: all codecs of a tier share its bandwidth."""
         return self.pending.get(tier_of(name), 0) if self.pending else 0
 
-    def _evidence_s(
-        self, strategy: StrategyInfo, hit_tokens: int, loads: Mapping[str, int]
-    ) -> float:
-        """When what the selector looks at has arrived."""
+    def _evidence(self, strategy: StrategyInfo, loaded: Loaded) -> tuple[float, str | None]:
+        """When what the selector looks at has arrived, and over which link if that is all of it."""
         if strategy.waits_for_all:
-            return self._pipe(0.0, 0.0, loads, self.layer0_free).seconds
-        wanted = strategy.selection_bytes_per_token * hit_tokens
-        total = sum(loads.values())
-        if not wanted or not total:
-            return 0.0
-        arrivals = [0.0]
-        for name, size_bytes in loads.items():
-            if not size_bytes:
-                continue
-            link = self._link(name)
-            ahead_bytes = self._pending(name) + wanted * size_bytes / total
-            arrivals.append(link.latency_s + ahead_bytes / link.bytes_per_s)
-        return max(arrivals)
+            return loaded.pipe.done(0.0, 0.0)
+        wanted = strategy.selection_bytes_per_token * loaded.num_tokens
+        total, arrived_s = loaded.num_bytes, 0.0
+        for name, size_bytes in loaded.loads.items() if wanted and total else ():
+            if size_bytes:
+                link = self._link(name)
+                ahead_bytes = self._pending(name) + wanted * size_bytes / total
+                arrived_s = max(arrived_s, link.latency_s + ahead_bytes / link.bytes_per_s)
+        return arrived_s, None
 
 
 def _unchecked(link: str) -> float:
     """Copies from host memory need nobody on the host: they are hidden until seen otherwise."""
-    return 0.0 if tier_of(link) == HOST.value else UNCHECKED
+    return 0.0 if tier_of(link) == HOST else UNCHECKED

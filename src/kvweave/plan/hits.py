@@ -1,22 +1,15 @@
 """What the store has of a prompt's chunks, as strategies can use it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, Slowest, StrategyInfo
-from kvweave.plan.dear import Dear, dear_links
+from kvweave.plan.cost import CostModel, Loaded, StrategyInfo
+from kvweave.plan.dear import Dear, dear_links, too_dear
 from kvweave.plan.layout import Layout, Stored
 from kvweave.plan.plan import Span
 from kvweave.plan.profile import link_name
 
-
-class Loaded(NamedTuple):
-    """What is loaded, once it is known which hits are computed instead."""
-
-    num_tokens: int  # of the hits that are loaded
-    loads: Mapping[str, int]
-    num_bytes: int
-    slowest: Slowest | None
+NONE: frozenset[int] = frozenset()
 
 
 class Hits(NamedTuple):
@@ -29,33 +22,64 @@ class Hits(NamedTuple):
     links: dict[int, str]  # of each hit
     loads: dict[str, int]  # bytes per link with every hit loaded, exact parts included
     rows_besides: int  # tokens that are neither exact nor hits
+    extra_bytes: float  # per token, of what lies beside the layers
     dear: tuple[Dear, ...]  # links whose loading is not hidden
     known: dict[frozenset[int], Loaded]  # what is loaded without these, for all strategies
+    instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too dear
 
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
     """Which stored chunks a strategy can use."""
-    usable = tuple(_usable(copies, strategy) for copies in layout.stored)
-    loadable = tuple(copy if copy and costs.can_load(copy.link) else None for copy in usable)
+    usable = [_usable(copies, strategy) if copies else None for copies in layout.stored]
+    loadable: list[Stored | None] = [None] * len(usable)
     first = layout.first
     loads = loads_of([layout.preamble, *layout.path, *([first] if first else [])])
     parts: list[tuple[int, int, str, int]] = []
     tokens: dict[str, int] = {}  # by link
-    for i in range(1 if first else 0, len(loadable)):
-        copy = loadable[i]
-        if copy is not None:
-            size = layout.behind[i].num_tokens
-            link = copy.link
-            size_bytes = copy.size_bytes + int(strategy.extra_bytes_per_token * size)
-            parts.append((i, size, link, size_bytes))
-            tokens[link] = tokens.get(link, 0) + size
-            loads[link] = loads.get(link, 0) + size_bytes
+    extra_bytes = strategy.extra_bytes_per_token
+    for i, copy in enumerate(usable):
+        if copy is None:
+            continue
+        link = copy.link
+        if link not in tokens and not costs.can_load(link):
+            continue
+        loadable[i] = copy
+        if i == 0 and first is not None:
+            continue
+        size = layout.behind[i].num_tokens
+        size_bytes = copy.size_bytes + int(extra_bytes * size)
+        parts.append((i, size, link, size_bytes))
+        tokens[link] = tokens.get(link, 0) + size
+        loads[link] = loads.get(link, 0) + size_bytes
     exact = layout.exact_tokens + (first.num_tokens if first else 0)
     num_tokens = sum(tokens.values())
     rows_besides = layout.total - exact - num_tokens
-    links = {i: link for i, _, link, _ in parts}
-    dear = dear_links(costs, layout.total, rows_besides, tokens, loads)
-    return Hits(usable, loadable, tuple(parts), num_tokens, links, loads, rows_besides, dear, {})
+    return Hits(
+        tuple(usable),
+        tuple(loadable),
+        tuple(parts),
+        num_tokens,
+        {i: link for i, _, link, _ in parts},
+        loads,
+        rows_besides,
+        extra_bytes,
+        dear_links(costs, layout.total, rows_besides, tokens, loads),
+        {},
+        {},
+    )
+
+
+def dear_hits(hits: Hits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
+    """Hits that are computed, because loading takes longer and nothing hides it. Those of the links
+    in `tried` are loaded whatever it takes."""
+    if not hits.dear:
+        return NONE
+    instead = hits.instead.get(ratio)
+    if instead is None:
+        dear = too_dear(hits.dear, ratio)
+        instead = frozenset([i for i, link in hits.links.items() if link in dear] if dear else ())
+        hits.instead[ratio] = instead
+    return frozenset(i for i in instead if hits.links[i] not in tried) if tried else instead
 
 
 def loaded_without(costs: CostModel, hits: Hits, computed_hits: frozenset[int]) -> Loaded:
@@ -67,8 +91,7 @@ def loaded_without(costs: CostModel, hits: Hits, computed_hits: frozenset[int]) 
             if i in computed_hits:
                 tokens -= num_tokens
                 loads[link] -= size_bytes
-        known = Loaded(tokens, loads, sum(loads.values()), costs.slowest(loads))
-        hits.known[computed_hits] = known
+        known = hits.known[computed_hits] = costs.loaded(tokens, loads, hits.extra_bytes)
     return known
 
 

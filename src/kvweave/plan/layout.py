@@ -1,7 +1,6 @@
 """A request laid out: what of it is exact, stored or missing, before anything is priced."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import DEVICE, HOST, ChunkRef, Match, Node
@@ -27,38 +26,30 @@ class Stored(NamedTuple):
         return link_name(self.tier, self.codec)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Preamble, history, chunks in their order, question; per chunk what could be used of it."""
 
     preamble: Span
     path: tuple[Span, ...]  # history and chunks matched in the tree, device part first
     behind: tuple[ChunkRef, ...]  # the others, history first
-    stored: tuple[tuple[Stored, ...], ...]  # for each of those
+    stored: tuple[Sequence[Stored], ...]  # for each of those
     question_tokens: int
     total: int
     # the first chunk from the store, computed right behind the preamble as here; FUSED if rounded
     first: Span | None
-    num_history: int = 0  # parts of the history among `path` and `behind`
-
-    @property
-    def exact_tokens(self) -> int:
-        """Tokens of the exact path, preamble included."""
-        matched = sum(span.num_tokens for span in self.path)
-        has_preamble = self.preamble.kind is SpanKind.EXACT
-        return matched + (self.preamble.num_tokens if has_preamble else 0)
-
-    @property
-    def history_behind(self) -> int:
-        """How many of `behind` are parts of the history."""
-        return max(0, self.num_history - len(self.path))
+    num_history: int  # parts of the history among `path` and `behind`
+    exact_tokens: int  # of the exact path, preamble included
 
     def computed_part(self, place: int, start: int, reason: Reason, exact_after: bool) -> Span:
         """One of `behind`, computed. The history has its own reason: nothing stores it."""
-        span = computed_chunk(self.behind[place], start, reason, exact_after)
-        if place >= self.history_behind:
-            return span
-        return replace(span, reason=Reason.HISTORY, in_history=True)
+        chunk_id, num_tokens = self.behind[place]
+        in_history = place < self.num_history - len(self.path)
+        if in_history:
+            reason = Reason.HISTORY
+        kind = SpanKind.COMPUTED
+        return Span(
+            kind, start, num_tokens, chunk_id, reason, "", 0, "", "", in_history, exact_after
+        )
 
     def question(self, exact_after: bool) -> Span:
         start = self.total - self.question_tokens
@@ -91,29 +82,31 @@ def lay_out(
     it was computed, so none is exact from the store.
     """
     start = root.num_tokens
-    preamble = _exact(root, 0, can_load) if match.num_tokens >= start else None
-    if preamble is not None:
-        preamble = replace(preamble, chunk_id=None)  # no chunk, though it may be one of the tree's
+    # no chunk, though it may be one of the tree's
+    preamble = _exact(root, 0, None, False, can_load) if match.num_tokens >= start else None
     path: list[Span] = []
     for node in match.nodes if preamble is not None else ():
-        span = _exact(node, start, can_load)
+        name = node.chunk_id if node.depth else None
+        span = _exact(node, start, name, len(path) < num_history, can_load)
         if span is None:
             break
-        path.append(replace(span, in_history=True) if len(path) < num_history else span)
+        path.append(span)
         start += node.num_tokens
+    exact_tokens = start
     if preamble is None:
+        exact_tokens = 0
         missing = Reason.NOT_STORED
         preamble = Span(SpanKind.COMPUTED, 0, start, None, missing, exact_after=True)
     behind = tuple(chunks[len(path) :])
-    total = start + sum(chunk.num_tokens for chunk in behind) + question_tokens
-    from_store = num_history - len(path)  # parts of the history never come from the store
-    copies = tuple(
-        tuple(stored.get(chunk.id, ())) if place >= from_store else ()
-        for place, chunk in enumerate(behind)
-    )
+    total = start + sum([chunk.num_tokens for chunk in behind]) + question_tokens
+    found: list[Sequence[Stored]] = [stored.get(chunk.id, ()) for chunk in behind]
+    if from_tree := max(0, num_history - len(path)):  # the history never comes from the store
+        found[:from_tree] = [()] * min(from_tree, len(found))
+    copies = tuple(found)
     at_preamble = behind and not (path or num_history) and preamble.kind is SpanKind.EXACT
     first = _first(behind[0], start, copies[0], can_load) if at_preamble else None
-    return Layout(preamble, tuple(path), behind, copies, question_tokens, total, first, num_history)
+    tokens = (question_tokens, total)
+    return Layout(preamble, tuple(path), behind, copies, *tokens, first, num_history, exact_tokens)
 
 
 def _first(
@@ -137,34 +130,32 @@ def _first(
     return None
 
 
-def _exact(node: Node, start: int, can_load: Callable[[str], bool]) -> Span | None:
+def _exact(
+    node: Node,
+    start: int,
+    name: ChunkId | None,
+    in_history: bool,
+    can_load: Callable[[str], bool],
+) -> Span | None:
     """A node of the tree as a span; None when it lies where it cannot be loaded from."""
     tier, load_bytes = "", 0
     if DEVICE not in node.pages and (pages := node.pages.get(HOST)) is not None:
         tier, load_bytes = HOST.value, pages.size_bytes
         if not can_load(tier):
             return None
-    name = node.chunk_id if node.depth else None
-    size = node.num_tokens
+    size, kind, reason = node.num_tokens, SpanKind.EXACT, Reason.IN_TREE
     return Span(
-        SpanKind.EXACT, start, size, name, Reason.IN_TREE, tier, load_bytes, exact_after=True
+        kind, start, size, name, reason, tier, load_bytes, "", "", in_history, exact_after=True
     )
 
 
 def computed(span: Span, reason: Reason) -> Span:
     """The same tokens, computed instead. Behind an exact prefix that is exact too."""
-    return replace(
-        span,
+    return span._replace(
         kind=SpanKind.COMPUTED,
         reason=reason,
         tier="",
         load_bytes=0,
         codec="",
         exact_after=True,
-    )
-
-
-def computed_chunk(chunk: ChunkRef, start: int, reason: Reason, exact_after: bool) -> Span:
-    return Span(
-        SpanKind.COMPUTED, start, chunk.num_tokens, chunk.id, reason, exact_after=exact_after
     )

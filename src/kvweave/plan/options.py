@@ -4,19 +4,16 @@ Where a tier is slow, single chunks are computed instead of loaded. Which: those
 exact prefix, because computed there they are exact too and push the frontier of exactness on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, Price, StrategyInfo, row_budget
-from kvweave.plan.dear import too_dear
-from kvweave.plan.hits import Hits, loaded_without, loads_of
+from kvweave.plan.cost import CostModel, Loaded, Price, StrategyInfo, row_budget
+from kvweave.plan.hits import Hits, dear_hits, loaded_without, loads_of
 from kvweave.plan.layout import Layout, computed
-from kvweave.plan.paid import Load
 from kvweave.plan.plan import Option, Reason, Span, SpanKind
 
 MAX_TIERS = 4  # that are looked at for chunks to compute instead
-NONE: frozenset[int] = frozenset()
 MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation
 
 
@@ -36,14 +33,6 @@ class Candidate(NamedTuple):
     strategy: str | None = None
 
 
-class _Priced(NamedTuple):
-    seconds: float
-    rows: int
-    load_bytes: int
-    waits_for: str | None
-    load: Load | None
-
-
 def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     """The exact prefix, as much of it as is faster to load than to compute; [] if there is none."""
     exact = [layout.preamble] if layout.preamble.kind is SpanKind.EXACT else []
@@ -52,12 +41,13 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     exact.extend(layout.path)
     if layout.first is not None and layout.first.kind is SpanKind.EXACT:
         exact.append(layout.first)
-    on_device = next((i for i, span in enumerate(exact) if span.load_bytes), len(exact))
-    on_device = max(1, on_device)  # without the preamble it would be full prefill
+    on_device = 1  # without the preamble it would be full prefill
+    while on_device < len(exact) and not exact[on_device].load_bytes:
+        on_device += 1
     best: tuple[Price, int, int, int] | None = None
     for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
         kept = exact[:end]
-        tokens = sum(span.num_tokens for span in kept)
+        tokens = sum([span.num_tokens for span in kept])
         loads = loads_of(kept)
         price = costs.prefix(tokens, layout.total, loads)
         if best is None or price.seconds <= best[0].seconds:
@@ -90,46 +80,57 @@ def price_fused(
     strategy: StrategyInfo,
     ratio: float,
     limits: Limits,
+    tried: Collection[str] = (),
 ) -> Candidate | Reason:
-    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined."""
+    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined.
+
+    What comes over a link in `tried` is loaded, though computing may be cheaper.
+    """
     if hits.num_tokens < MIN_HIT_TOKENS:
         return _why_few(layout, hits)
 
-    def price(computed_hits: frozenset[int]) -> _Priced:
-        """With these hits computed instead of loaded."""
-        tokens, loads, num_bytes, slowest = loaded_without(costs, hits, computed_hits)
-        rows = hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
-        out = costs.fused(
-            strategy, rows, layout.total, layout.question_tokens, tokens, loads, slowest
-        )
-        return _Priced(out.seconds, rows, num_bytes, out.waits_for, out.load)
+    def rows(loaded: Loaded) -> int:
+        computed = hits.num_tokens - loaded.num_tokens
+        return hits.rows_besides + computed + row_budget(loaded.num_tokens, ratio)
 
-    dear = too_dear(hits.dear, ratio)
-    instead = frozenset(i for i, link in hits.links.items() if link in dear) if dear else NONE
-    computed_hits, best = _computed_instead(price, hits.links, instead)
-    loaded = hits.links.keys() - computed_hits
-    if not loaded:
+    def price(computed_hits: frozenset[int]) -> Price:
+        """With these hits computed instead of loaded."""
+        loaded = loaded_without(costs, hits, computed_hits)
+        tokens, loads = loaded.num_tokens, loaded.loads
+        total, question = layout.total, layout.question_tokens
+        return costs.fused(strategy, rows(loaded), total, question, tokens, loads, loaded)
+
+    computed_hits = dear_hits(hits, ratio, tried)
+    best = price(computed_hits)
+    if best.waits_for is not None:
+        computed_hits, best = _computed_instead(price, best, hits.links, computed_hits)
+    num_loaded = len(hits.links) - len(computed_hits)
+    if not num_loaded:
         return Reason.TIER_TOO_SLOW
-    if limits.free_bytes is not None and best.rows * limits.row_bytes > limits.free_bytes:
+    loaded = loaded_without(costs, hits, computed_hits)
+    num_rows = rows(loaded)
+    if limits.free_bytes is not None and num_rows * limits.row_bytes > limits.free_bytes:
         return Reason.NO_MEMORY
     num_chunks = len(layout.path) + len(layout.behind) - layout.num_history
-    mixed = len(loaded) + bool(layout.first) < num_chunks
+    mixed = num_loaded + bool(layout.first) < num_chunks
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
-    priced = (best.seconds, best.rows, best.load_bytes)
-    option = Option(name, *priced, Reason.CHEAPEST, ratio, best.load)
-    return Candidate(option, lambda: _fused_spans(layout, hits, loaded), strategy.name)
+    cost = (best.seconds, num_rows, loaded.num_bytes)
+    option = Option(name, *cost, Reason.CHEAPEST, ratio, best.load)
+    return Candidate(option, lambda: _fused_spans(layout, hits, computed_hits), strategy.name)
 
 
 def _computed_instead(
-    price: Callable[[frozenset[int]], _Priced], links: Mapping[int, str], chosen: frozenset[int]
-) -> tuple[frozenset[int], _Priced]:
+    price: Callable[[frozenset[int]], Price],
+    best: Price,
+    links: Mapping[int, str],
+    chosen: frozenset[int],
+) -> tuple[frozenset[int], Price]:
     """Which hits to compute rather than load: those of a tier that compute would wait for.
 
-    `links`: how each hit comes, in the order of the prompt; `chosen` are computed anyway. The more
-    are computed, the less is loaded: the best number is where the two cross, found by halving.
-    Where loading is not hidden the two add up, and there is no crossing to be found.
+    `links`: how each hit comes, in the order of the prompt; `chosen` are computed anyway, at the
+    price `best`. The more are computed, the less is loaded: the best number is where the two cross,
+    found by halving. Where loading is not hidden the two add up, and there is no crossing to find.
     """
-    best = price(chosen)
     for _ in range(MAX_TIERS):
         slow = best.waits_for
         if slow is None or (best.load is not None and best.load.share >= 1):
@@ -164,7 +165,7 @@ def _why_few(layout: Layout, hits: Hits) -> Reason:
     return Reason.TOO_FEW_HITS
 
 
-def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ...]:
+def _fused_spans(layout: Layout, hits: Hits, computed_hits: frozenset[int]) -> tuple[Span, ...]:
     spans = [layout.preamble, *layout.path]
     sizes = {i: size_bytes for i, _, _, size_bytes in hits.parts}
     start = sum(span.num_tokens for span in spans)
@@ -174,7 +175,7 @@ def _fused_spans(layout: Layout, hits: Hits, loaded: set[int]) -> tuple[Span, ..
         if i == 0 and layout.first is not None:
             spans.append(layout.first)
             frontier = layout.first.exact_after
-        elif i in loaded and copy is not None:
+        elif copy is not None and i not in computed_hits:
             frontier = False
             spans.append(
                 Span(

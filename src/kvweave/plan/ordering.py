@@ -83,7 +83,8 @@ def frequency_order(
     otherwise swap places and cut off the stored path each time.
     """
     free = [chunk for place, chunk in enumerate(chunks) if place not in fixed]
-    free.sort(key=lambda chunk: (-table.count(chunk.id).bit_length(), chunk.id))
+    free.sort()  # by id
+    free.sort(key=lambda chunk: -table.count(chunk.id).bit_length())
     return _around(chunks, free, fixed)
 
 
@@ -91,42 +92,46 @@ def tree_order(
     root: Node, chunks: Sequence[ChunkRef], fixed: Collection[int] = ()
 ) -> tuple[ChunkRef, ...]:
     """The longest stored path (in tokens) made of these chunks alone, then the rest as given."""
-    by_id = {chunk.id: place for place, chunk in enumerate(chunks)}
     best: list[Node] = []
     best_tokens = root.end
     visits = 0
-    left = {chunk.id for place, chunk in enumerate(chunks) if place not in fixed}
-    left_tokens = sum(chunk.num_tokens for chunk in chunks)  # not yet on the path
+    left = {chunk.id for place, chunk in enumerate(chunks) if place not in fixed}  # may move
     path: list[Node] = []
 
-    def walk(node: Node) -> None:
-        nonlocal best, best_tokens, visits, left_tokens
-        if node.end + left_tokens <= best_tokens:  # not even with all of the rest
-            return
-        children, is_fixed = node.children, len(path) in fixed
-        for chunk_id in [chunks[len(path)].id] if is_fixed else sorted(children.keys() & left):
+    def walk(children: Mapping[ChunkId, Node], left_tokens: int) -> None:
+        """`left_tokens` are not yet on the path."""
+        nonlocal best, best_tokens, visits
+        place = len(path)
+        is_fixed = place in fixed
+        for chunk_id in [chunks[place].id] if is_fixed else sorted(children.keys() & left):
             child = children.get(chunk_id)
-            if child is None or visits >= MAX_VISITS:
+            if child is None:
                 continue
+            if visits >= MAX_VISITS:
+                return
             visits += 1
-            if child.end > best_tokens:
-                best, best_tokens = [*path, child], child.end
-            if not child.children or len(path) + 1 == len(chunks):
+            end, below = child.end, child.children
+            if end > best_tokens:
+                best, best_tokens = [*path, child], end
+            rest = left_tokens - child.num_tokens
+            if place == last or not below or end + rest <= best_tokens:  # even with all the rest
                 continue
-            path.append(child)
-            left_tokens -= child.num_tokens
             left.discard(chunk_id)
-            walk(child)
-            path.pop()
-            left_tokens += child.num_tokens
+            if place + 1 in fixed or not below.keys().isdisjoint(left):  # most paths end here
+                path.append(child)
+                walk(below, rest)
+                path.pop()
             if not is_fixed:
                 left.add(chunk_id)
 
-    walk(root)
-    taken = {node.chunk_id for node in best}
-    first = [by_id[n.chunk_id] for n in best if by_id[n.chunk_id] not in fixed]
-    rest = [p for p, c in enumerate(chunks) if p not in fixed and c.id not in taken]
-    return _around(chunks, [chunks[place] for place in (*first, *rest)], fixed)
+    last = len(chunks) - 1
+    if chunks:
+        walk(root.children, sum([chunk.num_tokens for chunk in chunks]))
+    by_id = {chunk.id: chunk for chunk in chunks}
+    free = [by_id[node.chunk_id] for node in best if node.chunk_id in left]
+    left.difference_update([chunk.id for chunk in free])
+    free += [chunk for chunk in chunks if chunk.id in left]
+    return _around(chunks, free, fixed)
 
 
 def choose_order(
@@ -211,5 +216,7 @@ def _around(
     chunks: Sequence[ChunkRef], free: Sequence[ChunkRef], fixed: Collection[int]
 ) -> tuple[ChunkRef, ...]:
     """`free` in this order in the places that are not fixed."""
+    if not fixed:
+        return tuple(free)
     rest = iter(free)
     return tuple(chunk if place in fixed else next(rest) for place, chunk in enumerate(chunks))

@@ -12,8 +12,13 @@ first request that compiles kernels, changes nothing; two slow loads count at on
 are believed.
 
 A share that makes every plan compute gets no new observations. So it is forgotten: every `FORGET_S`
-without one the highest is dropped, until loading is tried again. Of a clock that was set back
-nobody can say how long ago anything was: its shares are forgotten at once.
+without one the highest is dropped, until loading is tried again; where it loses even at what stands
+for the unknown, by a rare trial (`trial.py`). Of a clock that was set back nobody can say how long
+ago anything was: its shares are forgotten at once.
+
+Alone, a request computes while its layers come. Beside others it gets all its bytes first, and what
+that took is known though its steps were shared: work + what it waited for bytes. Two numbers, so a
+link has two `Paid`.
 """
 
 from dataclasses import dataclass, field
@@ -50,8 +55,12 @@ class Paid:
         known = self._known(now_s)
         return sorted([*known, *[unchecked] * (WINDOW - len(known))])[-2]
 
+    def is_sure(self, now_s: float) -> bool:
+        """Whether so many told that nothing unknown is left in `share`."""
+        return len(self._known(now_s)) >= WINDOW - 1
+
     def observe(self, load: Load, took_s: float, now_s: float) -> None:
-        """A request that loaded over this link took so long, alone on the machine."""
+        """A request that loaded over this link took so long, the time of others left out."""
         if load.seconds <= LEAST_LOAD * load.work_s:
             return
         share = min(MOST, max(0.0, (took_s - load.work_s) / load.seconds))

@@ -22,6 +22,7 @@ class Reason(StrEnum):
     """Why an option was taken or not, a chunk reused or not. For explain and counters."""
 
     CHEAPEST = "cheapest"
+    TRIAL = "a rare trial: what loading from its tier costs is not known yet"
     DEARER = "dearer than the chosen one"
     GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
     NOT_CALIBRATED = "not calibrated for this model"
@@ -52,8 +53,7 @@ class SpanKind(StrEnum):
     COMPUTED = "computed"  # every row
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):  # quicker to make than a frozen dataclass, and a plan makes dozens
     """A run of the request's tokens with one fate. Spans never overlap and leave no gap."""
 
     kind: SpanKind

@@ -11,17 +11,19 @@ What is fused, and whether a model was calibrated for it, comes from outside as 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.gate import ClosedGate, Gate
 from kvweave.plan.layout import Stored
+from kvweave.plan.one_order import Allowed, Facts
 from kvweave.plan.options import Limits
 from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
-from kvweave.plan.pricing import Allowed, Facts, Pricing
+from kvweave.plan.pricing import Pricing
 from kvweave.plan.readable_tree import ReadableTree
+from kvweave.plan.trial import Trials, find_trial, with_trial
 from kvweave.types import ChunkId
 
 
@@ -41,9 +43,14 @@ def _nothing() -> Mapping[str, int]:
     return {}
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(slots=True)
 class Planner:
-    """Plans requests of one model and preamble. `plan` is pure; `finished` and `took` learn."""
+    """Plans requests of one model and preamble. `plan` is pure; `begun`, `finished` and `took`
+    learn."""
 
     tree: ReadableTree
     costs: CostModel
@@ -57,23 +64,31 @@ class Planner:
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     queue_s: Callable[[], float] = _none  # compute promised to requests ahead, now
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # on the way for others, by tier
+    is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
     now_s: Callable[[], float] = time.time
+    trials: Trials = field(default_factory=Trials)
 
     def plan(self, request: PlanRequest) -> Plan:
         chunks = tuple({chunk.id: chunk for chunk in request.chunks}.values())  # each once
         allowed, declined = self._strategies(request)
         stored = self.peek([chunk.id for chunk in chunks])
-        facts = Facts(self.tree, self._costs_now(), stored, allowed, self.limits)
-        pricing = Pricing(request, facts)
-        ordering = pricing.order(chunks, self.accesses, self.common_tail)
+        now_s, busy = self.now_s(), self.is_busy()
+        facts = Facts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
+        pricing = Pricing(request, chunks, facts)
+        ordering = pricing.order(self.accesses, self.common_tail)
         priced = pricing.price(ordering.chunks)
-        options = priced.options()
-        place = next(i for i, c in enumerate(priced.candidates) if c is priced.chosen)
+        taken, options = priced.chosen, priced.options()
+        if allowed and self.trials.is_due:
+            links = {copy.link for copies in stored.values() for copy in copies}
+            unsure = {link for link in links if self.costs.is_unsure(link, now_s, busy)}
+            trial = find_trial(pricing.at(ordering.chunks), unsure, busy)
+            if trial is not None:
+                taken, options = trial, with_trial(options, trial)
         return Plan(
-            spans=priced.chosen.spans(),
-            chosen=options[place],
+            spans=taken.spans(),
+            chosen=taken.option,
             options=(*options, *declined),
-            strategy=priced.chosen.strategy,
+            strategy=taken.strategy,
             order=ordering.chunks,
             ordered_by=ordering.how,
             in_history=request.in_history,
@@ -87,20 +102,26 @@ class Planner:
         matched = len(self.tree.match(path).nodes) - len(request.history)
         return num_promotable(plan.order, max(0, matched), self.accesses, self.promotion)
 
-    def took(self, plan: Plan, actual_s: float) -> None:
-        """A plan was carried out as it says, alone, in so many seconds: what did loading cost?"""
+    def begun(self, plan: Plan) -> None:
+        """A request sets out as this plan says."""
+        self.trials.begun(trial=plan.chosen.reason is Reason.TRIAL)
+
+    def took(self, plan: Plan, actual_s: float, *, beside: bool = False) -> None:
+        """A plan was carried out as it says, in so many seconds: what did loading cost? `beside`:
+        while others ran, whose time is not among them."""
         load = plan.chosen.load
         link = None if load is None else self.costs.profile.link(load.link)
         if load is not None and link is not None:
-            link.paid.observe(load, actual_s, self.now_s())
+            link.paid_when(beside).observe(load, actual_s, self.now_s())
 
-    def _costs_now(self) -> CostModel:
+    def _costs(self, now_s: float, busy: bool) -> CostModel:
         costs = self.costs
-        return replace(
-            costs,
+        return CostModel(
+            costs.profile,
+            costs.layer0_free,
             queue_s=costs.queue_s + self.queue_s(),
             pending=self.pending_bytes(),
-            shares=costs.shares_at(self.now_s()),
+            shares=costs.shares_at(now_s, busy),
         )
 
     def _strategies(self, request: PlanRequest) -> tuple[list[Allowed], list[Option]]:

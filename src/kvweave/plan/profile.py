@@ -44,12 +44,16 @@ class Grid:
     def at(self, x: int, y: int) -> float:
         if y <= 0:
             return 0.0
+        ys = self.ys
         xl, xh, u = _bracket(self.xs, x)
         low, high = self.seconds[xl], self.seconds[xh]
-        if y > self.ys[-1]:
-            return (1 - u) * _beyond(self.ys, low, y) + u * _beyond(self.ys, high, y)
-        yl, yh, v = _bracket(self.ys, y)
-        return (1 - u) * ((1 - v) * low[yl] + v * low[yh]) + u * ((1 - v) * high[yl] + v * high[yh])
+        if y > ys[-1]:
+            return (1 - u) * _beyond(ys, low, y) + u * _beyond(ys, high, y)
+        yl, yh, v = _bracket(ys, y)
+        w = 1 - v
+        if not u:
+            return w * low[yl] + v * low[yh]
+        return (1 - u) * (w * low[yl] + v * low[yh]) + u * (w * high[yl] + v * high[yh])
 
     def observe(self, x: int, y: int, seconds: float, gain: float = GAIN) -> None:
         """A real run took so long: move the points around it by their share of the error."""
@@ -74,7 +78,11 @@ class Link:
     bytes_per_s: float
     latency_s: float = 0.0  # per layer asked for
     seen_s: float = 0.0  # Unix time of the last transfer; a speed of long ago is worth little
-    paid: Paid = field(default_factory=Paid)  # what requests that loaded over it found
+    paid: Paid = field(default_factory=Paid)  # what requests that loaded over it alone found
+    paid_beside: Paid = field(default_factory=Paid)  # and those that did while others ran
+
+    def paid_when(self, busy: bool) -> Paid:
+        return self.paid_beside if busy else self.paid
 
     def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
         """A transfer finished. Its latency is left out of the bandwidth.
@@ -160,12 +168,19 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
 
 
 def _link_from(saved: Mapping[str, Any]) -> Link:
-    known = {k: v for k, v in saved.items() if k not in ("pending_bytes", "paid")}  # of version 1
-    paid = saved.get("paid", {})  # of a profile that was saved before there was any
+    others = ("pending_bytes", "paid", "paid_beside")  # the first is of version 1
+    known = {k: v for k, v in saved.items() if k not in others}
+    return Link(
+        **known, paid=_paid_from(saved, "paid"), paid_beside=_paid_from(saved, "paid_beside")
+    )
+
+
+def _paid_from(saved: Mapping[str, Any], name: str) -> Paid:
+    paid = saved.get(name, {})  # of a profile that was saved before there was any
     shares, at_s = [float(s) for s in paid.get("shares", ())], float(paid.get("at_s", 0.0))
     if not all(math.isfinite(number) and number >= 0 for number in (*shares, at_s)):
         raise ValueError("a share of loading, or its time, is negative or no number")
-    return Link(**known, paid=Paid(shares, at_s))
+    return Paid(shares, at_s)
 
 
 def measure_grid(
@@ -195,13 +210,14 @@ def measure_grid(
 
 def _bracket(axis: tuple[int, ...], value: int) -> tuple[int, int, float]:
     """Places on both sides of a value and how far it lies between them; clamped to the axis."""
-    if value <= axis[0]:
-        return 0, 0, 0.0
-    if value >= axis[-1]:
-        return len(axis) - 1, len(axis) - 1, 0.0
     high = bisect_right(axis, value)
+    if not high:
+        return 0, 0, 0.0
     low = high - 1
-    return low, high, (value - axis[low]) / (axis[high] - axis[low])
+    if high == len(axis):
+        return low, low, 0.0
+    start = axis[low]
+    return low, high, (value - start) / (axis[high] - start)
 
 
 def _beyond(ys: tuple[int, ...], row: list[float], y: int) -> float:

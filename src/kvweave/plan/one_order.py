@@ -1,0 +1,146 @@
+"""One request in one order of its chunks: laid out once, ways to answer priced when asked for."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from kvweave.kv.tree.node import ChunkRef
+from kvweave.plan.cost import CostModel, StrategyInfo
+from kvweave.plan.hits import Hits, find_hits
+from kvweave.plan.layout import Layout, Stored, lay_out
+from kvweave.plan.options import Candidate, Limits, price_fused, price_prefix
+from kvweave.plan.plan import Option, PlanRequest, Reason, Reuse
+from kvweave.plan.readable_tree import ReadableTree
+from kvweave.types import ChunkId
+
+MIN_GAIN_S = 0.020  # an approximation must win by this
+MIN_GAIN_SHARE = 0.10  # and by this share of the exact price
+
+
+class Allowed(NamedTuple):
+    """A strategy that the gate and the request let through."""
+
+    strategy: StrategyInfo
+    ratio: float
+
+
+class Facts(NamedTuple):
+    """What is true while one request is planned, whatever the order."""
+
+    tree: ReadableTree
+    costs: CostModel
+    stored: Mapping[ChunkId, Sequence[Stored]]
+    allowed: Sequence[Allowed]
+    limits: Limits
+
+
+class Priced(NamedTuple):
+    """One order with every way to answer priced and one of them taken."""
+
+    layout: Layout
+    candidates: list[Candidate]
+    declined: list[Option]
+    chosen: Candidate
+    exact: Candidate  # the cheapest way that is exact
+    needed_s: float  # by which an approximation must beat it
+
+    def options(self) -> list[Option]:
+        """Why each was taken or not, the declined ones last."""
+        return [*[_judged(candidate, self) for candidate in self.candidates], *self.declined]
+
+
+class OneOrder:
+    """The ways to answer in one order. Lives as long as its request is planned."""
+
+    def __init__(
+        self, request: PlanRequest, order: tuple[ChunkRef, ...], full_s: float, facts: Facts
+    ) -> None:
+        """`full_s` is what full prefill takes, in whatever order."""
+        parts = (*request.history, *order) if request.history else order
+        self._facts = facts
+        self.layout = layout = lay_out(
+            facts.tree.root,
+            facts.tree.match([part.id for part in parts]),
+            parts,
+            facts.stored,
+            request.question_tokens,
+            facts.costs.can_load,
+            len(request.history),
+        )
+        off = request.reuse is Reuse.OFF
+        full = Candidate(
+            Option("full", full_s, layout.total, 0, Reason.CHEAPEST),
+            lambda: layout.all_computed(Reason.FORBIDDEN if off else Reason.FULL_IS_FASTER),
+        )
+        self.queue_s = facts.costs.queue_s
+        self._exact = [full] if off else [full, *price_prefix(facts.costs, layout)]
+        self.exact_s = min([price_of(candidate) for candidate in self._exact])
+        # by which an approximation must beat it
+        self.needed_s = max(MIN_GAIN_SHARE * (self.exact_s - self.queue_s), MIN_GAIN_S)
+        self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], Hits] = {}
+        self._fused: dict[str, Candidate | Reason] = {}
+        self._priced: Priced | None = None
+
+    def fused(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
+        """The best way with this strategy, or why there is none."""
+        outcome = self._fused.get(strategy.name)
+        if outcome is None:
+            outcome = self._fused[strategy.name] = self._price_fused(strategy, ratio)
+        return outcome
+
+    def loading(self, links: Collection[str]) -> Iterator[Candidate]:
+        """The fused ways in which hits that come over these links are loaded whatever it takes."""
+        for strategy, ratio in self._facts.allowed:
+            outcome = self._price_fused(strategy, ratio, links)
+            if isinstance(outcome, Candidate):
+                yield outcome
+
+    def _price_fused(
+        self, strategy: StrategyInfo, ratio: float, tried: Collection[str] = ()
+    ) -> Candidate | Reason:
+        costs, layout, limits = self._facts.costs, self.layout, self._facts.limits
+        kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
+        hits = self._hits.get(kind)  # the same for all that want the same copies
+        if hits is None:
+            hits = self._hits[kind] = find_hits(costs, layout, strategy)
+        return price_fused(costs, layout, hits, strategy, ratio, limits, tried)
+
+    def priced(self) -> Priced:
+        """Every way, and the cheapest of them; but an approximation must win clearly, or the best
+        exact way is taken."""
+        if self._priced is None:
+            self._priced = self._price()
+        return self._priced
+
+    def _price(self) -> Priced:
+        candidates, declined = list(self._exact), []
+        for strategy, ratio in self._facts.allowed:
+            outcome = self.fused(strategy, ratio)
+            if isinstance(outcome, Candidate):
+                candidates.append(outcome)
+            else:
+                declined.append(Option(f"fused {strategy.name}", None, 0, 0, outcome, ratio))
+        best, exact = min(candidates, key=_rank), min(self._exact, key=price_of)
+        too_close = best.strategy is not None and self.exact_s - price_of(best) < self.needed_s
+        chosen = exact if too_close else best
+        return Priced(self.layout, candidates, declined, chosen, exact, self.needed_s)
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    """By price; of equal ones first what hides more of its loading, should the machine let it."""
+    price_s, load = price_of(candidate), candidate.option.load
+    return price_s, price_s if load is None else load.least_s
+
+
+def _judged(candidate: Candidate, priced: Priced) -> Option:
+    if candidate is priced.chosen:
+        return candidate.option  # which says that it is the cheapest
+    gain_s = price_of(priced.exact) - price_of(candidate)
+    too_small = candidate.strategy is not None and 0 <= gain_s < priced.needed_s
+    reason = Reason.GAIN_TOO_SMALL if too_small else Reason.DEARER
+    name, seconds, rows, load_bytes, _, ratio, load = candidate.option
+    return Option(name, seconds, rows, load_bytes, reason, ratio, load)  # `_replace` takes longer
+
+
+def price_of(candidate: Candidate) -> float:
+    assert candidate.option.predicted_s is not None, "declined options are no candidates"
+    return candidate.option.predicted_s

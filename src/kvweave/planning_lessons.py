@@ -1,0 +1,87 @@
+"""What an answer teaches: the machine's prices, the tiers' speeds, what loading really cost.
+
+Part of the composition root: only `planning.py` uses it, which guards it with its lock.
+"""
+
+from kvweave.engine.loading import Way
+from kvweave.engine.request import Ticket
+from kvweave.fuse import captured_probe, recorded_layers
+from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.strategy import Strategy
+from kvweave.kv.tree.node import HOST
+from kvweave.model.decoder import Decoder
+from kvweave.plan.plan import Plan, SpanKind
+from kvweave.plan.planner import Planner
+from kvweave.plan.profile import GAIN, MachineProfile, tier_of
+from kvweave.tier_probes import TierProbes
+
+
+class Lessons:
+    """Moves what plans are priced with. For one thread at a time."""
+
+    def __init__(
+        self, decoder: Decoder, machine: MachineProfile, tiers: TierProbes, planner: Planner
+    ) -> None:
+        of_layers = recorded_layers.recordings_of(decoder)
+        self._recordings = of_layers, captured_probe.recordings_of(decoder)
+        self._num_layers = decoder.spec.num_layers
+        self._machine = machine
+        self._tiers = tiers
+        self._planner = planner
+
+    def num_recorded(self) -> int:
+        """Recordings of what fused prompts play that were tried so far."""
+        return sum(recordings.refusals.num_tried for recordings in self._recordings)
+
+    def learn(
+        self, plan: Plan, strategy: Strategy, record: FuseRecord, ticket: Ticket, num_recorded: int
+    ) -> None:
+        """A plan was carried out. `num_recorded` is of the time before it was."""
+        timeline, load = ticket.timeline, plan.chosen.load
+        took_s = timeline.loading_s + timeline.computing_s
+        if not timeline.shared:  # a step in company took longer than this request alone
+            self.move_prices(strategy, record, took_s)
+        if load is None or not _came_as_planned(load.link, plan, record):
+            return
+        # and one that recorded something longer than the next one will
+        if num_recorded != self.num_recorded() or timeline.preempted:
+            return
+        if timeline.shared:  # its bytes came before its rows: what it waited for them is its own
+            if record.way != Way.JOINED:
+                return
+            laid_s = self._machine.stitch_s * _num_placed(record)
+            took_s = load.work_s + max(0.0, record.stages.load / 1e3 - laid_s)
+        beside = timeline.shared or timeline.loading_s > 0  # the latter: it got all of them first
+        self._planner.took(plan, took_s, beside=beside)
+
+    def move_prices(self, strategy: Strategy, record: FuseRecord, actual_s: float) -> None:
+        """Move the prices towards what just happened."""
+        machine, counts = self._machine, record.counts
+        rows = counts["computed"] + counts["recomputed"]
+        placed = _num_placed(record)
+        for tier, seconds in record.arrived_s.items():
+            self._tiers.came(tier, record.loaded_bytes.get(tier, 0), seconds)
+        if not placed:
+            machine.prefill.observe(counts["exact"], rows, actual_s)
+            return
+        needs = strategy.needs(self._num_layers)
+        if not needs.full_width_layers:  # there the pass has other rows in its first layers
+            compute_s = record.stages.compute / 1e3
+            machine.recompute.observe(len(record.token_ids), rows, compute_s)
+        # nothing was waited for: all of it decoding. What host copies lacked comes from below
+        if set(record.loaded_bytes) == {HOST.value} and not record.arrived_s:
+            laid_s = record.stages.load / 1e3 / placed
+            machine.stitch_s += GAIN * (laid_s - machine.stitch_s)
+
+
+def _num_placed(record: FuseRecord) -> int:
+    """Tokens that were laid from stored KV."""
+    return sum(chunk.num_tokens for chunk in record.chunks if chunk.tier is not None)
+
+
+def _came_as_planned(link: str, plan: Plan, record: FuseRecord) -> bool:
+    """Whether what the plan pays for was loaded from where it thought: not lost on the way, nor
+    brought nearer for somebody else."""
+    tier = tier_of(link)
+    fused = (s for s in plan.spans if s.kind is SpanKind.FUSED and s.tier == tier)
+    return record.loaded_bytes.get(tier, 0) >= sum(span.load_bytes for span in fused) > 0
