@@ -136,3 +136,14 @@ def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
 def load_links(weave: Weave) -> dict[str, Link]:
     assert weave._replying.ways.planning is not None
     return weave._replying.ways.planning.machine.links
+
+
+def probed(weave: Weave, link: str) -> dict[str, Link]:
+    """Open the planning and wait until `link` was looked at: what is written there then stays."""
+    give_up_s = time.monotonic() + 60
+    weave.plan(QUESTION)
+    while link not in load_links(weave):
+        assert time.monotonic() < give_up_s, f"{link} was never looked at"
+        time.sleep(0.05)
+        weave.plan(QUESTION)
+    return load_links(weave)

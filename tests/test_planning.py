@@ -22,6 +22,7 @@ from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recorded_layers import recordings_of
 from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.taper import Taper
 from kvweave.kv.config import (
     DiskTierConfig,
     FaultPlan,
@@ -31,7 +32,7 @@ from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.plan.paid import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
-from kvweave.plan.profile import Link, load_profile
+from kvweave.plan.profile import Grid, Link, load_profile
 from kvweave.planning_facts import (
     CalibratedGate,
     is_lossless,
@@ -52,6 +53,7 @@ from planningworld import (
     ask,
     load_links,
     model,
+    probed,
     weave,
     world,
 )
@@ -201,8 +203,8 @@ def test_a_tier_that_takes_longer_than_its_price_is_left_after_a_few_answers(
     world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.1))
     world.set_machine(token_s=2e-4)
     with world.open() as weave:
-        weave.plan(QUESTION)  # opens the planning
-        links, link = load_links(weave), "faulty disk/int8"
+        link = "faulty disk/int8"
+        links = probed(weave, link)
         links[link] = Link(1e9, seen_s=time.time())  # what the first plans believe
         first = weave.plan(QUESTION)
         assert first.chosen.load is not None
@@ -475,6 +477,9 @@ def test_strategies_are_priced_by_what_their_selectors_need(weave: Weave) -> Non
     assert infos["epic"].selection_bytes_per_token == infos["epic"].probe_layers == 0
     assert infos["cacheblend"].full_width_layers == 1
     assert infos["prophetkv"].waits_for_all
+    assert {info.depth for info in infos.values()} == {1.0}
+    tapered = replace(open_strategy("weave", facts), taper=Taper(1, 0.25))
+    assert strategy_info(tapered, encoder).depth == tapered.depth(facts.num_layers) < 1
     assert infos["qcfuse"].needs == {"anchors:kvzip"}
     assert infos["qcfuse"].extra_bytes_per_token > 0
     layer_bytes = layer_bytes_per_token(encoder)
@@ -508,6 +513,27 @@ def test_waiting_for_what_host_copies_lack_is_not_taken_for_laying(
     assert planning.machine.stitch_s == before_s
     planning._lessons.move_prices(strategy, replace(record, arrived_s={}), 5.0)
     assert planning.machine.stitch_s != before_s
+
+
+def test_rows_that_leave_early_teach_as_the_parts_of_rows_they_are_priced_as(
+    world: World, weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.set_machine()
+    weave.plan(QUESTION)
+    planning = weave._replying.ways.planning
+    assert planning is not None
+    record = ask(weave, "epic").explain
+    assert record is not None
+    counts = record.counts
+    assert counts["recomputed"] > 1
+    taught: list[int] = []
+    monkeypatch.setattr(Grid, "observe", lambda _, total, rows, seconds: taught.append(rows))
+    plain = open_strategy("epic", ModelFacts(world.decoder.spec.num_layers))
+    half = replace(plain, taper=Taper(0, 0.5))  # half of the rows behind the first layer's keys
+    for strategy in (plain, half):
+        planning._lessons.move_prices(strategy, record, 1.0)
+    computed, recomputed = counts["computed"], counts["recomputed"]
+    assert taught == [computed + recomputed, computed + round(0.5 * recomputed)]
 
 
 def test_plan_prints_every_option_and_computes_no_answer(

@@ -75,6 +75,7 @@ def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0
         score_s_per_token=stitch_s,
         full_width_layers=needs.full_width_layers,
         waits_for_all=len(layers) >= num_layers,
+        depth=strategy.depth(num_layers),
     )
 
 

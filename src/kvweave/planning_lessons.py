@@ -67,6 +67,9 @@ class Lessons:
         needs = strategy.needs(self._num_layers)
         if not needs.full_width_layers:  # there the pass has other rows in its first layers
             compute_s = record.stages.compute / 1e3
+            # one that leaves early counts as the part of a row that it is priced as
+            depth = strategy.depth(self._num_layers)
+            rows = counts["computed"] + round(depth * counts["recomputed"])
             machine.recompute.observe(len(record.token_ids), rows, compute_s)
         # nothing was waited for: all of it decoding. What host copies lacked comes from below
         if set(record.loaded_bytes) == {HOST.value} and not record.arrived_s:

@@ -9,6 +9,7 @@ from kvweave.plan.dear import AtLeast, dear_links, too_dear
 from kvweave.plan.hits import find_hits
 from kvweave.plan.layout import lay_out
 from kvweave.plan.options import Candidate, Limits, price_fused
+from kvweave.plan.plan import Option, Reason
 from kvweave.plan.profile import Grid, Link, MachineProfile
 from kvweave.types import ChunkId
 from planworld import on_disk
@@ -74,10 +75,43 @@ def test_no_way_is_priced_below_what_it_cannot_be_below(
     found = {ChunkId(name): [copy] for name, copy in here.items()}
     match = tree.match([part.id for part in parts])
     layout = lay_out(tree.root, match, parts, found, 10, costs.can_load, 0)
-    for strategy in (StrategyInfo("epic"), StrategyInfo("q", probe_layers=3, waits_for_all=True)):
+    for strategy in (
+        StrategyInfo("epic"),
+        StrategyInfo("q", probe_layers=3, waits_for_all=True),
+        StrategyInfo("w", depth=0.4),
+    ):
         hits = find_hits(costs, layout, strategy)
         outcome = price_fused(costs, layout, hits, strategy, ratio, Limits())
         if isinstance(outcome, Candidate):
             assert outcome.option.predicted_s is not None
             above_s = outcome.option.predicted_s + 1e-9
             assert AtLeast(costs, layout).is_below(strategy, ratio, above_s)
+
+
+def test_rows_that_leave_early_are_paid_for_as_parts_of_rows() -> None:
+    """A way at 0.4 whose rows run through half of the layers costs what one at 0.2 does; it still
+    holds twice the rows."""
+    costs = make_costs(disk=1e9)
+    tree, parts = World(device_tokens=700).tree, tuple(refs(["a300", "b200", "e400"]))
+    found = {ChunkId(name): [copy] for name, copy in on_disk("a300", "b200", "e400").items()}
+    match = tree.match([part.id for part in parts])
+    layout = lay_out(tree.root, match, parts, found, 10, costs.can_load, 0)
+
+    def priced(strategy: StrategyInfo, ratio: float, limits: Limits) -> Option:
+        hits = find_hits(costs, layout, strategy)
+        outcome = price_fused(costs, layout, hits, strategy, ratio, limits)
+        assert isinstance(outcome, Candidate)
+        return outcome.option
+
+    half, whole = StrategyInfo("half", depth=0.5), StrategyInfo("whole")
+    ours, plain = priced(half, 0.4, Limits()), priced(whole, 0.2, Limits())
+    assert ours.predicted_s == pytest.approx(plain.predicted_s)
+    assert ours.rows == priced(whole, 0.4, Limits()).rows > plain.rows
+    least = AtLeast(costs, layout)
+    limit_s = plain.predicted_s or 0.0
+    assert least.is_below(half, 0.4, limit_s + 1e-9)
+    assert not least.is_below(whole, 0.4, limit_s + 1e-9)
+    tight = Limits(free_bytes=plain.rows * 100, row_bytes=100)
+    assert price_fused(costs, layout, find_hits(costs, layout, half), half, 0.4, tight) is (
+        Reason.NO_MEMORY
+    )

@@ -61,6 +61,7 @@ class StrategyInfo:
     score_s_per_token: float = 0.0  # scoring, per stored token
     full_width_layers: float = 0.0  # layers that all tokens run through (selection inside the pass)
     waits_for_all: bool = False  # rows are known only when every layer has arrived
+    depth: float = 1.0  # layers that a recomputed row runs through, as a share of all
 
 
 def row_budget(num_hit_tokens: int, ratio: float) -> int:

@@ -91,6 +91,7 @@ class AtLeast:
 
     def is_below(self, strategy: StrategyInfo, ratio: float, limit_s: float) -> bool:
         """Whether a way may take less than `limit_s`."""
+        ratio *= strategy.depth
         rows = self._besides + row_budget(self._most, ratio)
         loaded_s = self._at_least_s(strategy, rows)
         if loaded_s >= limit_s:

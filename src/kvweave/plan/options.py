@@ -89,7 +89,9 @@ def price_fused(
     if hits.num_tokens < MIN_HIT_TOKENS:
         return _why_few(layout, hits)
 
-    def rows(loaded: Loaded) -> int:
+    paid = ratio * strategy.depth  # a row that leaves early is paid for as a part of one
+
+    def rows(loaded: Loaded, ratio: float) -> int:
         computed = hits.num_tokens - loaded.num_tokens
         return hits.rows_besides + computed + row_budget(loaded.num_tokens, ratio)
 
@@ -98,9 +100,9 @@ def price_fused(
         loaded = loaded_without(costs, hits, computed_hits)
         tokens, loads = loaded.num_tokens, loaded.loads
         total, question = layout.total, layout.question_tokens
-        return costs.fused(strategy, rows(loaded), total, question, tokens, loads, loaded)
+        return costs.fused(strategy, rows(loaded, paid), total, question, tokens, loads, loaded)
 
-    computed_hits = dear_hits(hits, ratio, tried)
+    computed_hits = dear_hits(hits, paid, tried)
     best = price(computed_hits)
     if best.waits_for is not None:
         computed_hits, best = _computed_instead(price, best, hits.links, computed_hits)
@@ -108,7 +110,7 @@ def price_fused(
     if not num_loaded:
         return Reason.TIER_TOO_SLOW
     loaded = loaded_without(costs, hits, computed_hits)
-    num_rows = rows(loaded)
+    num_rows = rows(loaded, ratio)
     if limits.free_bytes is not None and num_rows * limits.row_bytes > limits.free_bytes:
         return Reason.NO_MEMORY
     num_chunks = len(layout.path) + len(layout.behind) - layout.num_history
