@@ -21,11 +21,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common import read_jsonl, report
+from common import finish, read_jsonl, result_header
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix
-from kvweave.fuse.fused_pass import Placement, fused_pass
+from kvweave.fuse.fuse import fuse
+from kvweave.fuse.request import classify
+from kvweave.fuse.sources import ComputedChunks
+from kvweave.fuse.stitched import Stitched
 from kvweave.kv.codec import CODECS, LayerKV
-from kvweave.kv.keys import KeyContext, make_chunk_key
+from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.objects import layer_of, pack_chunk
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -57,8 +60,9 @@ def main() -> None:
         results[codec] = {"bytes_per_token": size, **{k: round(v, 6) for k, v in means.items()}}
         table.add_row(codec, f"{size:,.0f}", *(f"{means[kind]:.5f}" for kind in KINDS))
     Console().print(table)
-    config = {**vars(args), "data": "hotpotqa"}
-    report("codec_kl", args.device, config, {"kl_nats": results})
+    config = {k: v for k, v in vars(args).items() if k != "out"} | {"data": "hotpotqa"}
+    header = result_header("codec_kl", args.device)
+    finish({**header, "config": config, "kl_nats": results}, args.out)
 
 
 def parse_args() -> argparse.Namespace:
@@ -69,6 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--answer-tokens", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
     return parser.parse_args()
 
 
@@ -98,7 +103,7 @@ def score(decoder: Decoder, prompt: Prompt, num_tokens: int) -> dict[tuple[str, 
     found = {}
     for kind, chunks in layers.items():
         for codec in CODECS:
-            got = answer_over(decoder, prompt, preamble, spans, chunks, codec, answer)
+            got = answer_over(decoder, prompt, preamble, chunks, codec, answer)
             divergence = (exact.exp() * (exact - got)).sum(-1)
             found[kind, codec] = float(divergence.mean())
     return found
@@ -122,32 +127,38 @@ def answer_over(
     decoder: Decoder,
     prompt: Prompt,
     preamble: Prefix,
-    spans: Sequence[tuple[int, int]],
     chunks: Sequence[Sequence[LayerKV]],
     codec: str,
     answer: Sequence[int],
 ) -> torch.Tensor:
     """Log probabilities [A, V] of `answer` when the chunks' KV went through `codec`."""
     context = KeyContext("bench", "any", codec, "any", prompt.preamble, "any")
-    packed, placements = {}, []
-    for ids, layers, (start, end) in zip(prompt.chunks, chunks, spans, strict=True):
-        key = make_chunk_key(context, [*ids, start])
-        packed[key] = pack_chunk(key, layers, codec)
-        placements.append(Placement(key, start, end - start))
-    ids = prompt.token_ids
-    kv = decoder.new_kv(len(ids) + len(answer))
-    first = fused_pass(
-        decoder,
-        ids,
-        range(len(ids) - len(prompt.question), len(ids)),
-        preamble,
-        placements,
-        lambda layer: {key: layer_of(p.header, p.memory, layer) for key, p in packed.items()},
-        kv,
+    # numbered: a passage may stand in a prompt twice, and its exact KV then differs
+    keys = [make_chunk_key(context, [*ids, i]) for i, ids in enumerate(prompt.chunks)]
+    request = classify(
+        prompt.preamble,
+        list(zip(keys, prompt.chunks, strict=True)),
+        prompt.question,
+        present=keys,
+        first_is_exact=True,
+        asked=prompt.asked,
     )
+    ids = request.prompt_ids
+    kv = decoder.new_kv(len(ids) + len(answer))
+    stored = [through(key, layers, codec) for key, layers in zip(keys, chunks, strict=True)]
+    stitched = Stitched(decoder, request, preamble, ComputedChunks(stored), kv)
+    first = fuse(decoder, request, stitched, kv).logits
     positions = range(len(ids), len(ids) + len(answer) - 1)
     rest = decoder.forward([Rows(answer[:-1], positions, kv, range(len(answer) - 1))])
     return torch.cat([first[None], rest]).log_softmax(-1)
+
+
+def through(key: ChunkKey, layers: Sequence[LayerKV], codec: str) -> list[LayerKV]:
+    """What a chunk's KV reads as after it was stored."""
+    packed = pack_chunk(key, layers, codec)
+    device = layers[0].k.device
+    read = (layer_of(packed.header, packed.memory, i).decode() for i in range(len(layers)))
+    return [LayerKV(kv.k.to(device), kv.v.to(device)) for kv in read]
 
 
 def bytes_per_token(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:

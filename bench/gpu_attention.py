@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import finish, result_header
 from kvweave.kernels.attention import Segment, attend
-from kvweave.kernels.gpu.decode import DecodeTables, attend_decode
 from kvweave.kernels.paged_attention import PagedSegment, attend_paged
 
 SHARES = (5, 15, 30, 50, 100)
@@ -30,6 +28,8 @@ SHARES = (5, 15, 30, 50, 100)
 
 def main() -> None:
     args = parse_args()
+    import triton  # comes with PyTorch for CUDA; options can be asked for without it
+
     torch.manual_seed(args.seed)
     results: dict[str, Any] = {}
     for tokens in args.tokens:
@@ -152,6 +152,8 @@ class Case:
 
 def measure_decode(args: argparse.Namespace, batch: int, tokens: int) -> dict[str, Any]:
     """One new token per sequence over pages: bytes per second."""
+    from kvweave.kernels.gpu.decode import DecodeTables, attend_decode
+
     count = batch * -(-tokens // args.page)
     pages = (count, args.page, args.kv_heads, args.head_dim)
     k, v = torch.randn(2, *pages, device="cuda", dtype=getattr(torch, args.dtype))

@@ -4,7 +4,7 @@ One prompt from host memory, as bench/ttft_cuda.py makes it. Per way: wall time 
 and without, how long the device was busy, orders per layer by kind, and the functions that cost the
 host most.
 
-    python bench/gpu_host.py --sizes 8k=16 --out bench/results/gpu_host-h200.json
+    python bench/gpu_host.py --sizes 8k=16 --out bench/results/gpu_host-8k-h200.json
 """
 
 import argparse

@@ -25,3 +25,13 @@ def test_every_way_runs_and_its_parts_are_timed(
         found = host_time.way_ms(host_time.long_prompt(decoder, store, 2), name, ratio, 1)
     idle = {"reuse": {"drift", "selector"}, "epic": {"drift", "selector"}, "weave": set()}[name]
     assert {part for part, ms in found.items() if not ms} == idle
+
+
+def test_the_drift_behind_a_taper_is_made_while_the_device_is_busy() -> None:
+    clock = host_time.Clock()
+    for part in ("head of the pass", "layers"):
+        clock.enter(part)
+        clock.timed("drift", lambda: None)()
+        clock.leave()
+        assert ("drift" in clock.seconds) == (part != "layers")
+        clock.seconds.clear()
