@@ -148,3 +148,33 @@ def test_runs_over_other_prompts_are_not_joined(quality: ModuleType) -> None:
         join([[one], [other]])
     joined, _ = join([[{**one, "tf32": True}], [other]])
     assert [v["other_answer"] for v in joined] == [True]
+
+
+def test_a_strategy_is_held_against_the_best_at_its_ratio_and_at_its_work(
+    stats: ModuleType,
+) -> None:
+    from quality_ahead import compare
+
+    def cell(strategy: str, ratio: float, work: float, recovered: float) -> dict[str, Any]:
+        return {
+            "set": "s",
+            "encoding": "e",
+            "strategy": strategy,
+            "ratio": ratio,
+            "work": work,
+            "recovered": recovered,
+        }
+
+    cells = [
+        cell("reuse", 0.0, 0.0, 10.0),
+        cell("weave", 0.1, 0.1, 50.0),
+        cell("weave", 0.5, 0.5, 90.0),
+        cell("near", 0.1, 0.2, 52.0),  # more than weave, for twice the work
+        cell("far", 0.1, 0.1, 49.0),
+        cell("near", 0.5, 0.4, 81.0),  # less than weave, but more than weave has by then
+        cell("weave-deep", 0.5, 0.1, 99.0),  # ours as well
+    ]
+    first, second = compare(cells, "weave")
+    assert (first["best"], first["ahead_by_ratio"]) == ("near", -2.0)
+    assert (first["best_for_its_work"], first["ahead_by_work"]) == ("far", 1.0)
+    assert (second["ahead_by_ratio"], second["ahead_by_work"]) == (9.0, -1.0)
