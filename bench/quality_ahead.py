@@ -8,6 +8,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def compare(cells: Sequence[dict[str, Any]], ours: str) -> list[dict[str, Any]]:
 
 def at(curve: Sequence[Point], work: float) -> float:
     """The curve (ascending in work) at some work."""
-    for (left, low), (right, high) in zip(curve, curve[1:], strict=False):
+    for (left, low), (right, high) in pairwise(curve):
         if work <= right:
             return low + (high - low) * max(0.0, (work - left) / (right - left))
     return curve[-1][1]
