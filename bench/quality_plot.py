@@ -3,8 +3,8 @@
 python bench/quality_plot.py bench/results/quality-h200.json bench/results/quality-h200.svg
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ STRATEGIES = {  # in the order of the legend
 
 
 def main() -> None:
-    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path, help="what bench/quality.py or quality_join.py wrote")
+    parser.add_argument("target", type=Path, help="the picture, .svg or .png")
+    args = parser.parse_args()
     mpl.rcParams["svg.hashsalt"] = "kvweave"  # the same figures give the same file
-    result = json.loads(source.read_text())
+    result = json.loads(args.source.read_text())
     figure = draw(result)
-    figure.savefig(target, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(args.target, bbox_inches="tight", metadata={"Date": None})
 
 
 def draw(result: dict[str, Any]) -> Figure:

@@ -55,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
         world = World(args, Path(folder))
         ways, skipped = world.possible(
-            [w for w in WAYS if not args.only or w.strategy in args.only]
+            [w for w in WAYS if not args.only or w.strategy in ("full", *args.only)]
         )
         world.warm()
         task = progress.add_task("asking", total=(args.rounds + 1) * len(TIERS) * len(ways))
@@ -104,7 +104,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bound", type=float, default=BOUND, help="of auto, in nats per token")
     parser.add_argument("--profile", type=Path, help="of the model, in place of the packaged one")
-    parser.add_argument("--only", nargs="*", help="strategies to measure; all by default")
+    parser.add_argument(
+        "--only", nargs="*", help="strategies to measure beside full; all by default"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

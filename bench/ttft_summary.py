@@ -1,14 +1,14 @@
 """What the cells of a GPU run of bench/ttft.py come to: speed-ups, and the planner's choices.
 
-    python bench/ttft_summary.py RESULT.json [GB/s of the link]     # for a run that was cut short
+    python bench/ttft_summary.py RESULT.json [--link GB/s]     # for a run that was cut short
 
 `speedup_0_32k_host` and its like are full prefill's time over plain reuse's; `speedup_15_…` over
 that of the fastest strategy that asks the question which 15 % of the rows to recompute,
 `speedup_15_by_way` has all of them. Chunk KV raw, in page-locked host memory or on the device.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,16 @@ def speedups(result: dict[str, Any], cells: list[dict[str, Any]], where: str, sa
 
 
 def main() -> None:
-    path, *speed = sys.argv[1:]
-    result = json.loads(Path(path).read_text())
-    if speed:
-        result["copy_bytes_per_s"] = round(float(speed[0]) * 1e9)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path, help="gets the fields added")
+    parser.add_argument("--link", type=float, help="GB/s from host memory to the device")
+    args = parser.parse_args()
+    result = json.loads(args.result.read_text())
+    if args.link is not None:
+        result["copy_bytes_per_s"] = round(args.link * 1e9)
         result["copy_bytes_per_s_is"] = "given by hand: the run was cut short"
     summarise(result)
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+    args.result.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

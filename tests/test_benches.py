@@ -19,10 +19,8 @@ REPO = Path(__file__).resolve().parents[1]
 BENCH = REPO / "bench"
 HELPERS = sorted(p.stem for p in BENCH.glob("*.py") if "__main__" not in p.read_text())
 SCRIPTS = sorted({p.stem for p in BENCH.glob("*.py")} - set(HELPERS))
-# these read sys.argv themselves: a path or two and nothing to explain; they are only imported
-NO_OPTIONS = {"quality_plot", "ttft_summary"}
 ASKED = [
-    *(name if name in NO_OPTIONS else f"{name} --help" for name in SCRIPTS),
+    *(f"{name} --help" for name in SCRIPTS),
     "ttft --device cuda --help",  # a script of its own behind the same name
     *HELPERS,
 ]

@@ -42,3 +42,17 @@ def test_the_command_page_has_every_option(name: str) -> None:
         command = command.commands[each]
     options = {o for p in command.params for o in [*p.opts, *p.secondary_opts] if o[0] == "-"}
     assert options <= first_column((DOCS / "cli.md").read_text())
+
+
+def test_every_result_that_a_page_names_is_there() -> None:
+    """A figure whose file is gone, or was never committed, is nobody's word."""
+    root = DOCS.parent
+    pages = [*DOCS.glob("*.md"), root / "README.md"]
+    named = {
+        (page.name, name)
+        for page in pages
+        for name in re.findall(r"[a-z0-9_.-]+-(?:cpu|h200)\.(?:json|svg|txt)", page.read_text())
+    }
+    assert len(named) > 10
+    kept = {path.name for path in (root / "bench" / "results").iterdir()}
+    assert {(page, name) for page, name in named if name not in kept} == set()
