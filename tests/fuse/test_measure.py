@@ -1,6 +1,7 @@
 """Measuring against full prefill: noise where nothing differs, void where something must not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kvweave.fuse.measure import Answered, Setting, measure
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.tabulate import Origin, compare, tabulate
+from kvweave.fuse.taper import Taper
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.qa import Passage, Record, make_case, repeat_ids
@@ -91,6 +93,18 @@ def test_work_counts_rows_probes_and_full_width_layers(
     assert reuse.work == pytest.approx(len(case.question) / case.num_tokens)
     assert reuse.work < epic.work < blend.work  # cacheblend runs every hit through layer 0
     assert epic.work < qcfuse.work  # the question goes through the layers once more
+
+
+def test_a_strategy_is_measured_with_its_taper(
+    decoder: Decoder, tokenizer: Tokenizer, cases: list[Case], isolated: FixedContext
+) -> None:
+    weave = open_strategy("weave", FACTS)
+    tapers = (None, Taper(0, 0.1))
+    settings = [Setting(replace(weave, taper=taper), 0.5) for taper in tapers]
+    (found,) = measure(decoder, tokenizer, cases[:1], [isolated], settings)
+    plain, tapered = found.outcomes["isolated"]
+    assert tapered.work < plain.work
+    assert tapered.judged.kl_mean != plain.judged.kl_mean
 
 
 def test_encodings_are_measured_apart(answered: list[Answered]) -> None:
