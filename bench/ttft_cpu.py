@@ -104,9 +104,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--bound", type=float, default=BOUND, help="of auto, in nats per token")
     parser.add_argument("--profile", type=Path, help="of the model, in place of the packaged one")
-    parser.add_argument(
-        "--only", nargs="*", help="strategies beside full; all by default"
-    )
+    parser.add_argument("--only", nargs="*", help="strategies beside full; all by default")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -129,7 +129,8 @@ def test_a_selector_that_ranks_nothing_cannot_taper(world: World, name: str) -> 
 
 def test_depth_is_what_a_row_costs() -> None:
     assert Taper(24, 0.2).depth(30) == pytest.approx((24 + 0.2 * 6) / 30)
-    assert Taper(40, 0.2).depth(30) == pytest.approx((29 + 0.2) / 30)
+    assert Taper(40, 0.2).depth(30) == Taper(29, 0.2).depth(30) == 1.0, "no row leaves there"
+    assert Taper(28, 0.2).depth(30) < 1
     assert [Taper(1, 0.2).staying(n) for n in (1, 2, 3, 10, 450)] == [1, 1, 1, 2, 90]
     facts = ModelFacts(30, (21,))
     assert open_strategy("weave", facts).depth(30) == pytest.approx(0.84)

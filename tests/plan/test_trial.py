@@ -145,3 +145,18 @@ def test_beside_others_only_a_load_that_wins_with_nothing_hidden_is_tried(
     plans = [answer(planner) for _ in range(EVERY)]
     assert any(map(is_trial, plans)) == tried
     assert all(plan.strategy is None for plan in plans[:-1])
+
+
+def test_a_host_load_too_small_to_tell_anything_keeps_no_tier_from_its_trial() -> None:
+    """One chunk in host memory: the chosen way loads it in no time and will never be told apart."""
+    stored = on_disk(*NAMES) | on_disk("c300", tier="host")
+    planner = make_planner(stored=stored, links={"disk": 600_000 / 0.44, "host": 1e9})
+    planner.now_s = lambda: 0.0
+    request = ask(*NAMES, "c300")
+    plans = [answer(planner, 0.3, request) for _ in range((WINDOW - 1) * EVERY)]
+    loads = [plan.chosen.load for plan in plans if not is_trial(plan)]
+    assert all(load is not None and load.link == "host" and not load.tells for load in loads)
+    assert sum(map(is_trial, plans)) == WINDOW - 1
+    after = planner.plan(request).chosen
+    assert after.load is not None
+    assert (after.load.link, after.reason) == ("disk", Reason.CHEAPEST)

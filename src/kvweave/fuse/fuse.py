@@ -125,8 +125,8 @@ def select_rows(
     count = budget(len(hits), ratio) if selector is not None else 0
     scene = Scene(decoder, request, stitched, hits)
     is_partial = 0 < count < len(hits)
-    if taper is not None and (not is_partial or taper.layer >= decoder.spec.num_layers - 1):
-        taper = None  # what is recomputed as a whole is exact; the last layer is short anyway
+    if taper is not None and not (is_partial and taper.applies(decoder.spec.num_layers)):
+        taper = None  # what is recomputed as a whole is exact
     going = None
     if taper is not None:
         assert isinstance(selector, Ranking), f"{selector} does not say which of its rows matter"

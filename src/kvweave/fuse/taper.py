@@ -24,14 +24,19 @@ class Taper(NamedTuple):
     layer: int  # the last one whose keys and values all of them write
     share: float  # of them that go on
 
+    def applies(self, num_layers: int) -> bool:
+        """Whether any row stops early: behind the last keys only the last row matters anyway."""
+        return self.layer < num_layers - 1
+
     def staying(self, num_chosen: int) -> int:
         """How many of `num_chosen` rows go on: one at least."""
         return min(num_chosen, max(1, round(self.share * num_chosen)))
 
     def depth(self, num_layers: int) -> float:
         """Layers that a chosen row runs through on average, as a share of all."""
-        before = min(self.layer, num_layers - 1)
-        return (before + self.share * (num_layers - before)) / num_layers
+        if not self.applies(num_layers):
+            return 1.0
+        return (self.layer + self.share * (num_layers - self.layer)) / num_layers
 
 
 class Leaving(NamedTuple):

@@ -40,6 +40,11 @@ class Load(NamedTuple):
     work_s: float  # all else: choosing rows and computing
     least_s: float  # the whole price, were all of the load hidden that can be
 
+    @property
+    def tells(self) -> bool:
+        """Whether what the request takes will say what was paid for the load."""
+        return self.seconds > LEAST_LOAD * self.work_s
+
 
 @dataclass(slots=True)
 class Paid:
@@ -61,7 +66,7 @@ class Paid:
 
     def observe(self, load: Load, took_s: float, now_s: float) -> None:
         """A request that loaded over this link took so long, the time of others left out."""
-        if load.seconds <= LEAST_LOAD * load.work_s:
+        if not load.tells:
             return
         share = min(MOST, max(0.0, (took_s - load.work_s) / load.seconds))
         self.shares = [*self._known(now_s), share][-WINDOW:]

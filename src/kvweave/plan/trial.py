@@ -40,7 +40,7 @@ def find_trial(order: OneOrder, unsure: Collection[str], busy: bool) -> Candidat
     """
     priced = order.priced()
     chosen_s, chosen = price_of(priced.chosen), priced.chosen.option.load
-    if chosen is not None and chosen.link in unsure:
+    if chosen is not None and chosen.link in unsure and chosen.tells:
         return None
     most_s = chosen_s + MOST_LOSS * (chosen_s - order.queue_s)
     best: Candidate | None = None
