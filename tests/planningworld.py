@@ -21,6 +21,7 @@ from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.planning import Planning
 from kvweave.prompt import SYSTEM, split_template
 from kvweave.tokenizer import Tokenizer
 from tiny_corpus import make_text, open_kb
@@ -133,9 +134,15 @@ def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
     return weave.ask(QUESTION, reuse=reuse, sampling=GREEDY, **settings)  # type: ignore[arg-type]
 
 
+def planning_of(weave: Weave) -> Planning:
+    """What `auto` is planned with. It opens with the first plan."""
+    planning = weave._replying.ways.planning
+    assert planning is not None
+    return planning
+
+
 def load_links(weave: Weave) -> dict[str, Link]:
-    assert weave._replying.ways.planning is not None
-    return weave._replying.ways.planning.machine.links
+    return planning_of(weave).machine.links
 
 
 def probed(weave: Weave, link: str) -> dict[str, Link]:

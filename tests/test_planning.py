@@ -53,6 +53,7 @@ from planningworld import (
     ask,
     load_links,
     model,
+    planning_of,
     probed,
     weave,
     world,
@@ -503,8 +504,7 @@ def test_waiting_for_what_host_copies_lack_is_not_taken_for_laying(
 ) -> None:
     world.set_machine()
     weave.plan(QUESTION)
-    planning = weave._replying.ways.planning
-    assert planning is not None
+    planning = planning_of(weave)
     record = ask(weave, "reuse").explain
     assert record is not None
     before_s = planning.machine.stitch_s
@@ -520,8 +520,7 @@ def test_rows_that_leave_early_teach_as_the_parts_of_rows_they_are_priced_as(
 ) -> None:
     world.set_machine()
     weave.plan(QUESTION)
-    planning = weave._replying.ways.planning
-    assert planning is not None
+    planning = planning_of(weave)
     record = ask(weave, "epic").explain
     assert record is not None
     counts = record.counts

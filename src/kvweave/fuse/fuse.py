@@ -19,7 +19,7 @@ from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, State, budget
 from kvweave.fuse.selectors.base import InFlightSelector, Narrowing, Ranking, Scene, Selector
 from kvweave.fuse.stitched import Stitched, positions_of
-from kvweave.fuse.taper import Leaving, Mover, Relay, Taper, leaving
+from kvweave.fuse.taper import Leaving, Mover, Relay, Taper
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,13 +131,20 @@ def select_rows(
     if taper is not None:
         assert isinstance(selector, Ranking), f"{selector} does not say which of its rows matter"
         chosen, stay = selector.ranked(scene, (count, taper.staying(count)))
-        in_flight, going = None, leaving(taper, stay, must_compute)
+        in_flight = None
+        going = Leaving(taper.layer, stay, _with(stay, must_compute))
     else:
         chosen, in_flight = _choose(scene, selector, count, must_compute)
-    rows = torch.cat([chosen, must_compute])
-    if len(chosen) and must_compute[0] < chosen[-1]:  # missing chunks between them
-        rows = rows.sort().values
+    rows = _with(chosen, must_compute)
     return Selected(hits, chosen, rows, in_flight, is_partial, going)
+
+
+def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
+    """Some hits and what is always computed, ascending as both are."""
+    rows = torch.cat([hits, must_compute])
+    if len(hits) and must_compute[0] < hits[-1]:  # missing chunks between them
+        rows = rows.sort().values
+    return rows
 
 
 def _choose(

@@ -11,7 +11,6 @@ most: what they tell about the rest of their chunks (drift.py) counts up to the 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from kvweave.fuse.protocol import KVBuffer, Projected
@@ -81,11 +80,3 @@ class Relay:
         if self._later is None:
             self._later = self._behind()
         return self._later
-
-
-def leaving(taper: Taper, stay: Tensor, must_compute: Tensor) -> Leaving:
-    """`stay` are the chosen hits that go on, `must_compute` what always does; both ascend."""
-    rows = torch.cat([stay, must_compute])
-    if len(stay) and must_compute[0] < stay[-1]:  # missing chunks between them
-        rows = rows.sort().values
-    return Leaving(taper.layer, stay, rows)

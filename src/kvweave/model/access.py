@@ -18,7 +18,7 @@ from kvweave.model.rows import Rows, bounds_of, flat
 
 
 class Access(Protocol):
-    """The KV of a batch. Made once per pass, on its thread."""
+    """The KV of a batch. Made for a pass, on its thread, and again when rows leave it."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
         """Keep keys (turned on the way) and values [R, Hk, D] of all rows."""
