@@ -61,12 +61,12 @@ def change(path: Path, **changes: object) -> None:
 
 
 def test_another_format_is_refused_with_the_way_out(path: Path) -> None:
-    change(path, format=5)
-    with pytest.raises(ConfigError, match="has format 5, this kvweave reads 4; make it again with"):
+    change(path, format=6)
+    with pytest.raises(ConfigError, match="has format 6, this kvweave reads 5; make it again with"):
         load(path)
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", [2, 3, 4])
 def test_tables_of_another_weave_are_not_read(path: Path, version: int) -> None:
     change(path, format=version)
     assert load(path) == profiles.replace(PROFILE, calibration=())

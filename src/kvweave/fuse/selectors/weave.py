@@ -4,7 +4,7 @@ Attention of every question row counts, the chat header before the answer includ
 where the answer starts from; the layers right above two thirds of the model, where a question has
 become a search; softmax over the chunks only, so that what the preamble soaks up does not matter.
 Rows are chosen by score per cost: one at the end of the prompt sees twice the keys of one in the
-middle. The rest of each chunk is then moved along with the recomputed rows (see drift.py). Behind
+middle, and questions look at what is near more than it is worth. The rest of each chunk is then moved along with the recomputed rows (see drift.py). Behind
 the layers in which the question searches only a fifth of the rows goes on (see taper.py).
 
     weave        the question sees the preamble alone on its way up: choosing rows needs the stored
@@ -17,9 +17,10 @@ docs/fusion.md tells how this was found and what was tried.
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.taper import Taper
 
-# A row at the end of a prompt is taken to cost twice one at its front (products with weights are
-# the same for both, attention is not) and must be looked at twice as much to be worth it.
-LATE = 1.0
+# A row at the end of a prompt is taken to cost four times one at its front (products with weights
+# are the same for both, attention is not, and runs slower) and must be looked at four times as much
+# to be worth it.
+LATE = 3.0
 STAYING = 0.2  # of the rows, behind the layers of the search
 
 
