@@ -27,7 +27,7 @@ from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.query_attention import QueryAttention
-from kvweave.fuse.selectors.weave import weave, weave_deep
+from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
@@ -529,7 +529,7 @@ def test_weave_looks_from_the_whole_question_at_the_chunks_two_thirds_up(
     states = question_states(world, context=deep or len(preamble))
     q, k = states[4]
     seen = attention(world, q, k, laid.keys(4)[:end], slice(0, len(QUESTION)), "context")
-    cost = 1 + torch.arange(end) / len(world.request.prompt_ids)
+    cost = 1 + LATE * torch.arange(end) / len(world.request.prompt_ids)
     want = seen.sum((0, 1)) / cost
     ours = (weave_deep if deep else weave)(NUM_LAYERS).scores(world.scene())
     torch.testing.assert_close(ours.double(), want[world.request.hits], atol=1e-4, rtol=1e-4)
