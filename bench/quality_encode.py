@@ -65,10 +65,12 @@ class Encoder:
             batch = [unique[i] for i in run]
             alone |= dict(zip(batch, encode_chunks(decoder, filled, batch), strict=True))
         prefixes, made = [bare], [isolated[0]]
-        for chunk, row in list(zip(prompt.chunks, rows, strict=True))[1:]:
+        for row in rows[1:]:
             near = [(ids[p], alone[ids[p]]) for p in row[: variant.size]]
             prefixes.append(neighbour_prefix(decoder, filled, near))
-            made += encode_chunks(decoder, prefixes[-1], [chunk])
+        for run in passes([len(prefix.token_ids) for prefix in prefixes[1:]], 16384):
+            behind = [(prefixes[i + 1], prompt.chunks[i + 1]) for i in run]
+            made += encode_chunks(decoder, [p for p, _ in behind], [ids for _, ids in behind])
         return made, prefixes
 
     def beside(
