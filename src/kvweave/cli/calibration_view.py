@@ -17,8 +17,8 @@ PIPE_WIDTH = 120
 def show_tables(
     tables: "Sequence[Table]", choices: "Mapping[str, Cell | None]", bound: float
 ) -> None:
-    """One table per encoding, each ending in its choice."""
-    from kvweave.fuse.calibration import ENOUGH_QUESTIONS, is_within
+    """One table per encoding, each ending in its choice; then, of several, the cheapest."""
+    from kvweave.fuse.calibration import ENOUGH_QUESTIONS, cheapest, is_within
 
     console = _console()
     for table in tables:
@@ -60,6 +60,8 @@ def show_tables(
                 "before you trust this[/]"
             )
         console.print()
+    if len(tables) > 1:
+        console.print(_summary(cheapest(choices), choices, bound))
 
 
 def show_layers(profile: "LayerProfile") -> None:
@@ -95,6 +97,17 @@ def _words(chosen: "Cell | None", bound: float) -> str:
     return (
         f"[bold]{chosen.strategy} at {chosen.ratio:g}[/] is the cheapest within {bound:g} nats: "
         f"{chosen.work:.0%} of full prefill's work, KL {chosen.kl:.4f}"
+    )
+
+
+def _summary(name: str | None, choices: "Mapping[str, Cell | None]", bound: float) -> str:
+    chosen = None if name is None else choices[name]
+    if chosen is None:
+        return f"[bold]exact[/] behind all {len(choices)} encodings: none has a choice"
+    return (
+        f"[bold]{name}[/] is the cheapest of {len(choices)} encodings within {bound:g} nats: "
+        f"{chosen.strategy} at {chosen.ratio:g}, {chosen.work:.0%} of full prefill's work, "
+        f"KL {chosen.kl:.4f}"
     )
 
 
