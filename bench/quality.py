@@ -86,8 +86,8 @@ def parse_args() -> argparse.Namespace:
 
 def leave_out(args: argparse.Namespace) -> list[str]:
     """Take out of `args.strategies` what cannot run, and say so. Ends a run that cannot work."""
-    if "isolated" not in args.encodings.split(","):
-        raise SystemExit("recovery counts from reuse of isolated chunk KV; add it to --encodings")
+    if args.neighbours is None and "neighbours" in args.encodings:
+        raise SystemExit("who the neighbours are: give --neighbours, from quality_neighbours.py")
     names = args.strategies.split(",")
     skipped = [name for name in names if name in NEEDS_PROFILE and not args.layers]
     for name in skipped:

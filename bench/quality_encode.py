@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvweave.fuse.anchors import REPEAT, choose_anchors, extra_name, kvzip_scores, pack_anchors
-from kvweave.fuse.contexts import Variant, filler_ids, neighbour_prefix
+from kvweave.fuse.contexts import Variant, context_filler, filler_ids, neighbour_prefix
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.inter_attention import inter_attention
 from kvweave.fuse.selectors.cachecraft import INTER
@@ -60,14 +60,17 @@ class Encoder:
         }
         alone: dict[tuple[int, ...], list[LayerKV]] = {}
         unique = list(dict.fromkeys(ids.values()))
+        filled = self.prefix([*prompt.preamble, *context_filler(self.tokenizer, variant)])
         for run in passes([len(u) for u in unique], 8192):
             batch = [unique[i] for i in run]
-            alone |= dict(zip(batch, encode_chunks(decoder, bare, batch), strict=True))
+            alone |= dict(zip(batch, encode_chunks(decoder, filled, batch), strict=True))
         prefixes, made = [bare], [isolated[0]]
-        for chunk, row in list(zip(prompt.chunks, rows, strict=True))[1:]:
+        for row in rows[1:]:
             near = [(ids[p], alone[ids[p]]) for p in row[: variant.size]]
-            prefixes.append(neighbour_prefix(decoder, bare, near))
-            made += encode_chunks(decoder, prefixes[-1], [chunk])
+            prefixes.append(neighbour_prefix(decoder, filled, near))
+        for run in passes([len(prefix.token_ids) for prefix in prefixes[1:]], 16384):
+            behind = [(prefixes[i + 1], prompt.chunks[i + 1]) for i in run]
+            made += encode_chunks(decoder, [p for p, _ in behind], [ids for _, ids in behind])
         return made, prefixes
 
     def beside(

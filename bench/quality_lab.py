@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvweave.fuse.answer_scores import exact_match, token_f1
-from kvweave.fuse.contexts import Variant, parse_variant
+from kvweave.fuse.contexts import ISOLATED, Variant, parse_variant
 from kvweave.fuse.encode import encode_chunks
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import FuseRequest, budget, classify
@@ -47,7 +47,9 @@ class Lab:
         self.facts = ModelFacts(self.decoder.spec.num_layers, layers)
         self.strategies = [open_strategy(name, self.facts) for name in args.strategies.split(",")]
         self.ratios = [float(r) for r in args.ratios.split(",")]
-        self.variants = [parse_variant(text) for text in args.encodings.split(",")]
+        self.asked = [parse_variant(text) for text in args.encodings.split(",")]
+        # recovery counts from plain reuse of isolated chunk KV: always there
+        self.variants = list(dict.fromkeys([Variant(ISOLATED), *self.asked]))
         self.encoder = Encoder(self.decoder, self.tokenizer, args.neighbours)
 
     def ask(self, question: Question, *, check: bool) -> dict[Key, Any]:
@@ -57,7 +59,8 @@ class Lab:
         isolated = encode_chunks(decoder, self.encoder.prefix(prompt.preamble), prompt.chunks)
         found: dict[Key, Any] = {}
         for variant in self.variants:  # one at a time: the KV of a table is large
-            num_cells = len(self.ratios) * len(self.strategies) + 3
+            ratios = self.ratios if variant in self.asked else []
+            num_cells = len(ratios) * len(self.strategies) + 3
             trials = Trials(decoder, num_cells, len(ids), ANSWER_ROOM)
             logits = [decoder.forward([Rows(ids, range(len(ids)), trials.kv(0), [len(ids) - 1])])]
             names: list[Key] = [FULL]
@@ -65,10 +68,9 @@ class Lab:
             request, stitched, chosen = self.prepare(question, variant, isolated, trials)
             groups: list[tuple[float, list[tuple[str, Cell]]]] = [(0.0, [("reuse", Cell(()))])]
             groups += [
-                (ratio, [(s.name, chosen(s, ratio)) for s in self.strategies])
-                for ratio in self.ratios
+                (ratio, [(s.name, chosen(s, ratio)) for s in self.strategies]) for ratio in ratios
             ]
-            if variant.kind == "isolated":
+            if variant.kind == ISOLATED:
                 groups.append((1.0, [("any", Cell(tuple(request.hits)))]))
             for ratio, cells in groups:
                 first = len(names)
@@ -127,7 +129,7 @@ class Lab:
             first_is_exact=True,
             asked=prompt.asked,
         )
-        names = {s.name for s in self.strategies}
+        names = {s.name for s in self.strategies} if variant in self.asked else set()
         beside = self.encoder.beside(question, names, keys, made, prefixes)
         kv = decoder.new_kv(len(request.prompt_ids))
         stitched = Stitched(decoder, request, preamble, ComputedChunks(made, beside), kv)

@@ -68,13 +68,15 @@ def test_no_share_is_given_of_a_gap_that_is_noise(stats: ModuleType) -> None:
 def test_what_cannot_run_is_named_and_a_run_without_its_zero_is_refused(
     quality: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = Namespace(encodings="isolated,filler:4", strategies="epic,qcfuse,weave", layers="")
+    args = Namespace(
+        encodings="isolated,filler:4", strategies="epic,qcfuse,weave", layers="", neighbours=None
+    )
     assert quality.leave_out(args) == ["qcfuse"]
     assert args.strategies == "epic,weave"
     assert "qcfuse is left out" in capsys.readouterr().out
     assert quality.leave_out(Namespace(**{**vars(args), "layers": "1"})) == []
-    with pytest.raises(SystemExit, match="add it to --encodings"):
-        quality.leave_out(Namespace(**{**vars(args), "encodings": "filler:4"}))
+    with pytest.raises(SystemExit, match="give --neighbours"):
+        quality.leave_out(Namespace(**{**vars(args), "encodings": "neighbours:3"}))
 
 
 def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes_the_gap(
@@ -97,6 +99,27 @@ def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes
     assert (found["set"], found["number"]) == ("2wiki", 3)
     assert cells["isolated", "reuse", 0.0]["kl"] > 10 * abs(cells["isolated", "any", 1.0]["kl"])
     assert {"kl", "flips", "top1", "nll", "f1", "em", "work"} <= cells["-", "full", 0.0].keys()
+
+
+def test_what_recovery_counts_from_is_measured_whatever_is_asked_for(
+    quality: ModuleType, chat_model_folder: Path
+) -> None:
+    from kvweave.prompt import Document, build_prompt
+    from quality_data import Question
+    from quality_lab import Lab
+
+    args = Namespace(
+        model=str(chat_model_folder), device="cpu", layers="", ratios="0.15",
+        strategies="weave", encodings="filler:1", neighbours=None,
+    )  # fmt: skip
+    lab = Lab(args)
+    passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
+    prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
+    found = lab.ask(Question("2wiki", 3, prompt, ("the sea",), passages), check=True)
+    assert {key for key in found if isinstance(key, tuple)} == {
+        ("-", "full", 0.0), ("isolated", "reuse", 0.0), ("isolated", "any", 1.0),
+        ("filler:1", "reuse", 0.0), ("filler:1", "weave", 0.15),
+    }  # fmt: skip
 
 
 def test_figures_say_in_which_precision_they_were_made(

@@ -91,9 +91,9 @@ def test_what_is_not_given_stays_as_it_was_prepared(world: World) -> None:
         assert found is not None
         return str(found.variant), found.extras
 
-    world.stored("--encoding", "neighbours:1")
+    world.stored("--encoding", "filler:1")
     world.stored("--extras", "inter")
-    assert prepared() == ("neighbours:1", ("inter",))
+    assert prepared() == ("filler:1", ("inter",))
     world.stored("--encoding", "isolated")
     assert prepared() == ("isolated", ("inter",))
     world.stored()

@@ -6,7 +6,14 @@ import pytest
 
 from fuseworld import World
 from kvweave.errors import ConfigError
-from kvweave.fuse.contexts import Variant, filler_ids, neighbour_prefix, parse_variant, variant_name
+from kvweave.fuse.contexts import (
+    Variant,
+    context_filler,
+    filler_ids,
+    neighbour_prefix,
+    parse_variant,
+    variant_name,
+)
 from kvweave.fuse.encode import Prefix, encode_prefix
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -26,7 +33,7 @@ def chat(chat_model_folder: Path) -> tuple[Tokenizer, Decoder]:
         ("isolated", Variant("isolated")),
         ("filler", Variant("filler", 4)),
         ("filler:64", Variant("filler", 64)),
-        ("neighbours", Variant("neighbours", 10)),
+        ("neighbours", Variant("neighbours", 3)),
         ("neighbours:3", Variant("neighbours", 3)),
     ],
 )
@@ -59,10 +66,25 @@ def test_filler_is_whole_passages_of_one_text(chat: tuple[Tokenizer, Decoder]) -
 def test_another_filler_has_another_name() -> None:
     names = {
         variant_name(Variant("isolated")),
-        variant_name(Variant("neighbours", 3)),
-        *(variant_name(Variant("filler", n), ids) for n in (1, 2) for ids in ([1, 2], [12])),
+        *(
+            variant_name(Variant(kind, n), ids)
+            for kind in ("filler", "neighbours")
+            for n in (1, 2)
+            for ids in ([1, 2], [12])
+        ),
     }
-    assert len(names) == 6
+    assert len(names) == 9
+
+
+def test_neighbours_stand_behind_the_same_filler_whatever_their_number(
+    chat: tuple[Tokenizer, Decoder],
+) -> None:
+    tokenizer, _ = chat
+    usual = context_filler(tokenizer, parse_variant("filler"))
+    assert context_filler(tokenizer, Variant("neighbours", 1)) == usual
+    assert context_filler(tokenizer, Variant("neighbours", 9)) == usual
+    assert context_filler(tokenizer, Variant("filler", 2)) == filler_ids(tokenizer, 2)
+    assert context_filler(tokenizer, Variant("isolated")) == ()
 
 
 def test_neighbours_are_stitched_behind_the_preamble(chat: tuple[Tokenizer, Decoder]) -> None:

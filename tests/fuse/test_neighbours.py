@@ -10,6 +10,7 @@ import torch
 
 from kvweave.errors import ConfigError, CorpusError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode import encode_chunks
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.neighbours import NeighbourTable
 from kvweave.fuse.preparation import EXTRAS, Preparation
@@ -28,6 +29,8 @@ from tiny_models import make_model_folder
 
 RNG = random.Random(5)
 PREAMBLE = tuple(RNG.randrange(97) for _ in range(6))
+FILLER = tuple(RNG.randrange(97) for _ in range(9))
+FRONT = (*PREAMBLE, *FILLER)
 CHUNKS = {
     name: Chunk(ChunkId(name), "", "", tuple(RNG.randrange(97) for _ in range(n)))
     for name, n in (("a", 11), ("b", 1), ("c", 19), ("d", 7))
@@ -62,7 +65,12 @@ def neighbours_of(token_ids: Sequence[int]) -> Sequence[ChunkId] | None:
 def make_encoder(decoder: Decoder, store: KVStore, codec: str = "raw") -> ChunkEncoder:
     context = replace(make_context(preamble_ids=PREAMBLE), codec=codec)
     return ChunkEncoder(
-        decoder, store, context, Preparation.parse("neighbours:3"), neighbours_of=neighbours_of
+        decoder,
+        store,
+        context,
+        Preparation.parse("neighbours:3"),
+        Texts(FILLER),
+        neighbours_of=neighbours_of,
     )
 
 
@@ -82,17 +90,22 @@ def stored_layers(store: KVStore, key: ChunkKey, num_layers: int) -> list[LayerK
         return [LayerKV(kv.k.clone(), kv.v.clone()) for kv in layers]
 
 
+def is_stored(store: KVStore, key: ChunkKey) -> bool:
+    (peek,) = store.peek([key])
+    return peek.residency is not Residency.ABSENT
+
+
 def dense(decoder: Decoder, chunk: Chunk, others: Sequence[Chunk]) -> list[LayerKV]:
     """The same by plain forward passes: keys turned to their place, values, of the chunk's rows."""
     kv = decoder.new_kv(256)
-    decoder.forward([Rows(PREAMBLE, range(len(PREAMBLE)), kv, [])])
-    at = first = len(PREAMBLE)
+    decoder.forward([Rows(FRONT, range(len(FRONT)), kv, [])])
+    at = first = len(FRONT)
     for other in others:
         alone = decoder.new_kv(64)
-        ids = [*PREAMBLE, *other.token_ids]
+        ids = [*FRONT, *other.token_ids]
         decoder.forward([Rows(ids, range(len(ids)), alone, [])])
         num = len(other.token_ids)
-        # it was computed right behind the preamble: turn it on by as far as it moves
+        # it was computed right behind the filler: turn it on by as far as it moves
         shift = decoder.angles(torch.full((num,), at - first))
         kv.reserve(at + num)
         for layer in range(decoder.spec.num_layers):
@@ -111,12 +124,11 @@ def test_stored_kv_equals_dense_prefill_behind_the_stitched_neighbours(
     decoder: Decoder, store: KVStore
 ) -> None:
     encoder = make_encoder(decoder, store)
-    encoder.encode(list(CHUNKS.values()))  # isolated KV of all
     assert encode_all(encoder) == len(NEIGHBOURS)
     for name, names in NEIGHBOURS.items():
         chunk, others = CHUNKS[name], [CHUNKS[each] for each in names]
         made = stored_layers(store, encoder.key(chunk.token_ids), decoder.spec.num_layers)
-        start = len(PREAMBLE) + sum(len(other.token_ids) for other in others)
+        start = len(FRONT) + sum(len(other.token_ids) for other in others)
         angles = decoder.angles(torch.arange(start, start + len(chunk.token_ids)))
         for ours, want in zip(made, dense(decoder, chunk, others), strict=True):
             torch.testing.assert_close(rotate(ours.k, angles), want.k, atol=1e-4, rtol=1e-4)
@@ -128,13 +140,16 @@ def test_neighbours_from_the_store_and_computed_ones_give_the_same_kv(
     decoder: Decoder, codec: str
 ) -> None:
     made = []
-    for isolated_first in (True, False):
+    for stored_first in (True, False):
         with KVStore(StoreConfig(tiers=(HostTierConfig(1 << 24),))) as store:
             encoder = make_encoder(decoder, store, codec)
-            if isolated_first:
-                encoder.encode(list(CHUNKS.values()))
+            if stored_first:  # as a knowledge base that was prepared with filler before
+                filler = Preparation.parse("filler:4")
+                before = ChunkEncoder(decoder, store, encoder.context, filler, Texts(FILLER))
+                before.encode(list(CHUNKS.values()))
+                assert is_stored(store, encoder.filled_key(CHUNKS["d"].token_ids))
             # one chunk a pass, or all at once: neither may show
-            encode_all(encoder, pass_bytes=1 if isolated_first else 1 << 30)
+            encode_all(encoder, pass_bytes=1 if stored_first else 1 << 30)
             key = encoder.key(CHUNKS["c"].token_ids)
             made.append(stored_layers(store, key, decoder.spec.num_layers))
     for ours, theirs in zip(*made, strict=True):
@@ -146,6 +161,25 @@ def test_what_is_stored_is_not_computed_again(decoder: Decoder, store: KVStore) 
     encoder = make_encoder(decoder, store)
     assert encode_all(encoder) == len(NEIGHBOURS)
     assert encode_all(encoder) == 0
+
+
+def test_the_kv_that_a_neighbour_brings_is_stored_once_for_all(
+    decoder: Decoder, store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make_encoder(decoder, store)
+    passed: list[tuple[int, ...]] = []
+
+    def watched(prefix_decoder: Decoder, prefix: object, chunks: Sequence[Sequence[int]]) -> object:
+        passed.extend(map(tuple, chunks))
+        return encode_chunks(prefix_decoder, prefix, chunks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvweave.fuse.neighbour_encoder.encode_chunks", watched)
+    encode_all(encoder, pass_bytes=1)  # one chunk a pass: what the first stored the others find
+    neighbours = {each for others in NEIGHBOURS.values() for each in others}
+    as_neighbour = [passed.count(CHUNKS[each].token_ids) for each in sorted(neighbours)]
+    as_itself = [int(ChunkId(each) in NEIGHBOURS) for each in sorted(neighbours)]
+    assert as_neighbour == [1 + own for own in as_itself]
+    assert all(is_stored(store, encoder.filled_key(CHUNKS[each].token_ids)) for each in neighbours)
 
 
 def test_a_key_names_the_neighbours_in_their_order(decoder: Decoder, store: KVStore) -> None:
@@ -176,7 +210,9 @@ def test_a_chunk_whose_neighbours_nobody_chose_is_a_miss(decoder: Decoder, store
 
 def test_an_encoder_that_knows_no_neighbours_is_refused(decoder: Decoder, store: KVStore) -> None:
     with pytest.raises(ConfigError, match="needs to be told who they are"):
-        ChunkEncoder(decoder, store, make_context(), Preparation.parse("neighbours:3"))
+        ChunkEncoder(
+            decoder, store, make_context(), Preparation.parse("neighbours:3"), Texts(FILLER)
+        )
 
 
 def test_entries_come_back_in_their_order_and_turned_round(table: NeighbourTable) -> None:
@@ -245,6 +281,7 @@ def test_kv_behind_neighbours_says_whose_text_it_has_seen(decoder: Decoder, tmp_
         keys = {name: encoder.key(CHUNKS[name].token_ids) for name in NEIGHBOURS}
         assert set(keys_of_chunks(tier, ["d"])) == {
             encoder.exact_key(CHUNKS["d"].token_ids),
+            encoder.filled_key(CHUNKS["d"].token_ids),
             keys[ChunkId("a")],
             keys[ChunkId("c")],
         }
@@ -258,7 +295,7 @@ def test_extras_are_stored_beside_kv_behind_neighbours(decoder: Decoder, store: 
         store,
         make_context(preamble_ids=PREAMBLE),
         preparation,
-        Texts(repeat=(3, 4, 5)),
+        Texts(FILLER, repeat=(3, 4, 5)),
         neighbours_of=neighbours_of,
     )
     assert encode_all(encoder) == len(NEIGHBOURS)

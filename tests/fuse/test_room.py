@@ -59,7 +59,8 @@ def world(chat_model_folder: Path) -> World:
 def test_what_just_fits_is_let_through_and_one_position_less_is_refused(
     world: World, encoding: str, extras: tuple[str, ...]
 ) -> None:
-    context = {"isolated": 0, "filler:3": world.fillers(3), "neighbours:3": 3 * CHUNK}[encoding]
+    behind = {"filler:3": world.fillers(3), "neighbours:3": world.fillers(4) + 3 * CHUNK}
+    context = behind.get(encoding, 0)
     beside = world.repeats() if "anchors:kvzip" in extras else 0
     needed = world.preamble_len + context + CHUNK + beside
     world.check(needed, encoding, *extras)
@@ -73,7 +74,7 @@ def test_the_size_it_names_fits_and_the_next_does_not(
     world: World, kind: str, extras: tuple[str, ...]
 ) -> None:
     beside = world.repeats() if extras else 0
-    context = world.fillers(2) if kind == "filler" else 2 * CHUNK
+    context = world.fillers(2) if kind == "filler" else world.fillers(4) + 2 * CHUNK
     room = world.preamble_len + context + CHUNK + beside + 5
     with pytest.raises(ConfigError, match=f"give {kind}:2 or less"):
         world.check(room, f"{kind}:7", *extras)
@@ -88,6 +89,8 @@ def test_where_no_context_fits_isolated_is_named(world: World) -> None:
         world.check(room, "filler:1")
     with pytest.raises(ConfigError, match="give --encoding isolated"):
         world.check(room, "neighbours:1")
+    with pytest.raises(ConfigError, match="give --encoding filler"):
+        world.check(room + world.fillers(4), "neighbours:1")
 
 
 def test_where_not_even_the_chunk_fits_a_smaller_one_is_named(world: World) -> None:

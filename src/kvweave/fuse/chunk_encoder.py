@@ -11,7 +11,13 @@ from typing import Protocol, TypeVar
 from kvweave.errors import ConfigError
 from kvweave.fuse.anchors import REPEAT
 from kvweave.fuse.beside import compute_extras
-from kvweave.fuse.contexts import ISOLATED, filler_ids, filler_passages, variant_name
+from kvweave.fuse.contexts import (
+    ISOLATED,
+    context_filler,
+    filler_of,
+    filler_passages,
+    variant_name,
+)
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.protocol import Decoder
@@ -46,12 +52,12 @@ class Texts:
         cls, tokenizer: Tokenizer, preparation: Preparation, closing: Sequence[int] = ()
     ) -> "Texts":
         """`closing` is what the chat template puts behind the user's words."""
-        variant = preparation.variant
         repeat = (*tokenizer.encode_text(REPEAT), *closing)
-        if variant.kind != "filler":
+        filler = context_filler(tokenizer, preparation.variant)
+        if not filler:
             return cls(repeat=repeat)
         lengths = (len(tokenizer.encode_text(passage)) for passage in filler_passages())
-        return cls(filler_ids(tokenizer, variant.size), repeat, tuple(accumulate(lengths)))
+        return cls(filler, repeat, tuple(accumulate(lengths)))
 
 
 class Alone(Protocol):
@@ -87,17 +93,20 @@ class ChunkEncoder:
         context of that name. `on_saved` hears how many chunks were handled each time some were."""
         self.preparation = preparation or Preparation.parse(ISOLATED)
         self.texts = texts or Texts()
-        if self.preparation.variant.kind == "filler" and not self.texts.filler:
-            raise ConfigError("an encoder behind filler needs the filler's token ids")
-        if self.preparation.variant.kind == "neighbours" and neighbours_of is None:
+        variant = self.preparation.variant
+        if variant.kind != ISOLATED and not self.texts.filler:
+            raise ConfigError(f"an encoder behind {variant} needs the filler's token ids")
+        if variant.kind == "neighbours" and neighbours_of is None:
             raise ConfigError("an encoder behind neighbours needs to be told who they are")
         self.decoder = decoder
         self.store = store
         self._neighbours_of = neighbours_of
         beside = "".join(f"+{name}" for name in self.preparation.extras)  # other bytes, other key
-        name = variant_name(self.preparation.variant, self.texts.filler)
+        name = variant_name(variant, self.texts.filler)
         self.encoding_context = name  # with a digest of the filler, and nothing of what lies beside
         self._isolated = replace(context, variant=ISOLATED + beside)
+        filled = variant_name(filler_of(variant), self.texts.filler)
+        self._filled = replace(context, variant=filled)
         self._context = replace(context, variant=name + beside)
         self._on_saved = on_saved
         self.alone: Alone = _at_once  # where computing is done; whoever shares the decoder sets it
@@ -118,6 +127,11 @@ class ChunkEncoder:
     def preamble(self) -> Prefix:
         """The preamble's KV, computed on first use."""
         return self._prefix(())
+
+    @property
+    def filled(self) -> Prefix:
+        """The KV of preamble and filler, computed on first use."""
+        return self._prefix(self.texts.filler)
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
         """The name of a chunk's KV under this model, preamble, encoding context and tenant.
@@ -141,6 +155,11 @@ class ChunkEncoder:
     def exact_key(self, token_ids: Sequence[int]) -> ChunkKey:
         """The name of its isolated KV, which is exact right behind the preamble."""
         return make_chunk_key(self._isolated, token_ids)
+
+    def filled_key(self, token_ids: Sequence[int]) -> ChunkKey:
+        """The name of its KV right behind preamble and filler, with nothing beside it: what it
+        brings where it is a neighbour."""
+        return make_chunk_key(self._filled, token_ids)
 
     def encode(self, chunks: Sequence[Chunk]) -> None:
         """Compute and save what is absent. Raises what the device raises; the store never does.

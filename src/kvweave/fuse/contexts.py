@@ -2,7 +2,8 @@
 
     isolated            nothing
     filler:N            N passages of a fixed generic text, the same for every chunk
-    neighbours:N        the N chunks of the knowledge base that are most like it, nearest first
+    neighbours:N        the default filler, then the N chunks of the knowledge base that are most
+                        like it, nearest first, with the KV they have behind that filler
 
 A chunk that has seen some text before has learnt to spread its attention, as it must in the middle
 of a prompt; that is most of what it needs to know about what stands in front of it, and any text
@@ -28,8 +29,9 @@ from kvweave.kv.codec import LayerKV
 from kvweave.tokenizer import Tokenizer
 
 ISOLATED = "isolated"
-# Filler: about half of a prompt of 1,000 tokens. Neighbours: as in FusionRAG.
-DEFAULT_SIZES = {ISOLATED: 0, "filler": 4, "neighbours": 10}
+# Filler: about half of a prompt of 1,000 tokens. Neighbours: more than a few are no better, and
+# FusionRAG's 10 worse (docs/neighbours.md).
+DEFAULT_SIZES = {ISOLATED: 0, "filler": 4, "neighbours": 3}
 
 
 class Variant(NamedTuple):
@@ -68,11 +70,20 @@ def filler_ids(tokenizer: Tokenizer, num_passages: int) -> tuple[int, ...]:
     return tuple(i for passage in passages[:num_passages] for i in tokenizer.encode_text(passage))
 
 
+def context_filler(tokenizer: Tokenizer, variant: Variant) -> tuple[int, ...]:
+    """Token ids of the filler in front of chunks; nothing if they are isolated."""
+    return () if variant.kind == ISOLATED else filler_ids(tokenizer, filler_of(variant).size)
+
+
+def filler_of(variant: Variant) -> Variant:
+    """The filler that a context begins with, as a variant of its own: that of neighbours is fixed,
+    so that whatever their number they bring the same KV."""
+    return Variant("filler", DEFAULT_SIZES["filler"]) if variant.kind == "neighbours" else variant
+
+
 def variant_name(variant: Variant, ids: Sequence[int] = ()) -> str:
     """What a key says of an encoding context: kind, size and a digest of the filler's tokens."""
-    if variant.kind != "filler":
-        return str(variant)
-    return f"{variant}:{digest_ids(ids)}"
+    return str(variant) if variant.kind == ISOLATED else f"{variant}:{digest_ids(ids)}"
 
 
 def digest_ids(ids: Sequence[int]) -> str:
@@ -82,25 +93,25 @@ def digest_ids(ids: Sequence[int]) -> str:
 
 def neighbour_prefix(
     decoder: Decoder,
-    preamble: Prefix,
+    front: Prefix,
     neighbours: Sequence[tuple[Sequence[int], Sequence[LayerKV]]],
 ) -> Prefix:
-    """The preamble and stitched isolated KV of some chunks, given as (token ids, layers).
+    """`front` (preamble and filler) and the KV of some chunks behind it, as (token ids, layers).
 
-    Neighbours bring their isolated KV, not their own neighbours': one chunk's KV never depends on
-    chunks it does not name. Without any (the only chunk of a knowledge base) it is the preamble.
+    Neighbours bring the KV they have behind `front`, not behind their own neighbours: one chunk's
+    KV never depends on chunks it does not name. Without any it is `front`.
     """
     if not neighbours:
-        return preamble
-    ids = [*preamble.token_ids, *(i for tokens, _ in neighbours for i in tokens)]
-    at = torch.arange(len(preamble.token_ids), len(ids), device=decoder.device)
+        return front
+    ids = [*front.token_ids, *(i for tokens, _ in neighbours for i in tokens)]
+    at = torch.arange(len(front.token_ids), len(ids), device=decoder.device)
     angles = decoder.angles(at)
     layers = []
     for layer in range(decoder.spec.num_layers):
         keys = rotate(torch.cat([made[layer].k for _, made in neighbours]), angles)
         values = torch.cat([made[layer].v for _, made in neighbours])
-        if preamble.layers:
-            front = preamble.layers[layer]
-            keys, values = torch.cat([front.k, keys]), torch.cat([front.v, values])
+        if front.layers:
+            first = front.layers[layer]
+            keys, values = torch.cat([first.k, keys]), torch.cat([first.v, values])
         layers.append(LayerKV(keys, values))
     return Prefix(tuple(ids), tuple(layers))

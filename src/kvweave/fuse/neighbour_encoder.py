@@ -1,9 +1,11 @@
-"""Chunk KV behind neighbours: preamble, the isolated KV of similar chunks, then the chunk.
+"""Chunk KV behind neighbours: preamble, filler, the KV of similar chunks, then the chunk.
 
-    preamble ‖ nearest ‖ … ‖ farthest ‖ chunk        only the chunk's rows are computed and kept
+    preamble ‖ filler ‖ nearest ‖ … ‖ farthest ‖ chunk      only the chunk's rows are kept
 
-Neighbours bring their isolated KV as it is stored, rounded by its codec, so the same neighbours
-give the same bytes whether their KV was still there or had to be computed again.
+Neighbours bring the KV they have behind the filler: isolated KV there, each chunk a beginning of
+its own, teaches a chunk hardly more than the filler alone. It is taken as it is stored, rounded by
+its codec, so the same neighbours give the same bytes whether their KV was still there or had to be
+computed again. What had to be is stored: a chunk is a neighbour of many.
 """
 
 import time
@@ -22,6 +24,7 @@ from kvweave.types import Chunk, ChunkId
 PASS_BYTES = 256 << 20  # of stitched KV held at a time: ten times what is computed behind it
 
 ChunksById = Callable[[Sequence[ChunkId]], Mapping[ChunkId, Chunk]]
+Filled = tuple[Chunk, list[LayerKV]]  # a chunk and its KV behind the filler
 
 
 class NeighbourEncoder:
@@ -54,9 +57,9 @@ class NeighbourEncoder:
         ids = {other for chunk in todo for other in neighbours[chunk.id]}
         known = self._chunks_by_id(sorted(ids))
         behind = [[known[other] for other in neighbours[chunk.id]] for chunk in todo]
-        preamble_len = len(self._encoder.preamble_ids)
+        front_len = len(self._encoder.preamble_ids) + len(self._encoder.texts.filler)
         lengths = [
-            preamble_len + sum(len(other.token_ids) for other in others) + len(chunk.token_ids)
+            front_len + sum(len(other.token_ids) for other in others) + len(chunk.token_ids)
             for chunk, others in zip(todo, behind, strict=True)
         ]
         for run in passes(lengths, max(1, self._pass_bytes // self._token_bytes())):
@@ -67,9 +70,12 @@ class NeighbourEncoder:
         """One pass."""
         encoder = self._encoder
         started_s = time.perf_counter()
-        made, besides = encoder.alone(partial(self._compute, batch, behind))
-        num_rows = sum(len(chunk.token_ids) for chunk in batch)
+        made, besides, fresh = encoder.alone(partial(self._compute, batch, behind))
+        num_rows = sum(len(chunk.token_ids) for chunk in (*batch, *(chunk for chunk, _ in fresh)))
         per_row_s = (time.perf_counter() - started_s) / num_rows
+        for chunk, layers in fresh:
+            cost_s = per_row_s * len(chunk.token_ids)
+            encoder.save(chunk, encoder.filled_key(chunk.token_ids), layers, {}, cost_s)
         for chunk, others, layers, beside in zip(batch, behind, made, besides, strict=True):
             cost_s = per_row_s * len(chunk.token_ids)
             key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
@@ -77,15 +83,20 @@ class NeighbourEncoder:
 
     def _compute(
         self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]
-    ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]]]:
-        """All that the decoder does for one pass."""
+    ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], list[Filled]]:
+        """All that the decoder does for one pass: KV, what lies beside it, and the KV of neighbours
+        that was not stored."""
         encoder = self._encoder
-        isolated = self._isolated({other.id: other for others in behind for other in others})
+        chunks = {other.id: other for others in behind for other in others}
+        filled = self._stored_filled(chunks)
+        fresh = self._fresh_filled([chunks[i] for i in sorted(chunks.keys() - filled.keys())])
+        for chunk, layers in fresh:
+            filled[chunk.id] = self._rounded(encoder.filled_key(chunk.token_ids), layers)
         prefixes = [
             neighbour_prefix(
                 encoder.decoder,
-                encoder.preamble,
-                [(other.token_ids, isolated[other.id]) for other in others],
+                encoder.filled,
+                [(other.token_ids, filled[other.id]) for other in others],
             )
             for others in behind
         ]
@@ -94,7 +105,7 @@ class NeighbourEncoder:
             self._beside(chunk, others, prefix, layers)
             for chunk, others, prefix, layers in zip(batch, behind, prefixes, made, strict=True)
         ]
-        return made, besides
+        return made, besides, fresh
 
     def _beside(
         self,
@@ -106,18 +117,20 @@ class NeighbourEncoder:
         (extras,) = self._encoder.extras(prefix, [chunk], [layers])
         return {**extras, BEHIND: pack_ids([other.id for other in others])}
 
-    def _isolated(self, chunks: Mapping[ChunkId, Chunk]) -> dict[ChunkId, list[LayerKV]]:
-        """Isolated KV of each chunk on the device: from the store, or computed."""
-        keys = {chunk_id: self._encoder.exact_key(c.token_ids) for chunk_id, c in chunks.items()}
+    def _stored_filled(self, chunks: Mapping[ChunkId, Chunk]) -> dict[ChunkId, list[LayerKV]]:
+        """KV behind the filler, on the device, of the chunks whose KV the store has."""
+        keys = {chunk_id: self._encoder.filled_key(c.token_ids) for chunk_id, c in chunks.items()}
         stored = self._stored(list(keys.values()))
-        found = {chunk_id: stored[key] for chunk_id, key in keys.items() if key in stored}
-        missing = sorted((chunks[i] for i in chunks if i not in found), key=lambda c: c.id)
-        for run in passes([len(chunk.token_ids) for chunk in missing]):
-            batch = [missing[i] for i in run]
+        return {chunk_id: stored[key] for chunk_id, key in keys.items() if key in stored}
+
+    def _fresh_filled(self, chunks: Sequence[Chunk]) -> list[Filled]:
+        """The same, computed."""
+        found: list[Filled] = []
+        for run in passes([len(chunk.token_ids) for chunk in chunks]):
+            batch = [chunks[i] for i in run]
             tokens = [chunk.token_ids for chunk in batch]
-            made = encode_chunks(self._encoder.decoder, self._encoder.preamble, tokens)
-            for chunk, layers in zip(batch, made, strict=True):
-                found[chunk.id] = self._rounded(keys[chunk.id], layers)
+            made = encode_chunks(self._encoder.decoder, self._encoder.filled, tokens)
+            found += zip(batch, made, strict=True)
         return found
 
     def _stored(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, list[LayerKV]]:

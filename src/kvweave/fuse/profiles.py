@@ -22,8 +22,8 @@ from kvweave.fuse.strategy import ModelFacts
 
 FORMAT = 5
 # Of these the layers are read and the tables are not: no gate could trust them. Format 1 does not
-# say what stood in front of the chunks, the `weave` of formats 2 and 4 chose other rows, and that of
-# format 3 recomputed them in every layer.
+# say what stood in front of the chunks, the `weave` of formats 2 and 4 chose other rows, and that
+# of format 3 recomputed them in every layer.
 OLD_TABLES = (1, 2, 3, 4)
 SHORT = 12  # characters of the fingerprint in the name of a packaged profile
 Data = TypeVar("Data")

@@ -30,13 +30,15 @@ def check_room(encoder: ChunkEncoder, max_context: int, chunk_tokens: int) -> No
             f"chunks of {chunk_tokens} tokens{what} {where}; {way_out} a new knowledge base with "
             f"--chunk-tokens {largest} or fewer"
         )
+    needed, less = len(texts.filler), "isolated"  # which is filler of no passages
     if variant.kind == "neighbours":
-        needed, largest = variant.size * chunk_tokens, room // chunk_tokens
-    else:  # isolated is filler of no passages
-        needed = len(texts.filler)
+        less = "filler" if needed <= room else less
+        largest = max(0, room - needed) // chunk_tokens
+        needed += variant.size * chunk_tokens
+    else:
         largest = sum(end <= room for end in texts.passage_ends)
     if needed > room:
-        way_out = f"{variant.kind}:{largest} or less" if largest else "--encoding isolated"
+        way_out = f"{variant.kind}:{largest} or less" if largest else f"--encoding {less}"
         raise ConfigError(
             f"{variant} and chunks of {chunk_tokens} tokens{what} {where}; give {way_out}"
         )
