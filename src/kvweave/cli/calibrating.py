@@ -65,18 +65,17 @@ class Subject:
     ) -> "FixedContext | NeighbourContext":
         """Chunk KV behind this encoding context, computed on the spot. Neighbours are those that
         `kb` has; raises ConfigError if they do not fit in front of a chunk."""
-        from kvweave.fuse.contexts import DEFAULT_SIZES, filler_ids
+        from kvweave.fuse.contexts import context_filler
         from kvweave.fuse.encodings import FixedContext, Prefixes
         from kvweave.fuse.neighbour_context import NeighbourContext
         from kvweave.qa import repeat_ids
 
         name, prefixes, repeat = str(variant), Prefixes(self.decoder), repeat_ids(self.tokenizer)
+        filler = context_filler(self.tokenizer, variant)
         if variant.kind != "neighbours":
-            ids = filler_ids(self.tokenizer, variant.size) if variant.kind == "filler" else ()
-            return FixedContext(self.decoder, prefixes, name, ids, repeat)
+            return FixedContext(self.decoder, prefixes, name, filler, repeat)
         assert kb is not None, "neighbours without a knowledge base are refused before"
-        ids = filler_ids(self.tokenizer, DEFAULT_SIZES["filler"])
-        room = self.decoder.spec.max_context - preamble_len - len(ids) - kb.chunk_tokens
+        room = self.decoder.spec.max_context - preamble_len - len(filler) - kb.chunk_tokens
         if variant.size * kb.chunk_tokens > room:
             most = max(0, room) // kb.chunk_tokens
             raise ConfigError(
@@ -85,7 +84,7 @@ class Subject:
                 + (f"neighbours:{most} or less" if most else "isolated or filler")
             )
         nearest = kb.nearest(variant.size)
-        return NeighbourContext(self.decoder, prefixes, name, ids, repeat, nearest)
+        return NeighbourContext(self.decoder, prefixes, name, filler, repeat, nearest)
 
     def save(self, profile: "Profile", path: Path | None) -> Path:
         from kvweave.fuse.profiles import save_profile, set_aside, user_path
