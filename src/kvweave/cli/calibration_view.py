@@ -61,7 +61,7 @@ def show_tables(
             )
         console.print()
     if len(tables) > 1:
-        console.print(_summary(cheapest(choices), choices, bound))
+        console.print(_summary(cheapest(choices), choices, tables, bound))
 
 
 def show_layers(profile: "LayerProfile") -> None:
@@ -100,10 +100,21 @@ def _words(chosen: "Cell | None", bound: float) -> str:
     )
 
 
-def _summary(name: str | None, choices: "Mapping[str, Cell | None]", bound: float) -> str:
+def _summary(
+    name: str | None,
+    choices: "Mapping[str, Cell | None]",
+    tables: "Sequence[Table]",
+    bound: float,
+) -> str:
+    """Which of several encodings to take: `name`, or if none has a choice the least bad one."""
     chosen = None if name is None else choices[name]
     if chosen is None:
-        return f"[bold]exact[/] behind all {len(choices)} encodings: none has a choice"
+        cells = [(table.encoding, cell) for table in tables for cell in table.cells]
+        name, best = min(cells, key=lambda each: each[1].kl_high)
+        return (
+            f"[bold]exact[/] behind all {len(choices)} encodings; {name} has the lowest KL: "
+            f"{best.strategy} at {best.ratio:g}, KL ≤ {best.kl_high:.4f}, flips {best.flips:.0%}"
+        )
     return (
         f"[bold]{name}[/] is the cheapest of {len(choices)} encodings within {bound:g} nats: "
         f"{chosen.strategy} at {chosen.ratio:g}, {chosen.work:.0%} of full prefill's work, "
