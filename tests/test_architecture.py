@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
         "app",
         "libraries",
         "encoders",
+        "neighbourhood",
         "library",
         "qa",
         "serve",

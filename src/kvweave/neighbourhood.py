@@ -12,6 +12,7 @@ from pathlib import Path
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.chunk_encoder import ChunkEncoder, NeighboursOf
+from kvweave.fuse.neighbour_context import Nearest, TokenIds
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.neighbours import FILE, NeighbourTable
 from kvweave.fuse.preparation import Preparation
@@ -37,6 +38,30 @@ def neighbours_of(kb: KnowledgeBase, table: NeighbourTable, size: int) -> Neighb
         return found if kb.catalogue.known(found) == set(found) else None
 
     return find
+
+
+def nearest_by_tokens(kb: KnowledgeBase, table: NeighbourTable | None, size: int) -> Nearest:
+    """For measuring: the neighbours of chunks by token ids, those whose KV is served or would be.
+
+    What ingest noted counts as long as all of it exists; for other chunks it is what ingest would
+    choose now. A chunk that is not in the knowledge base has none.
+    """
+    noted = neighbours_of(kb, table, size) if table is not None else _nobody
+
+    def find(chunks: Sequence[TokenIds]) -> list[list[TokenIds]]:
+        ids = [make_chunk_id(chunk) for chunk in chunks]
+        found = {each: noted(chunk) for each, chunk in zip(ids, chunks, strict=True)}
+        new = [each for each, others in found.items() if others is None]
+        found |= kb.nearest(list(kb.catalogue.chunks(new).values()), size)
+        wanted = {other for others in found.values() for other in others or ()}
+        known = kb.catalogue.chunks(sorted(wanted))
+        return [[known[i].token_ids for i in found[each] or () if i in known] for each in ids]
+
+    return find
+
+
+def _nobody(_: Sequence[int]) -> Sequence[ChunkId] | None:
+    return None
 
 
 def open_table(folder: Path, preparation: Preparation | None = None) -> NeighbourTable | None:

@@ -75,13 +75,16 @@ def test_layers_then_tables_make_one_profile(
     assert "4 questions are few" in ran.out
     profile = profile_of(chat_model_folder)
     assert profile is not None
+    cells = [(cell.kl_high, t.encoding) for t in profile.calibration for cell in t.cells]
+    lowest = f"exact behind all 2 encodings; {min(cells)[1]} has the lowest KL: "
+    assert ran.out.strip().splitlines()[-1].startswith(lowest)
     assert profile.layers is not None
     assert profile.layers.num_samples == 4
     assert [table.encoding for table in profile.calibration] == ["isolated", "filler:2"]
-    cells = profile.calibration[0].cells
-    assert len(cells) == 1 + 7 * 2
-    assert {cell.strategy for cell in cells} >= {"reuse", "qcfuse", "weave", "weave-deep"}
-    assert all(cell.f1 is not None for cell in cells)
+    measured = profile.calibration[0].cells
+    assert len(measured) == 1 + 7 * 2
+    assert {cell.strategy for cell in measured} >= {"reuse", "qcfuse", "weave", "weave-deep"}
+    assert all(cell.f1 is not None for cell in measured)
 
 
 def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
@@ -126,6 +129,23 @@ def test_questions_are_asked_of_a_knowledge_base(
         assert profile.table(table.revision, encoder.encoding_context, preamble) == table
 
 
+def test_of_several_encodings_the_one_with_the_cheapest_choice_is_named(
+    run: Run, chat_model_folder: Path, qa_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.fuse.calibration.MAX_FLIPS", 1.0)  # a tiny model changes its mind
+    options = ["--strategies", "reuse,epic", "--ratios", "0.3", "--limit", 2, "--bound", 100]
+    asked = ["calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, "--encodings"]
+    said = json.loads(run(*asked, "isolated, filler:1", "--json").out)
+    kl = {table["encoding"]: table["cells"][0]["kl"] for table in said["tables"]}
+    better = min(kl, key=lambda name: kl[name])  # plain reuse is the cheapest in both
+    assert said["cheapest"] == better
+    last = run(*asked, "isolated, filler:1").out.strip().splitlines()[-1]
+    assert last.startswith(f"{better} is the cheapest of 2 encodings within 100 nats: reuse at 0, ")
+    assert "encodings" not in run(*asked, "isolated").out
+    twice = run(*asked, "filler,filler:4")  # one and the same
+    assert (twice.code, "encodings" in twice.out) == (0, False)
+
+
 def encodings_of(model: Path) -> list[str]:
     profile = profile_of(model)
     return [] if profile is None else [table.encoding for table in profile.calibration]
@@ -141,8 +161,6 @@ def test_the_encoding_that_is_measured_is_the_one_the_knowledge_base_is_prepared
     (tmp_path / "q.txt").write_text("how do I drain a node?\n")
     options = ["--kb", kb_folder, "--chunks", 3, "--strategies", "reuse"]
     asked = ["calibrate", "--questions", tmp_path / "q.txt", *options, "--model", chat_model_folder]
-    write_preparation(kb_folder / "kv", Preparation.parse("neighbours:3"))
-    assert "is prepared with neighbours:3, which calibrate cannot measure" in refused(run(*asked))
     for encoding in ("isolated", "filler:2"):
         write_preparation(kb_folder / "kv", Preparation.parse(encoding))
         assert run(*asked).code == 0
@@ -162,6 +180,11 @@ def test_the_encoding_that_is_measured_is_the_one_the_knowledge_base_is_prepared
         (["--qa", "QA", "--strategies", "best"], "strategy 'best' is unknown; known: full"),
         (["--qa", "QA", "--strategies", "full"], "strategy 'full' is exact"),
         (["--qa", "QA", "--encodings", "alone"], "encoding 'alone' is unknown"),
+        (
+            ["--qa", "QA", "--encodings", "filler,neighbours:3"],
+            "neighbours:3 are chunks of a knowledge base, and --qa has none; "
+            "give --questions FILE with --kb DIR",
+        ),
         (["--qa", "QA", "--bound", "-1"], "--bound -1 is no KL"),
         (["--qa", "missing.jsonl"], "missing.jsonl"),
     ],
@@ -178,7 +201,6 @@ def test_bad_options_are_refused_before_the_model_loads(
     [
         (["--strategies", "qcfuse"], "find them with `kvweave calibrate layers`"),
         (["--strategies", "cachecraft"], "cannot measure 'cachecraft'"),
-        (["--strategies", "reuse", "--encodings", "neighbours:3"], "cannot measure neighbours:3"),
     ],
 )
 def test_what_cannot_be_measured_is_said(

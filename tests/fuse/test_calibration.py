@@ -7,7 +7,7 @@ import pytest
 
 from kvweave.fuse.answer_scores import exact_match, token_f1
 from kvweave.fuse.bootstrap import Bootstrap
-from kvweave.fuse.calibration import Cell, choose
+from kvweave.fuse.calibration import Cell, cheapest, choose
 
 
 def make_cell(strategy: str = "weave", **changes: float) -> Cell:
@@ -50,6 +50,13 @@ def test_flipping_first_tokens_is_out_whatever_the_mean() -> None:
 
 def test_what_costs_as_much_as_full_prefill_is_no_shortcut() -> None:
     assert choose([make_cell(work=1.0)], 0.02) is None
+
+
+def test_of_several_encodings_the_least_work_wins_then_the_lower_kl() -> None:
+    dear, near, far = make_cell(work=0.3, kl=0.0), make_cell(kl=0.004), make_cell(kl=0.009)
+    assert cheapest({"isolated": dear, "filler:4": far, "neighbours:3": near}) == "neighbours:3"
+    assert cheapest({"isolated": dear, "filler:4": None}) == "isolated"
+    assert cheapest({"isolated": None, "filler:4": None}) is None
 
 
 def test_the_planners_own_price_decides_the_order() -> None:

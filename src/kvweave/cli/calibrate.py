@@ -1,29 +1,32 @@
 """`kvweave calibrate`: what each strategy costs on this model, and the choice that follows."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvweave.cli.asked_kb import open_asked_kb
 from kvweave.cli.calibrating import Subject, load_subject, progress_bar
 from kvweave.cli.calibration_choices import (
-    encoding_of,
     read_asked,
     settings_for,
     shares_of,
-    split_list,
     strategy_names,
+    variants_of,
 )
 from kvweave.cli.calibration_view import show_layers, show_tables
 from kvweave.cli.loading import model_options
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
+    from kvweave.fuse.calibration import Table
     from kvweave.fuse.case import Case
-    from kvweave.qa import Record
+    from kvweave.fuse.encodings import FixedContext
+    from kvweave.fuse.measure import Setting
+    from kvweave.fuse.neighbour_context import NeighbourContext
 
 STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave,weave-deep"
 RATIOS = "0.05,0.15,0.3,0.5"
@@ -61,7 +64,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 @click.option("--ratios", default=RATIOS, show_default=True, help="Shares to recompute.")
 @click.option(
     "--encodings",
-    help="isolated, filler:SIZE, or both (what --kb is prepared with; filler for --qa).",
+    help="isolated, filler:SIZE, and with --kb neighbours:SIZE; commas between them (what --kb is "
+    "prepared with; filler for --qa).",
 )
 @limit_option
 @click.option(
@@ -100,8 +104,7 @@ def _calibrate(
     as_json: bool,
     **model: str,
 ) -> None:
-    from kvweave.fuse.calibration import BOUND, choose
-    from kvweave.fuse.contexts import parse_variant
+    from kvweave.fuse.calibration import BOUND, cheapest, choose
     from kvweave.qa import add_distractors
 
     if (qa_file is None) == (questions_file is None):
@@ -110,7 +113,7 @@ def _calibrate(
         raise RequestError("--questions are asked of a knowledge base; give --kb DIR with them")
     shares = shares_of(ratios)
     names = strategy_names(strategies)
-    variants = [parse_variant(n) for n in split_list(encodings or encoding_of(kb_folder))]
+    variants = variants_of(encodings, kb_folder)
     bound = BOUND if bound is None else bound
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
@@ -125,47 +128,26 @@ def _calibrate(
             raise CorpusError(f"{qa_file.name} has one passage per question; add --context-tokens")
     records = records[:limit]
     settings = settings_for(subject, names, shares)
-    contexts = [subject.encoding(variant) for variant in variants]
-    if kb_folder is not None:
-        cases = subject.fitting(_retrieved(subject, kb_folder, records, k))
-    else:
-        cases = subject.fitting(subject.case(record) for record in records)
     source = qa_file or questions_file
     assert source is not None, "checked above"
-
-    from kvweave.fuse.case import hash_cases
-    from kvweave.fuse.contexts import digest_ids
-    from kvweave.fuse.measure import measure
-    from kvweave.fuse.tabulate import Origin, tabulate
-
-    with progress_bar("questions", len(cases)) as advance:
-        answered = measure(
-            subject.decoder,
-            subject.tokenizer,
-            cases,
-            contexts,
-            settings,
-            bound=bound,
-            on_case=advance,
-        )
-    origin = Origin(
-        subject.revision,
-        subject.dtype,
-        source.name,
-        hash_cases(cases),
-        contexts[0].context,
-        digest_ids(cases[0].preamble),  # the same for all: it is the system prompt's
-        sum(case.num_chunk_tokens for case in cases),
-    )
-    tables = [
-        tabulate(answered, settings, each.name, replace(origin, context=each.context))
-        for each in contexts
-    ]
+    with open_asked_kb(kb_folder, subject.tokenizer) as kb:
+        if kb is not None:
+            cases = subject.fitting(kb.cases(records, k))
+        else:
+            cases = subject.fitting(subject.case(record) for record in records)
+        preamble_len = len(cases[0].preamble)  # the same for all: it is the system prompt's
+        contexts = [subject.encoding(variant, kb, preamble_len) for variant in variants]
+        tables = _measure(subject, source.name, cases, contexts, settings, bound)
     path = subject.save(subject.profile.with_tables(*tables), profile_file)
     choices = {table.encoding: choose(table.cells, bound) for table in tables}
     if as_json:
         chosen = {name: None if c is None else asdict(c) for name, c in choices.items()}
-        document = {"bound": bound, "chosen": chosen, "tables": [asdict(t) for t in tables]}
+        document = {
+            "bound": bound,
+            "chosen": chosen,
+            "cheapest": cheapest(choices),  # name of an encoding, None: all are exact
+            "tables": [asdict(t) for t in tables],
+        }
         click.echo(json.dumps({"model": subject.name, "profile": str(path), **document}))
         return
     show_tables(tables, choices, bound)
@@ -224,17 +206,40 @@ def layers_command(
     click.secho(f"written to {path}", dim=True, err=True)
 
 
-def _retrieved(
-    subject: Subject, kb_folder: Path, records: "Sequence[Record]", k: int
-) -> "Iterator[Case]":
-    from kvweave.cli.knowledge_bases import find_embedder
-    from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.qa import case_of_chunks
+def _measure(
+    subject: Subject,
+    data: str,
+    cases: "Sequence[Case]",
+    contexts: "Sequence[FixedContext | NeighbourContext]",
+    settings: "Sequence[Setting]",
+    bound: float,
+) -> "list[Table]":
+    """One table per encoding context. `data` names the questions."""
+    from kvweave.fuse.case import hash_cases
+    from kvweave.fuse.contexts import digest_ids
+    from kvweave.fuse.measure import measure
+    from kvweave.fuse.tabulate import Origin, tabulate
 
-    with KnowledgeBase.open(kb_folder) as listing:
-        embedder = find_embedder(listing.settings.embedder)
-    with KnowledgeBase.open(kb_folder, tokenizer=subject.tokenizer, embedder=embedder) as kb:
-        for record in records:
-            chunks = [hit.chunk.token_ids for hit in kb.search(record.question, k)]
-            if len(chunks) > 1:
-                yield case_of_chunks(subject.tokenizer, record, chunks)
+    with progress_bar("questions", len(cases)) as advance:
+        answered = measure(
+            subject.decoder,
+            subject.tokenizer,
+            cases,
+            contexts,
+            settings,
+            bound=bound,
+            on_case=advance,
+        )
+    origin = Origin(
+        subject.revision,
+        subject.dtype,
+        data,
+        hash_cases(cases),
+        contexts[0].context,
+        digest_ids(cases[0].preamble),
+        sum(case.num_chunk_tokens for case in cases),
+    )
+    return [
+        tabulate(answered, settings, each.name, replace(origin, context=each.context))
+        for each in contexts
+    ]

@@ -12,9 +12,11 @@ import click
 from kvweave.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
+    from kvweave.cli.asked_kb import AskedKB
     from kvweave.fuse.case import Case
     from kvweave.fuse.contexts import Variant
     from kvweave.fuse.encodings import FixedContext
+    from kvweave.fuse.neighbour_context import NeighbourContext
     from kvweave.fuse.profiles import Profile
     from kvweave.model.decoder import Decoder
     from kvweave.qa import Record
@@ -58,20 +60,31 @@ class Subject:
             click.echo(f"{left} prompts of more than {most:,} tokens are left out", err=True)
         return fit
 
-    def encoding(self, variant: "Variant") -> "FixedContext":
-        """Chunk KV behind this encoding context, computed on the spot."""
-        from kvweave.fuse.contexts import filler_ids
+    def encoding(
+        self, variant: "Variant", kb: "AskedKB | None", preamble_len: int
+    ) -> "FixedContext | NeighbourContext":
+        """Chunk KV behind this encoding context, computed on the spot. Neighbours are those that
+        `kb` has; raises ConfigError if they do not fit in front of a chunk."""
+        from kvweave.fuse.contexts import context_filler
         from kvweave.fuse.encodings import FixedContext, Prefixes
+        from kvweave.fuse.neighbour_context import NeighbourContext
         from kvweave.qa import repeat_ids
 
-        if variant.kind == "neighbours":
+        name, prefixes, repeat = str(variant), Prefixes(self.decoder), repeat_ids(self.tokenizer)
+        filler = context_filler(self.tokenizer, variant)
+        if variant.kind != "neighbours":
+            return FixedContext(self.decoder, prefixes, name, filler, repeat)
+        assert kb is not None, "neighbours without a knowledge base are refused before"
+        room = self.decoder.spec.max_context - preamble_len - len(filler) - kb.chunk_tokens
+        if variant.size * kb.chunk_tokens > room:
+            most = max(0, room) // kb.chunk_tokens
             raise ConfigError(
-                f"calibrate cannot measure {variant}: it computes chunk KV without the chunks' "
-                "neighbours; give isolated or filler"
+                f"{variant} of {kb.chunk_tokens} tokens do not fit in front of a chunk into the "
+                f"{self.decoder.spec.max_context:,} positions of this model; give "
+                + (f"neighbours:{most} or less" if most else "isolated or filler")
             )
-        ids = filler_ids(self.tokenizer, variant.size) if variant.kind == "filler" else ()
-        repeat = repeat_ids(self.tokenizer)
-        return FixedContext(self.decoder, Prefixes(self.decoder), str(variant), ids, repeat)
+        nearest = kb.nearest(variant.size)
+        return NeighbourContext(self.decoder, prefixes, name, filler, repeat, nearest)
 
     def save(self, profile: "Profile", path: Path | None) -> Path:
         from kvweave.fuse.profiles import save_profile, set_aside, user_path

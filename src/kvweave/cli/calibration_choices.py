@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvweave.cli.calibrating import Subject
-from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
+    from kvweave.fuse.contexts import Variant
     from kvweave.fuse.measure import Setting
     from kvweave.qa import Record
 
@@ -46,20 +47,28 @@ def settings_for(
     return settings
 
 
+def variants_of(encodings: str | None, kb_folder: Path | None) -> "list[Variant]":
+    """The encoding contexts that were asked for, or else the one whose KV will be served."""
+    from kvweave.fuse.contexts import parse_variant
+
+    names = split_list(encodings or encoding_of(kb_folder))
+    variants = list(dict.fromkeys(parse_variant(name) for name in names))
+    for variant in variants:
+        if variant.kind == "neighbours" and kb_folder is None:
+            raise RequestError(
+                f"{variant} are chunks of a knowledge base, and --qa has none; "
+                "give --questions FILE with --kb DIR"
+            )
+    return variants
+
+
 def encoding_of(kb_folder: Path | None) -> str:
     """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
     from kvweave.encoders import KV_FOLDER
     from kvweave.fuse.preparation import DEFAULT_ENCODING, read_preparation
 
     found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)
-    if found is None:
-        return DEFAULT_ENCODING
-    if found.variant.kind == "neighbours":
-        raise ConfigError(
-            f"{kb_folder} is prepared with {found.variant}, which calibrate cannot measure; it "
-            "can say what isolated or filler would cost: give --encodings"
-        )
-    return str(found.variant)
+    return DEFAULT_ENCODING if found is None else str(found.variant)
 
 
 def strategy_names(text: str) -> list[str]:

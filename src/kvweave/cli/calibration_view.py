@@ -17,8 +17,8 @@ PIPE_WIDTH = 120
 def show_tables(
     tables: "Sequence[Table]", choices: "Mapping[str, Cell | None]", bound: float
 ) -> None:
-    """One table per encoding, each ending in its choice."""
-    from kvweave.fuse.calibration import ENOUGH_QUESTIONS, is_within
+    """One table per encoding, each ending in its choice; then, of several, the cheapest."""
+    from kvweave.fuse.calibration import ENOUGH_QUESTIONS, cheapest, is_within
 
     console = _console()
     for table in tables:
@@ -60,6 +60,8 @@ def show_tables(
                 "before you trust this[/]"
             )
         console.print()
+    if len(tables) > 1:
+        console.print(_summary(cheapest(choices), choices, tables, bound))
 
 
 def show_layers(profile: "LayerProfile") -> None:
@@ -95,6 +97,28 @@ def _words(chosen: "Cell | None", bound: float) -> str:
     return (
         f"[bold]{chosen.strategy} at {chosen.ratio:g}[/] is the cheapest within {bound:g} nats: "
         f"{chosen.work:.0%} of full prefill's work, KL {chosen.kl:.4f}"
+    )
+
+
+def _summary(
+    name: str | None,
+    choices: "Mapping[str, Cell | None]",
+    tables: "Sequence[Table]",
+    bound: float,
+) -> str:
+    """Which of several encodings to take: `name`, or if none has a choice the least bad one."""
+    chosen = None if name is None else choices[name]
+    if chosen is None:
+        cells = [(table.encoding, cell) for table in tables for cell in table.cells]
+        name, best = min(cells, key=lambda each: each[1].kl_high)
+        return (
+            f"[bold]exact[/] behind all {len(choices)} encodings; {name} has the lowest KL: "
+            f"{best.strategy} at {best.ratio:g}, KL ≤ {best.kl_high:.4f}, flips {best.flips:.0%}"
+        )
+    return (
+        f"[bold]{name}[/] is the cheapest of {len(choices)} encodings within {bound:g} nats: "
+        f"{chosen.strategy} at {chosen.ratio:g}, {chosen.work:.0%} of full prefill's work, "
+        f"KL {chosen.kl:.4f}"
     )
 
 

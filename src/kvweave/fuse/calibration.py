@@ -5,7 +5,7 @@ gate is `choose`: the cheapest cell whose mean KL is surely below a bound and th
 changes a first token. Pure data: no tensors, no model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 BOUND = 0.02  # nats per token
@@ -77,6 +77,15 @@ def choose(
     """
     allowed = [cell for cell in cells if is_within(cell, bound) and cost(cell) < exact_cost]
     return min(allowed, key=lambda cell: (cost(cell), cell.kl), default=None)
+
+
+def cheapest(choices: Mapping[str, Cell | None]) -> str | None:
+    """The encoding whose choice costs the least work, by name; None if all of them are exact.
+
+    As in `choose`, among equals the lower KL wins.
+    """
+    chosen = {name: cell for name, cell in choices.items() if cell is not None}
+    return min(chosen, key=lambda name: (by_work(chosen[name]), chosen[name].kl), default=None)
 
 
 def is_within(cell: Cell, bound: float) -> bool:
