@@ -60,7 +60,10 @@ def dequantise(groups: Groups, *, bits: int, group: int, axis: int, out: Tensor)
     work = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     work.copy_(q)
     for values, scale, low in _parts(work, group, axis, groups.scale, groups.low):
-        values.mul_(scale).add_(low)
+        if axis == 0:
+            torch.addcmul(low, values, scale, out=values)
+        else:  # one parameter for a run of values: only with one of them a time is it vectorised
+            values.mul_(scale).add_(low)
     return out if work is out else out.copy_(work)
 
 
@@ -99,6 +102,7 @@ def _parts(x: Tensor, group: int, axis: int, *params: Tensor) -> list[list[Tenso
     """
     whole = x.shape[axis] // group
     cuts = [(0, whole, group), (whole, whole + 1, x.shape[axis] - whole * group)]
+    wide = [p.float() for p in params]
     parts: list[list[Tensor]] = []
     for first, end, length in cuts:
         if end == first or length == 0:
@@ -106,7 +110,7 @@ def _parts(x: Tensor, group: int, axis: int, *params: Tensor) -> list[list[Tenso
         shape = list(x.shape)
         shape[axis : axis + 1] = [end - first, length]
         view = x.narrow(axis, first * group, (end - first) * length).view(shape)
-        scaled = [p.narrow(axis, first, end - first).float().unsqueeze(axis + 1) for p in params]
+        scaled = [p.narrow(axis, first, end - first).unsqueeze(axis + 1) for p in wide]
         parts.append([view, *scaled])
     return parts
 
