@@ -148,6 +148,9 @@ def test_auto_fuses_behind_neighbours_as_soon_as_their_table_is_good(
     assert reused(out) == 4
     assert json.loads(out)["explain"]["strategy"] == "epic"
     assert json.loads(out)["explain"]["encoding"] == "neighbours:2"
+    where = [near_kb.parent / "texts", "--kb", near_kb, "--model", model_folder]
+    ran = run("ingest", *where, "--kv", "--encoding", "neighbours")
+    assert (ran.code, ran.err) == (0, "neighbours:2, as calibrated\n")
     other = replace(better, context=better.context.replace("neighbours:2", "neighbours:3"))
     save_profile(path, replace(profile, calibration=(other,)))
     assert reused(run(*ask).out) == 0, "a table of another number of neighbours"

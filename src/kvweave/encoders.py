@@ -4,16 +4,21 @@ Also for ingest without a Weave, which computes chunk KV or keeps what is there 
 composition root: `library.py` and the command line use it.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import ConfigError
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.neighbours import NeighbourTable
 from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
+from kvweave.fuse.profiles import calibrated_neighbours, find_profile
 from kvweave.fuse.room import check_room
 from kvweave.kept_kv import KV_FOLDER as KV_FOLDER
 from kvweave.kv.codec import dtype_name
@@ -28,6 +33,8 @@ from kvweave.prompt import SYSTEM, split_template
 from kvweave.tokenizer import Tokenizer
 from kvweave.types import DocumentId
 from kvweave.upkeep import Upkeep, remove_documents
+
+log = logging.getLogger(__name__)
 
 # 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
 CODEC = "int8"
@@ -80,6 +87,37 @@ def make_encoder(
     )
 
 
+def calibrated(
+    preparation: Preparation,
+    encoding: str | None,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    system: str = SYSTEM,
+    say: Callable[[str], None] = log.info,
+) -> Preparation:
+    """`preparation`, chosen by `encoding` as typed; where that is neighbours without a number, with
+    the number that calibration found for this model, if it found one. `say` hears of it.
+
+    A profile that cannot be used is said in a line and not used.
+    """
+    if encoding != "neighbours":
+        return preparation
+    filler = context_filler(tokenizer, preparation.variant)
+    preamble_ids, _ = split_template(tokenizer, system)
+    try:
+        profile = find_profile(decoder.weights.fingerprint, tokenizer.fingerprint)
+    except ConfigError as error:
+        log.warning("%s; until then %s is taken", error, preparation.variant)
+        return preparation
+    if profile is None:
+        return preparation
+    size = calibrated_neighbours(profile, decoder.revision, digest_ids(preamble_ids), filler)
+    if size is None:
+        return preparation
+    say(f"neighbours:{size}, as calibrated")
+    return replace(preparation, variant=Variant("neighbours", size))
+
+
 class Encoding(NamedTuple):
     """What ingest needs to make chunk KV and to keep it in step with the documents."""
 
@@ -98,20 +136,23 @@ def chunk_encoder(
     device: str = "auto",
     dtype: str = "auto",
     quant: str = "none",
+    say: Callable[[str], None] = log.info,
 ) -> Iterator[Encoding]:
     """An encoder for ingest without a Weave: loads the model, closes the store behind it.
 
-    `encoding` and `extras` None are what the knowledge base has.
+    `encoding` and `extras` None are what the knowledge base has. `say` hears of a number of
+    neighbours that nobody typed.
     """
     preparation = choose_preparation(kb.folder / KV_FOLDER, encoding, extras)
     model_folder = locate(model)
     decoder = load_decoder(model_folder, device=device, dtype=dtype, quant=quant)
+    tokenizer = Tokenizer(model_folder)
+    preparation = calibrated(preparation, encoding, decoder, tokenizer, say=say)
     with ExitStack() as stack:
         store = stack.enter_context(open_store(kb.folder))
         table = open_table(kb.folder, preparation)
         if table is not None:
             stack.callback(table.close)
-        tokenizer = Tokenizer(model_folder)
         encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
         check_room(encoder, decoder.spec.max_context, kb.settings.chunk_tokens)
         upkeep = Upkeep(kb, table, store, encoder, encodes=True, refresh=refresh)

@@ -17,7 +17,7 @@ from kvweave.asking import exact_request
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
-from kvweave.encoders import make_encoder, open_store
+from kvweave.encoders import calibrated, make_encoder, open_store
 from kvweave.engine.request import EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
@@ -95,6 +95,7 @@ class Library:
         have the same `tenant_salt`. `host_bytes` is what its host tier may have, None the usual.
         """
         preparation = choose_preparation(folder / KV_FOLDER, encoding, extras)
+        preparation = calibrated(preparation, encoding, decoder, tokenizer, system)
         stored = read_settings(folder)
         name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
         with ExitStack() as stack:  # a part that does not open leaves no other part open

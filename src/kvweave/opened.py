@@ -96,12 +96,12 @@ class Opened:
 
         `kb` is the folder of a knowledge base, made if it is not there; None does without one.
         `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
-        encoding context of chunk KV ("isolated", "filler:4", "neighbours:10") and `extras` what is
-        stored beside it; None, each for itself, is what the knowledge base has, filler without
-        extras for a new one. `promotion`: how many requests bring a document that was never
-        ingested before its KV is stored with the knowledge base; 0: never. `speculate` computes
-        prompts while their chunks are searched for: "auto" where that is expected to gain time,
-        "on" always, "off" never.
+        encoding context of chunk KV ("isolated", "filler:4", "neighbours:3"; "neighbours" are as
+        many as calibration found for the model, 3 if it did not) and `extras` what is stored beside
+        it; None, each for itself, is what the knowledge base has, filler without extras for a new
+        one. `promotion`: how many requests bring a document that was never ingested before its KV
+        is stored with the knowledge base; 0: never. `speculate` computes prompts while their chunks
+        are searched for: "auto" where that is expected to gain time, "on" always, "off" never.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)

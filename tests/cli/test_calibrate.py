@@ -232,6 +232,24 @@ def test_prompts_beyond_the_context_are_refused(
     assert "no prompt fits" in refused(run("calibrate", "--qa", qa_file, *options))
 
 
+@pytest.mark.parametrize("num_documents", [0, 1])
+def test_a_knowledge_base_of_one_chunk_leaves_nothing_to_measure(
+    run: Run,
+    chat_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_documents: int,
+) -> None:
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda _: WordEmbedder())
+    with open_kb(tmp_path / "kb", Tokenizer(chat_model_folder), chunk_tokens=480) as kb:
+        ingest(kb, [make_folder(tmp_path / "docs", num_documents)], None)
+    (tmp_path / "q.txt").write_text("How is a node drained?\n")
+    options = ["--kb", tmp_path / "kb", "--model", chat_model_folder, "--strategies", "reuse"]
+    said = refused(run("calibrate", "--questions", tmp_path / "q.txt", *options))
+    assert f"no question finds more than one chunk in {tmp_path / 'kb'}" in said
+    assert "bring more documents in with `kvweave ingest`" in said
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

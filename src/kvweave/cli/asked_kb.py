@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvweave.errors import CorpusError
+
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.case import Case
@@ -33,14 +35,22 @@ class AskedKB:
         """Tokens of a chunk at most."""
         return self._kb.settings.chunk_tokens
 
-    def cases(self, records: "Sequence[Record]", k: int) -> "Iterator[Case]":
-        """Each question over its `k` best chunks; one that finds a single chunk is left out."""
+    def cases(self, records: "Sequence[Record]", k: int) -> "list[Case]":
+        """Each question over its `k` best chunks; one that finds a single chunk is left out. Raises
+        CorpusError if none finds more."""
         from kvweave.qa import case_of_chunks
 
+        found = []
         for record in records:
             chunks = [hit.chunk.token_ids for hit in self._kb.search(record.question, k)]
             if len(chunks) > 1:
-                yield case_of_chunks(self._tokenizer, record, chunks)
+                found.append(case_of_chunks(self._tokenizer, record, chunks))
+        if not found:
+            raise CorpusError(
+                f"no question finds more than one chunk in {self._kb.folder}, and the first is "
+                "always exact: nothing to measure; bring more documents in with `kvweave ingest`"
+            )
+        return found
 
     def nearest(self, size: int) -> "Nearest":
         """Who stands in front of a chunk behind `size` neighbours."""

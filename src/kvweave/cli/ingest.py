@@ -158,7 +158,15 @@ def _encoding(
 
     if not wanted:
         return upkeep_without_model(kb)
-    return chunk_encoder(kb, model, encoding, extras, refresh=refresh, **machine)
+    return chunk_encoder(
+        kb,
+        model,
+        encoding,
+        extras,
+        refresh=refresh,
+        say=lambda line: click.echo(line, err=True),
+        **machine,
+    )
 
 
 def _refuse_without_kv(options: list[str]) -> None:

@@ -45,7 +45,8 @@ class Variant(NamedTuple):
 
 
 def parse_variant(text: str) -> Variant:
-    """Read "filler:4" and the like; a kind alone takes its default size."""
+    """Read "filler:4" and the like; a kind alone takes its default size. Whoever knows a model's
+    profile may know a better number of neighbours: `profiles.calibrated_neighbours`."""
     kind, colon, size = text.partition(":")
     if kind not in DEFAULT_SIZES or (
         colon and (kind == ISOLATED or not size.isdecimal() or int(size) == 0)

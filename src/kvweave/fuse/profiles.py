@@ -8,7 +8,8 @@ on and is refused for any others.
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 
 from kvweave import paths
 from kvweave.errors import ConfigError
-from kvweave.fuse.calibration import Cell, Table
+from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Cell, Table, cheapest, choose
+from kvweave.fuse.contexts import Variant, variant_name
 from kvweave.fuse.layer_profile import LayerProfile
 from kvweave.fuse.strategy import ModelFacts
 
@@ -26,6 +28,7 @@ FORMAT = 5
 # of format 3 recomputed them in every layer.
 OLD_TABLES = (1, 2, 3, 4)
 SHORT = 12  # characters of the fingerprint in the name of a packaged profile
+NEIGHBOURS = re.compile("neighbours:([1-9][0-9]{0,5}):")  # how `variant_name` begins for them
 Data = TypeVar("Data")
 
 
@@ -60,6 +63,31 @@ class Profile:
 
 def _measured(table: Table) -> tuple[str, str, str]:
     return table.revision, table.context, table.preamble
+
+
+def calibrated_neighbours(
+    profile: Profile, revision: str, preamble: str, filler: Sequence[int]
+) -> int | None:
+    """How many neighbours calibration found to be good with this very decoder, preamble
+    (`contexts.digest_ids`) and filler: those whose choice costs the least work.
+
+    None: no number was measured, or none has a choice. Tables of few questions speak only where no
+    other has a choice: chunk KV that `auto` takes is worth more than some that looks cheap.
+    """
+    named = (NEIGHBOURS.match(table.context) for table in profile.calibration)
+    tables = {}
+    for size in sorted({int(found[1]) for found in named if found}):
+        context = variant_name(Variant("neighbours", size), filler)
+        table = profile.table(revision, context, preamble)
+        if table is not None:
+            tables[str(size)] = table
+    for least in (ENOUGH_QUESTIONS, 0):
+        size_chosen = cheapest(
+            {size: choose(t.cells) for size, t in tables.items() if t.num_questions >= least}
+        )
+        if size_chosen is not None:
+            return int(size_chosen)
+    return None
 
 
 def user_path(weights: str) -> Path:
