@@ -29,8 +29,8 @@ from kvweave.kv.codec import LayerKV
 from kvweave.tokenizer import Tokenizer
 
 ISOLATED = "isolated"
-# Filler: about half of a prompt of 1,000 tokens. Neighbours: by trial on SmolLM2, where more were no
-# better; FusionRAG takes 10.
+# Filler: about half of a prompt of 1,000 tokens. Neighbours: FusionRAG takes 10; how many are good
+# depends on the documents, and calibration says (`profiles.calibrated_neighbours`).
 DEFAULT_SIZES = {ISOLATED: 0, "filler": 4, "neighbours": 3}
 
 

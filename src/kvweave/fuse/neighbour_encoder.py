@@ -2,10 +2,10 @@
 
     preamble ‖ filler ‖ nearest ‖ … ‖ farthest ‖ chunk      only the chunk's rows are kept
 
-Neighbours bring the KV they have behind the filler: isolated KV there, each chunk a beginning of
-its own, teaches a chunk hardly more than the filler alone. It is taken as it is stored, rounded by
-its codec, so the same neighbours give the same bytes whether their KV was still there or had to be
-computed again. What had to be is stored: a chunk is a neighbour of many.
+Neighbours bring the KV they have behind the filler: isolated KV there would be a beginning each,
+which nothing in the middle of a prompt is. It is taken as it is stored, rounded by its codec, so
+the same neighbours give the same bytes whether their KV was still there or had to be computed
+again. What had to be is stored: a chunk is a neighbour of many.
 """
 
 import time

@@ -4,9 +4,8 @@ Attention of every question row counts, the chat header before the answer includ
 where the answer starts from; the layers right above two thirds of the model, where a question has
 become a search; softmax over the chunks only, so that what the preamble soaks up does not matter.
 Rows are chosen by score per cost: one at the end of the prompt sees twice the keys of one in the
-middle, and questions look at what is near more than it is worth. The rest of each chunk is then
-moved along with the recomputed rows (see drift.py). Behind the layers in which the question
-searches only a fifth of the rows goes on (see taper.py).
+middle. The rest of each chunk is then moved along with the recomputed rows (see drift.py). Behind
+the layers in which the question searches only a fifth of the rows goes on (see taper.py).
 
     weave        the question sees the preamble alone on its way up: choosing rows needs the stored
                  keys of a few layers, and the pass streams behind
