@@ -37,9 +37,12 @@ class UsageBook:
         return self._usage(record)
 
     def computed(self, key: ChunkKey, cost_s: float, num_tokens: int) -> None:
-        """It was computed, which took `cost_s` seconds. Touch it first: then its size is known."""
+        """It was computed, which took `cost_s` seconds. Touch it first: then its size is known. 0:
+        it is to give way to all else, which says nothing of what others cost."""
         record = self._record(key)
         record.computed(cost_s, num_tokens)
+        if not cost_s:
+            return
         if record.size:
             self._num_sized_costs += 1
             mean_s = self._mean_cost_per_byte_s
