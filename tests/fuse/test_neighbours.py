@@ -182,6 +182,12 @@ def test_the_kv_that_a_neighbour_brings_is_stored_once_for_all(
     assert all(is_stored(store, encoder.filled_key(CHUNKS[each].token_ids)) for each in neighbours)
 
 
+def test_looking_for_what_neighbours_bring_is_no_miss(decoder: Decoder, store: KVStore) -> None:
+    encoder = make_encoder(decoder, store)
+    encode_all(encoder, pass_bytes=1)
+    assert store.metrics.value("kv_misses_total") == 0
+
+
 def test_a_key_names_the_neighbours_in_their_order(decoder: Decoder, store: KVStore) -> None:
     encoder = make_encoder(decoder, store)
     ids = CHUNKS["a"].token_ids

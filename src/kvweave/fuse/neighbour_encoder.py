@@ -21,6 +21,7 @@ from kvweave.kv.codec import DTYPES, LayerKV
 from kvweave.kv.forget import BEHIND, CHUNK, pack_ids
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer, PackedChunk, layer_of, pack_chunk
+from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
@@ -144,10 +145,13 @@ class NeighbourEncoder:
 
     def _stored(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, list[LayerKV]]:
         """What the store has of these, whole; the rest is left out."""
-        num_layers = self._encoder.decoder.spec.num_layers
+        store, num_layers = self._encoder.store, self._encoder.decoder.spec.num_layers
+        peeks = zip(keys, store.peek(keys), strict=True)
+        # only what is there: acquiring the rest would count as requests that found nothing
+        there = [key for key, peek in peeks if peek.residency is not Residency.ABSENT]
         found: dict[ChunkKey, list[LayerKV]] = {}
-        with self._encoder.store.acquire(keys) as lease:
-            transfer = self._encoder.store.load(lease)
+        with store.acquire(there) as lease:
+            transfer = store.load(lease)
             for layer in range(num_layers):
                 for key, encoded in transfer.wait_layer(layer).items():
                     found.setdefault(key, []).append(self._decoded(encoded))
