@@ -45,6 +45,7 @@ class NeighbourEncoder:
         self._encoder = encoder
         self._chunks_by_id = chunks_by_id
         self._pass_bytes = pass_bytes
+        self._unstorable: set[ChunkId] = set()  # what the codec cannot hold, as far as it was met
 
     def encode(
         self, chunks: Sequence[Chunk], neighbours: Mapping[ChunkId, Sequence[ChunkId]]
@@ -80,8 +81,8 @@ class NeighbourEncoder:
         num_rows += sum(packed.header.shape.num_tokens for packed in fresh)
         per_row_s = (time.perf_counter() - started_s) / num_rows
         for packed in fresh:
-            # never served: cost 0 ranks it last however often it is a neighbour, the first to
-            # leave; and where it finds no room, no chunk lacks KV: it is not in the saves
+            # this encoding never serves it: cost 0 ranks it last however often it is a neighbour,
+            # the first to leave; and where it finds no room no chunk lacks KV: it is no save
             encoder.store.save(packed, cost_s=0.0, wait_s=SAVE_WAIT_S)
         for chunk, others, layers, beside in zip(batch, behind, made, besides, strict=True):
             cost_s = per_row_s * len(chunk.token_ids)
@@ -158,14 +159,18 @@ class NeighbourEncoder:
         return {key: layers for key, layers in found.items() if len(layers) == num_layers}
 
     def _packed(self, chunk: Chunk, layers: Sequence[LayerKV]) -> PackedChunk | None:
-        """Computed KV as the store takes it. None: it has a value that the codec cannot hold."""
+        """Computed KV as the store takes it. None: it has a value that the codec cannot hold, which
+        is said once; whenever the chunk is a neighbour again it is computed again, for keeping it
+        here has no bound."""
         key, codec = self._encoder.filled_key(chunk.token_ids), self._encoder.context.codec
         try:
             return pack_chunk(key, layers, codec, {CHUNK: chunk.id.encode()})
         except ValueError as error:
-            log.warning("chunk %s is not saved: %s", chunk.id, error)
-            metrics = self._encoder.store.metrics
-            metrics.count("kv_saves_dropped_total", reason="not representable")
+            if chunk.id not in self._unstorable:
+                self._unstorable.add(chunk.id)
+                log.warning("chunk %s is not saved behind the filler: %s", chunk.id, error)
+                metrics = self._encoder.store.metrics
+                metrics.count("kv_saves_dropped_total", reason="not representable")
             return None
 
     def _rounded(self, packed: PackedChunk) -> list[LayerKV]:
