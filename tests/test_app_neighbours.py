@@ -372,7 +372,8 @@ def bytes_that_saw(library: Library, title: str) -> list[bytes]:
     """Part of the last layer of each object that carries a chunk's text, its own included."""
     chunks = chunks_of(library)
     encoder = library.encoder
-    keys = [encoder.exact_key(chunks[title].token_ids), encoder.key(chunks[title].token_ids)]
+    ids = chunks[title].token_ids
+    keys = [encoder.exact_key(ids), encoder.key(ids), encoder.filled_key(ids)]
     users = [t for t, entry in entries_of(library).items() if entry and title in entry]
     assert users
     keys += [encoder.key(chunks[user].token_ids) for user in users]
