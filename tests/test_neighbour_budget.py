@@ -85,28 +85,58 @@ def on_disk(library: Library) -> dict[str, int]:
     return {path.stem: path.stat().st_size for path in files}
 
 
-def test_a_tight_disk_keeps_all_that_is_served_and_the_next_ingest_computes_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def served_keys(library: Library) -> set[str]:
+    encoder = library.encoder
+    ids = [chunk.token_ids for chunk in chunks_of(library)]
+    return {key(each).hex() for each in ids for key in (encoder.exact_key, encoder.key)}
+
+
+def tight_budget(world: World) -> int:
+    """A little more than all that is served takes: no room for what neighbours bring."""
     with world.library("roomy", PLENTY) as library:
         world.ingest(library)
-        sizes = on_disk(library)
-        keys = [library.encoder.exact_key(chunk.token_ids) for chunk in chunks_of(library)]
-        budget = int(2.25 * sum(sizes[key.hex()] for key in keys))
+        sizes, served = on_disk(library), served_keys(library)
+        budget = int(1.125 * sum(sizes[key] for key in served))
         assert budget < sum(sizes.values()), "or nothing is tight"
-    with world.library("tight", budget) as library:
-        saves = world.ingest(library)
-        encoder, chunks = library.encoder, chunks_of(library)
-        served = [key(c.token_ids) for c in chunks for key in (encoder.exact_key, encoder.key)]
-        assert {key.hex() for key in served} <= on_disk(library).keys()
-        assert (saves.saved, saves.dropped) == (len(served), 0)
-        library.store.check_integrity()
+    return budget
 
+
+def forbid_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(*_: object) -> None:
         raise AssertionError("computed again")
 
     for module in ("chunk_encoder", "neighbour_encoder"):
         monkeypatch.setattr(f"kvweave.fuse.{module}.encode_chunks", compute)
+
+
+def test_a_tight_disk_keeps_all_that_is_served_and_the_next_ingest_computes_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = tight_budget(world)
+    with world.library("tight", budget) as library:
+        saves, served = world.ingest(library), served_keys(library)
+        assert served <= on_disk(library).keys()
+        assert (saves.saved, saves.dropped) == (len(served), 0)
+        library.store.check_integrity()
+    forbid_computing(monkeypatch)
     with world.library("tight", budget) as library:
         assert world.ingest(library).saved == 0
-        assert {key.hex() for key in served} <= on_disk(library).keys()
+        assert served <= on_disk(library).keys()
+
+
+def test_copies_of_an_earlier_run_give_way_as_well(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = tight_budget(world)
+    later = sorted(path for path in world.docs.rglob("*") if path.is_file())[-1]
+    later.rename(tmp_path / later.name)
+    with world.library("tight", budget) as library:  # with room for all that neighbours bring
+        world.ingest(library)
+        assert served_keys(library) < on_disk(library).keys()
+    (tmp_path / later.name).rename(later)
+    with world.library("tight", budget) as library:
+        world.ingest(library)
+        assert served_keys(library) <= on_disk(library).keys()
+    forbid_computing(monkeypatch)
+    with world.library("tight", budget) as library:
+        assert world.ingest(library).saved == 0

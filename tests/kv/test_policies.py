@@ -96,17 +96,6 @@ def test_an_unknown_cost_is_taken_as_the_mean_of_the_known() -> None:
     assert book.seen(make_key(1)).cost_per_unit_s == pytest.approx(0.02)
 
 
-def test_what_is_to_give_way_does_not_cheapen_the_unknown() -> None:
-    book = UsageBook()
-    for number, cost_s in enumerate((2.0, 0.0)):
-        book.touch(make_key(number), 1.0, 10)
-        book.computed(make_key(number), cost_s=cost_s, num_tokens=100)
-    assert book.seen(make_key(1)).cost_per_unit_s == 0
-    book.found(make_key(2), written_s=0.0, size_bytes=10)
-    assert book.seen(make_key(2)).cost_per_unit_s == pytest.approx(0.02)
-    assert book.seen(make_key(2)).cost_s == pytest.approx(2.0)
-
-
 def test_an_unknown_policy_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="no policy 'fifo'; known: gdsf, lfu, lru, pgdsf"):
         open_policy("fifo")

@@ -81,9 +81,8 @@ class NeighbourEncoder:
         num_rows += sum(packed.header.shape.num_tokens for packed in fresh)
         per_row_s = (time.perf_counter() - started_s) / num_rows
         for packed in fresh:
-            # this encoding never serves it: cost 0 ranks it last however often it is a neighbour,
-            # the first to leave; and where it finds no room no chunk lacks KV: it is no save
-            encoder.store.save(packed, cost_s=0.0, wait_s=SAVE_WAIT_S)
+            # it gives way (`ChunkEncoder`); where it finds no room no chunk lacks KV: it is no save
+            encoder.store.save(packed, wait_s=SAVE_WAIT_S)
         for chunk, others, layers, beside in zip(batch, behind, made, besides, strict=True):
             cost_s = per_row_s * len(chunk.token_ids)
             key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
