@@ -372,7 +372,8 @@ def bytes_that_saw(library: Library, title: str) -> list[bytes]:
     """Part of the last layer of each object that carries a chunk's text, its own included."""
     chunks = chunks_of(library)
     encoder = library.encoder
-    keys = [encoder.exact_key(chunks[title].token_ids), encoder.key(chunks[title].token_ids)]
+    ids = chunks[title].token_ids
+    keys = [encoder.exact_key(ids), encoder.key(ids), encoder.filled_key(ids)]
     users = [t for t, entry in entries_of(library).items() if entry and title in entry]
     assert users
     keys += [encoder.key(chunks[user].token_ids) for user in users]
@@ -493,6 +494,43 @@ def test_kv_in_host_memory_goes_too(opened: Open, docs: Path, decoder: Decoder) 
         assert all(peek.tier == "host" for peek in library.store.peek(keys))
         library.remove(str(docs / "evict.txt"))
         assert all(peek.residency is Residency.ABSENT for peek in library.store.peek(keys))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("encoding", ["isolated", "filler:1", f"neighbours:{SIZE}"])
+def test_kv_goes_from_memory_where_no_disk_tier_could_be_opened(
+    opened: Open,
+    docs: Path,
+    tmp_path: Path,
+    encoding: str,
+    killed: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with opened(encoding):
+        pass
+    shutil.rmtree(tmp_path / "kb" / "kv" / "objects")
+    (tmp_path / "kb" / "kv" / "objects").write_text("in the way")
+    with opened(encoding) as library:
+        assert "a tier is left out" in caplog.text
+        ingest(library, docs)
+        encoder, chunks = library.encoder, chunks_of(library)
+        evict = chunks["evict"].token_ids
+        keys = {encoder.exact_key(evict), encoder.key(evict)}
+        if library._table is not None:
+            keys.add(encoder.filled_key(evict))
+            users = [t for t, e in entries_of(library).items() if e and "evict" in e]
+            keys |= {encoder.key(chunks[user].token_ids) for user in users}
+        spared = encoder.exact_key(chunks["volume"].token_ids)
+        peeks = library.store.peek([*keys, spared])
+        assert all(peek.residency is not Residency.ABSENT for peek in peeks)
+        if killed:
+            kill_at(Upkeep, "forget", lambda: library.remove(str(docs / "evict.txt")))
+            library.repair()
+        else:
+            library.remove(str(docs / "evict.txt"))
+        *gone, left = library.store.peek([*keys, spared])
+        assert all(peek.residency is Residency.ABSENT for peek in gone)
+        assert left.residency is not Residency.ABSENT
 
 
 def test_damaged_and_half_written_kv_goes_with_the_next_document_that_goes(

@@ -177,5 +177,5 @@ def test_several_numbers_of_neighbours_are_measured_side_by_side(
     assert len({table["context"] for table in said["tables"]}) == 3
     ran = run("calibrate", *asked, *options, "--encodings", "neighbours:40")
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
-    assert "neighbours:40 of 288 tokens do not fit in front of a chunk" in ran.err
+    assert "neighbours:40 and chunks of 288 tokens do not fit into the 8,192 positions" in ran.err
     assert "or less" in ran.err

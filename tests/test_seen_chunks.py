@@ -8,9 +8,15 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app import Answer, Sampling
+from kvweave.encoders import key_context
+from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.preparation import Preparation
+from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.residency import Residency
+from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.seen_chunks import SeenChunks
 from kvweave.tokenizer import Tokenizer
 from tiny_corpus import make_text
 from tiny_models import make_chat_model_folder
@@ -130,3 +136,26 @@ def test_closing_does_not_wait_for_what_was_not_begun(
         ask(weave, TEXTS[0])
     weave.close()
     assert not [t for t in set(threading.enumerate()) - before if t.name == "seen-chunks"]
+
+
+@pytest.mark.parametrize("encoding", ["isolated", "filler:4", "neighbours:2"])
+def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
+    model: tuple[Decoder, Tokenizer], encoding: str
+) -> None:
+    decoder, tokenizer = model
+    preparation, context = Preparation.parse(encoding), key_context(decoder, tokenizer)
+    texts = Texts.of(tokenizer, preparation)
+    chunk = tuple(tokenizer.encode_text(TEXTS[0]))
+    behind = len(texts.filler) if encoding.startswith("filler") else 0
+    needed = len(context.preamble_ids) + behind + len(chunk)
+    for max_context in (needed - 1, needed):
+        with KVStore(StoreConfig(tiers=(HostTierConfig(1 << 26),))) as store:
+            encoder = ChunkEncoder(
+                decoder, store, context, preparation, texts, neighbours_of=lambda _: None
+            )
+            seen = SeenChunks(encoder, max_context, lambda work: work(), threshold=1)
+            seen.saw([chunk])
+            assert seen.wait(30)
+            seen.close()
+            (peek,) = store.peek([encoder.exact_key(chunk)])
+            assert (peek.residency is Residency.HERE) == (max_context == needed)

@@ -27,13 +27,17 @@ class KeptKV:
         self.folder = kb_folder / KV_FOLDER
         self._store = store
 
-    def has_objects(self) -> bool:
-        return (self.folder / "objects").is_dir()
+    def may_have_objects(self) -> bool:
+        """On the disk, or in an open store: it may do without a disk that could not be opened."""
+        return self._store is not None or self._is_on_disk()
 
     def find(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
         """Objects of some provenance, on the disk or in memory alone; see `find_keys`."""
         at_hand = [] if self._store is None else self._store.keys_at_hand(is_wanted)
-        return [*find_keys(self._disk(), is_wanted), *at_hand]
+        if not self._is_on_disk():
+            return at_hand
+        disk = DiskTier(DiskTierConfig(self.folder), sweep=False)
+        return [*find_keys(disk, is_wanted), *at_hand]
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> list[ChunkKey]:
         """Objects that carry text of one of these chunks."""
@@ -50,11 +54,14 @@ class KeptKV:
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Delete objects, and whatever else on the disk may hold bytes of them; returns how many
         there were."""
-        disk = DiskTier(DiskTierConfig(self.folder))  # sweeps what a dead writer left half-way
-        disk.clear_quarantine()
+        disk = None
+        if self._is_on_disk():
+            disk = DiskTier(DiskTierConfig(self.folder))  # sweeps what a dead writer left half-way
+            disk.clear_quarantine()
         if self._store is not None:
             return self._store.delete(keys)
-        return sum(disk.delete(key) for key in dict.fromkeys(keys))
+        return 0 if disk is None else sum(disk.delete(key) for key in dict.fromkeys(keys))
 
-    def _disk(self) -> DiskTier:
-        return DiskTier(DiskTierConfig(self.folder), sweep=False)
+    def _is_on_disk(self) -> bool:
+        """Looking must not make the folders, nor fail where a file is in their way."""
+        return (self.folder / "objects").is_dir()

@@ -120,7 +120,7 @@ class Neighbourhood:
             return bool(of.behind) and outdated.get(of.chunk) == of.behind
 
         # KV first: killed before the entries go, they name nothing and are computed as they are
-        if self._kept.has_objects():
+        if self._kept.may_have_objects():
             self._kept.flush()
             self._kept.delete([*self._kept.find(is_old), *keys])
         self._table.drop(chunk_ids, self._size)

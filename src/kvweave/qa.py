@@ -142,8 +142,12 @@ def encode_passage(tokenizer: Tokenizer, passage: Passage) -> tuple[tuple[int, .
 
 def repeat_ids(tokenizer: Tokenizer, system: str = SYSTEM) -> tuple[int, ...]:
     """What asks a model to repeat a chunk, up to where the repetition starts."""
-    _, closing = split_template(tokenizer, system)
-    return (*tokenizer.encode_text(REPEAT), *closing)
+    return (*tokenizer.encode_text(REPEAT), *template_closing(tokenizer, system))
+
+
+def template_closing(tokenizer: Tokenizer, system: str = SYSTEM) -> Sequence[int]:
+    """What the chat template puts behind the user's words."""
+    return split_template(tokenizer, system)[1]
 
 
 def _chunk_text(passage: Passage) -> str:

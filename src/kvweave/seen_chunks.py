@@ -101,10 +101,17 @@ class SeenChunks:
         if thread is not None:
             thread.join(CLOSE_WAIT_S)
 
+    @property
+    def _has_filler(self) -> bool:
+        """Neighbours are the corpus's: what requests bring is isolated there, filler or not."""
+        return self._encoder.preparation.variant.kind == "filler"
+
     def _has_room(self, name: ChunkId, ids: tuple[int, ...]) -> bool:
         """Lock is held."""
         encoder = self._encoder
-        behind = len(encoder.preamble_ids) + len(encoder.texts.filler)
+        behind = len(encoder.preamble_ids)
+        if self._has_filler:
+            behind += len(encoder.texts.filler)
         fits = behind + len(ids) <= self._max_context
         return fits and name not in self._waiting and len(self._waiting) < MAX_WAITING
 
@@ -112,8 +119,7 @@ class SeenChunks:
         encoder = self._encoder
         if encoder.absent([chunk], encoder.exact_key):
             return True
-        has_context = encoder.preparation.variant.kind == "filler"  # neighbours are the corpus's
-        return has_context and bool(encoder.absent([chunk], encoder.key))
+        return self._has_filler and bool(encoder.absent([chunk], encoder.key))
 
     def _encode(self, chunk: Chunk, as_of: int | None) -> None:
         encoder = self._encoder

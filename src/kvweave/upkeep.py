@@ -87,7 +87,7 @@ class Upkeep:
         if self._table is not None:
             gone = self._gone(self._table.mentioned())
             self._table.drop(gone | self._table.users_of(gone))
-        if self._kept.has_objects():
+        if self._kept.may_have_objects():
             is_flushed = self._kept.flush()
             keys = self._pending_keys() if self._table is None else self._stray_keys()
             num_deleted = self._kept.delete(keys)
@@ -139,7 +139,7 @@ class Upkeep:
             keys = self._keys_at_hand(users)
             self._table.drop(users | set(chunk_ids))
         num_deleted, is_flushed = 0, True
-        if chunk_ids and self._kept.has_objects():
+        if chunk_ids and self._kept.may_have_objects():
             is_flushed = self._kept.flush()
             num_deleted = self._kept.delete([*self._kept.of_chunks(chunk_ids), *keys])
         if is_flushed:  # else the next `before` looks again

@@ -15,6 +15,7 @@ from kvweave.model.load import load_decoder
 from kvweave.tokenizer import Tokenizer
 from running import Ran, Run
 from tiny_corpus import WordEmbedder, make_folder, open_kb
+from tiny_models import make_chat_model_folder
 
 SENTENCES = (
     "Drain the node, then restart it.",
@@ -22,6 +23,12 @@ SENTENCES = (
     "Größe, naïve, 東京, and a red house by the sea.",
     "You answer questions from the passages you are given.",
 )
+
+
+@pytest.fixture(scope="module")
+def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With room for the filler that chunks are measured behind."""
+    return make_chat_model_folder(tmp_path_factory.mktemp("chat"), max_position_embeddings=2048)
 
 
 @pytest.fixture(autouse=True)
@@ -221,12 +228,12 @@ def test_prompts_beyond_the_context_are_refused(
     run: Run, chat_model_folder: Path, qa_file: Path
 ) -> None:
     with qa_file.open("a") as file:
-        passages = [{"title": "", "text": "node " * 500}, {"title": "", "text": "x"}]
+        passages = [{"title": "", "text": "node " * 2048}, {"title": "", "text": "x"}]
         file.write(json.dumps({"question": "q?", "answers": ["a"], "passages": passages}) + "\n")
     options = ["--strategies", "reuse", "--model", chat_model_folder]
     ran = run("calibrate", "--qa", qa_file, *options)
     assert ran.code == 0
-    assert "1 prompts of more than 480 tokens are left out" in ran.err
+    assert "1 prompts of more than 2,016 tokens are left out" in ran.err
     lines = qa_file.read_text().splitlines()
     qa_file.write_text(lines[-1] + "\n")
     assert "no prompt fits" in refused(run("calibrate", "--qa", qa_file, *options))

@@ -87,7 +87,9 @@ def test_neighbours_stand_behind_the_same_filler_whatever_their_number(
     assert context_filler(tokenizer, Variant("isolated")) == ()
 
 
-def test_neighbours_are_stitched_behind_the_preamble(chat: tuple[Tokenizer, Decoder]) -> None:
+def test_neighbours_are_stitched_behind_what_stands_in_front(
+    chat: tuple[Tokenizer, Decoder],
+) -> None:
     tokenizer, decoder = chat
     preamble, first, second = (tokenizer.encode_text(t) for t in CHAT_TEXT.split(". ")[:3])
     for front in (preamble, []):
@@ -102,11 +104,11 @@ def test_neighbours_are_stitched_behind_the_preamble(chat: tuple[Tokenizer, Deco
 
 
 @pytest.mark.parametrize("front", [[5, 6, 7], []])
-def test_a_chunk_without_neighbours_stands_behind_the_preamble(
+def test_no_neighbours_leave_what_stands_in_front_as_it_is(
     chat: tuple[Tokenizer, Decoder], front: list[int]
 ) -> None:
     _, decoder = chat
-    preamble: Prefix = encode_prefix(decoder, front)
-    alone = neighbour_prefix(decoder, preamble, [])
-    assert alone.token_ids == preamble.token_ids
-    assert len(alone.layers) == len(preamble.layers)
+    before: Prefix = encode_prefix(decoder, front)
+    alone = neighbour_prefix(decoder, before, [])
+    assert alone.token_ids == before.token_ids
+    assert len(alone.layers) == len(before.layers)

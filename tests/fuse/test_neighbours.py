@@ -182,6 +182,33 @@ def test_the_kv_that_a_neighbour_brings_is_stored_once_for_all(
     assert all(is_stored(store, encoder.filled_key(CHUNKS[each].token_ids)) for each in neighbours)
 
 
+def test_looking_for_what_neighbours_bring_is_no_miss(decoder: Decoder, store: KVStore) -> None:
+    encoder = make_encoder(decoder, store)
+    encode_all(encoder, pass_bytes=1)
+    assert store.metrics.value("kv_misses_total") == 0
+
+
+def test_a_neighbour_that_the_codec_cannot_hold_is_named_and_counted_once(
+    decoder: Decoder,
+    store: KVStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def encode(*args: object) -> list[list[LayerKV]]:
+        made = encode_chunks(*args)  # type: ignore[arg-type]
+        for layers in made:
+            if len(layers[0].k) == len(CHUNKS["d"].token_ids):
+                layers[-1] = LayerKV(layers[-1].k, torch.full_like(layers[-1].v, 1e5))
+        return made
+
+    monkeypatch.setattr("kvweave.fuse.neighbour_encoder.encode_chunks", encode)
+    encoder = make_encoder(decoder, store, "fp16")
+    encode_all(encoder, pass_bytes=1)  # "d" is a neighbour in two passes, and has none itself
+    assert not is_stored(store, encoder.filled_key(CHUNKS["d"].token_ids))
+    assert caplog.text.count("chunk d is not saved behind the filler") == 1
+    assert store.metrics.value("kv_saves_dropped_total", reason="not representable") == 1
+
+
 def test_a_key_names_the_neighbours_in_their_order(decoder: Decoder, store: KVStore) -> None:
     encoder = make_encoder(decoder, store)
     ids = CHUNKS["a"].token_ids
@@ -286,6 +313,29 @@ def test_kv_behind_neighbours_says_whose_text_it_has_seen(decoder: Decoder, tmp_
             keys[ChunkId("c")],
         }
         assert set(find_keys(tier, lambda of: of.behind == ("c", "d"))) == {keys[ChunkId("a")]}
+
+
+def test_what_a_neighbour_brings_is_the_same_copy_whatever_lies_beside_kv(
+    decoder: Decoder, store: KVStore
+) -> None:
+    plain, beside = (
+        ChunkEncoder(
+            decoder,
+            store,
+            make_context(preamble_ids=PREAMBLE),
+            Preparation.parse("neighbours:3", extras),
+            Texts(FILLER, repeat=(3, 4, 5)),
+            neighbours_of=neighbours_of,
+        )
+        for extras in ((), EXTRAS)
+    )
+    encode_all(plain)
+    ids = CHUNKS["d"].token_ids
+    assert plain.exact_key(ids) != beside.exact_key(ids)
+    assert is_stored(store, beside.filled_key(ids)), "nothing is computed for it a second time"
+    filler = Preparation.parse("filler:4")
+    served = ChunkEncoder(decoder, store, plain.context, filler, Texts(FILLER))
+    assert is_stored(store, served.key(ids)), "and it is what an encoder behind filler serves"
 
 
 def test_extras_are_stored_beside_kv_behind_neighbours(decoder: Decoder, store: KVStore) -> None:

@@ -26,6 +26,20 @@ def make_shelf(capacity: int = 100, entries: int = 10, size: int = 10) -> Shelf:
     return shelf
 
 
+def test_what_gives_way_leaves_first_and_pushes_out_its_like_alone() -> None:
+    shelf = make_shelf()
+    often = make_usage(uses=100, last_access_s=1000)._replace(gives_way=True)
+    assert shelf.evict_for(10, often) is None
+    shelf.touch(make_key(9), often)  # the newest of all
+    assert shelf.evict_for(10, often) == [(make_key(9), 10)]
+    shelf.settle(10, [(make_key(9), 10)])
+    shelf.add(make_key(10), 10, often, reserved=True)
+    assert shelf.evict_for(20, make_usage(last_access_s=11)) == [
+        (make_key(10), 10),
+        (make_key(0), 10),
+    ]
+
+
 def test_an_arena_takes_the_best_hole_and_joins_neighbours() -> None:
     arena = Arena(10 * 16, align=16)
     starts = [arena.take(n * 16) for n in (2, 1, 3, 4)]

@@ -17,6 +17,7 @@ from kvweave.cli.calibration_choices import (
     strategy_names,
     variants_of,
 )
+from kvweave.cli.calibration_room import check_contexts
 from kvweave.cli.calibration_view import show_layers, show_tables
 from kvweave.cli.loading import model_options
 from kvweave.errors import ConfigError, CorpusError, RequestError
@@ -135,8 +136,8 @@ def _calibrate(
             cases = subject.fitting(kb.cases(records, k))
         else:
             cases = subject.fitting(subject.case(record) for record in records)
-        preamble_len = len(cases[0].preamble)  # the same for all: it is the system prompt's
-        contexts = [subject.encoding(variant, kb, preamble_len) for variant in variants]
+        check_contexts(subject, variants, kb, cases, settings)
+        contexts = [subject.encoding(variant, kb) for variant in variants]
         tables = _measure(subject, source.name, cases, contexts, settings, bound)
     path = subject.save(subject.profile.with_tables(*tables), profile_file)
     choices = {table.encoding: choose(table.cells, bound) for table in tables}

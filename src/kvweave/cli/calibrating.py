@@ -61,10 +61,10 @@ class Subject:
         return fit
 
     def encoding(
-        self, variant: "Variant", kb: "AskedKB | None", preamble_len: int
+        self, variant: "Variant", kb: "AskedKB | None"
     ) -> "FixedContext | NeighbourContext":
         """Chunk KV behind this encoding context, computed on the spot. Neighbours are those that
-        `kb` has; raises ConfigError if they do not fit in front of a chunk."""
+        `kb` has."""
         from kvweave.fuse.contexts import context_filler
         from kvweave.fuse.encodings import FixedContext, Prefixes
         from kvweave.fuse.neighbour_context import NeighbourContext
@@ -75,14 +75,6 @@ class Subject:
         if variant.kind != "neighbours":
             return FixedContext(self.decoder, prefixes, name, filler, repeat)
         assert kb is not None, "neighbours without a knowledge base are refused before"
-        room = self.decoder.spec.max_context - preamble_len - len(filler) - kb.chunk_tokens
-        if variant.size * kb.chunk_tokens > room:
-            most = max(0, room) // kb.chunk_tokens
-            raise ConfigError(
-                f"{variant} of {kb.chunk_tokens} tokens do not fit in front of a chunk into the "
-                f"{self.decoder.spec.max_context:,} positions of this model; give "
-                + (f"neighbours:{most} or less" if most else "isolated or filler")
-            )
         nearest = kb.nearest(variant.size)
         return NeighbourContext(self.decoder, prefixes, name, filler, repeat, nearest)
 

@@ -108,6 +108,8 @@ class ChunkEncoder:
         filled = variant_name(filler_of(variant), self.texts.filler)
         self._filled = replace(context, variant=filled)
         self._context = replace(context, variant=name + beside)
+        if variant.kind == "neighbours":  # what they bring is used with every pass, never served
+            store.give_way(self._filled.context_id())
         self._on_saved = on_saved
         self.alone: Alone = _at_once  # where computing is done; whoever shares the decoder sets it
         self._saves = SaveBook(store)

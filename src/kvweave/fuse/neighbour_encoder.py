@@ -5,21 +5,26 @@
 Neighbours bring the KV they have behind the filler: isolated KV there would be a beginning each,
 which nothing in the middle of a prompt is. It is taken as it is stored, rounded by its codec, so
 the same neighbours give the same bytes whether their KV was still there or had to be computed
-again. What had to be is stored: a chunk is a neighbour of many.
+again. What had to be is stored: a chunk is a neighbour of many. No request is served from it, so
+it gives way to all that is.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.chunk_encoder import SAVE_WAIT_S, ChunkEncoder
 from kvweave.fuse.contexts import neighbour_prefix
 from kvweave.fuse.encode import Prefix, encode_chunks, passes
 from kvweave.kv.codec import DTYPES, LayerKV
-from kvweave.kv.forget import BEHIND, pack_ids
+from kvweave.kv.forget import BEHIND, CHUNK, pack_ids
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer, layer_of, pack_chunk
+from kvweave.kv.objects import EncodedLayer, PackedChunk, layer_of, pack_chunk
+from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
+
+log = logging.getLogger(__name__)
 
 PASS_BYTES = 256 << 20  # of stitched KV held at a time: ten times what is computed behind it
 
@@ -40,6 +45,7 @@ class NeighbourEncoder:
         self._encoder = encoder
         self._chunks_by_id = chunks_by_id
         self._pass_bytes = pass_bytes
+        self._unstorable: set[ChunkId] = set()  # what the codec cannot hold, as far as it was met
 
     def encode(
         self, chunks: Sequence[Chunk], neighbours: Mapping[ChunkId, Sequence[ChunkId]]
@@ -71,11 +77,12 @@ class NeighbourEncoder:
         encoder = self._encoder
         started_s = time.perf_counter()
         made, besides, fresh = encoder.alone(partial(self._compute, batch, behind))
-        num_rows = sum(len(chunk.token_ids) for chunk in (*batch, *(chunk for chunk, _ in fresh)))
+        num_rows = sum(len(chunk.token_ids) for chunk in batch)
+        num_rows += sum(packed.header.shape.num_tokens for packed in fresh)
         per_row_s = (time.perf_counter() - started_s) / num_rows
-        for chunk, layers in fresh:
-            cost_s = per_row_s * len(chunk.token_ids)
-            encoder.save(chunk, encoder.filled_key(chunk.token_ids), layers, {}, cost_s)
+        for packed in fresh:
+            # it gives way (`ChunkEncoder`); where it finds no room no chunk lacks KV: it is no save
+            encoder.store.save(packed, wait_s=SAVE_WAIT_S)
         for chunk, others, layers, beside in zip(batch, behind, made, besides, strict=True):
             cost_s = per_row_s * len(chunk.token_ids)
             key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
@@ -83,15 +90,18 @@ class NeighbourEncoder:
 
     def _compute(
         self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]
-    ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], list[Filled]]:
+    ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], list[PackedChunk]]:
         """All that the decoder does for one pass: KV, what lies beside it, and the KV of neighbours
-        that was not stored."""
+        that is to be stored."""
         encoder = self._encoder
         chunks = {other.id: other for others in behind for other in others}
         filled = self._stored_filled(chunks)
-        fresh = self._fresh_filled([chunks[i] for i in sorted(chunks.keys() - filled.keys())])
-        for chunk, layers in fresh:
-            filled[chunk.id] = self._rounded(encoder.filled_key(chunk.token_ids), layers)
+        fresh: list[PackedChunk] = []
+        absent = [chunks[each] for each in sorted(chunks.keys() - filled.keys())]
+        for chunk, layers in self._fresh_filled(absent):
+            packed = self._packed(chunk, layers)
+            filled[chunk.id] = layers if packed is None else self._rounded(packed)
+            fresh += [] if packed is None else [packed]
         prefixes = [
             neighbour_prefix(
                 encoder.decoder,
@@ -135,22 +145,37 @@ class NeighbourEncoder:
 
     def _stored(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, list[LayerKV]]:
         """What the store has of these, whole; the rest is left out."""
-        num_layers = self._encoder.decoder.spec.num_layers
+        store, num_layers = self._encoder.store, self._encoder.decoder.spec.num_layers
+        peeks = zip(keys, store.peek(keys), strict=True)
+        # only what is there: acquiring the rest would count as requests that found nothing
+        there = [key for key, peek in peeks if peek.residency is not Residency.ABSENT]
         found: dict[ChunkKey, list[LayerKV]] = {}
-        with self._encoder.store.acquire(keys) as lease:
-            transfer = self._encoder.store.load(lease)
+        with store.acquire(there) as lease:
+            transfer = store.load(lease)
             for layer in range(num_layers):
                 for key, encoded in transfer.wait_layer(layer).items():
                     found.setdefault(key, []).append(self._decoded(encoded))
         return {key: layers for key, layers in found.items() if len(layers) == num_layers}
 
-    def _rounded(self, key: ChunkKey, layers: Sequence[LayerKV]) -> list[LayerKV]:
-        """Computed KV as the store would give it back."""
+    def _packed(self, chunk: Chunk, layers: Sequence[LayerKV]) -> PackedChunk | None:
+        """Computed KV as the store takes it. None: it has a value that the codec cannot hold, which
+        is said once; whenever the chunk is a neighbour again it is computed again, for keeping it
+        here has no bound."""
+        key, codec = self._encoder.filled_key(chunk.token_ids), self._encoder.context.codec
         try:
-            packed = pack_chunk(key, layers, self._encoder.context.codec)
-        except ValueError:  # a value that the codec cannot hold: never stored, so never rounded
-            return list(layers)
-        each = (layer_of(packed.header, packed.memory, i) for i in range(len(layers)))
+            return pack_chunk(key, layers, codec, {CHUNK: chunk.id.encode()})
+        except ValueError as error:
+            if chunk.id not in self._unstorable:
+                self._unstorable.add(chunk.id)
+                log.warning("chunk %s is not saved behind the filler: %s", chunk.id, error)
+                metrics = self._encoder.store.metrics
+                metrics.count("kv_saves_dropped_total", reason="not representable")
+            return None
+
+    def _rounded(self, packed: PackedChunk) -> list[LayerKV]:
+        """KV as the store would give it back."""
+        num_layers = self._encoder.decoder.spec.num_layers
+        each = (layer_of(packed.header, packed.memory, i) for i in range(num_layers))
         return [self._decoded(encoded) for encoded in each]
 
     def _decoded(self, encoded: EncodedLayer) -> LayerKV:

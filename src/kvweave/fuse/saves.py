@@ -11,7 +11,8 @@ SETTLE = 256  # open promises kept at a time before the answered ones are counte
 
 
 class Saves(NamedTuple):
-    """Objects by outcome: a chunk has one isolated and one behind its encoding context."""
+    """Objects by outcome: a chunk has one isolated and one behind its encoding context. What it
+    brings where it is a neighbour is not among them."""
 
     saved: int
     dropped: int  # no tier that outlives this process has them; requests compute them

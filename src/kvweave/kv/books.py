@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvweave.kv.gone import Gone
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ContextId, context_of
 from kvweave.kv.places import Place
 from kvweave.kv.shelf import Entry, Shelf
 from kvweave.kv.tiers.host import HostTier
@@ -47,6 +47,14 @@ class Books:
 
     def count_dropped(self, place: Place, reason: str) -> None:
         self._metrics.count("kv_saves_dropped_total", tier=place.name, reason=reason)
+
+    def give_way(self, context: ContextId) -> None:
+        """See `KVStore.give_way`."""
+        with self.lock:
+            self.usage.give_way(context)
+            for shelf in [place.shelf for place in self.places if place.shelf is not None]:
+                for key in [key for key in shelf if context_of(key) == context]:
+                    shelf.touch(key, self.usage.seen(key))
 
     def unpin(self, place: Place, key: ChunkKey, entry: Entry) -> bool:
         """Take a lease's pin off. True: call `finish_delete`. Lock is held."""

@@ -7,6 +7,7 @@ Plain bookkeeping: no IO, no torch, no lock. The store's lock covers every call.
     used + reserved ≤ capacity, always
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -101,7 +102,7 @@ class Shelf:
         return entry
 
     def touch(self, key: ChunkKey, usage: Usage) -> None:
-        self._ranking.set(key, self._policy.rank(usage), usage.last_access_s)
+        self._ranking.set(key, self._rank(usage), usage.last_access_s)
 
     def take_off(self, key: ChunkKey) -> int:
         """Take an entry off to delete it. Its bytes stay reserved until they are really gone:
@@ -124,7 +125,7 @@ class Shelf:
         entries are in the way.
         """
         missing = size_bytes - self.free_bytes
-        rank = self._policy.rank(newcomer)
+        rank = self._rank(newcomer)
         victims: list[tuple[ChunkKey, int]] = []
         freed, highest = 0, 0.0
         for key, worth in self._ranking.lowest(self._may_leave):
@@ -160,6 +161,9 @@ class Shelf:
 
     def num_pinned(self) -> int:
         return sum(1 for entry in self._entries.values() if entry.pins)
+
+    def _rank(self, usage: Usage) -> float:
+        return -math.inf if usage.gives_way else self._policy.rank(usage)
 
     def _may_leave(self, key: ChunkKey) -> bool:
         return self._entries[key].pins == 0

@@ -24,7 +24,7 @@ from functools import partial
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.deleting import Deleting
 from kvweave.kv.finding import Finder
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ContextId
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
 from kvweave.kv.locate import Locator
@@ -144,6 +144,11 @@ class KVStore(Deleting):
                 self._stock.count_dropped(place, "write-behind is full")
         ticket.answer("host" if in_host and not self._stock.below else None)
         return ticket
+
+    def give_way(self, context: ContextId) -> None:
+        """Chunk KV of this context leaves a full tier before any other and pushes out no other,
+        however often it is used: nobody is served from it. For as long as the store is open."""
+        self._stock.give_way(context)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until every accepted write was tried. False: some tier is too slow for that."""

@@ -6,7 +6,7 @@ nothing. The book is bounded: the key not touched for longest is forgotten first
 
 from collections import OrderedDict
 
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ContextId, context_of
 from kvweave.kv.policies import Usage, UsageRecord
 
 
@@ -20,13 +20,14 @@ class UsageBook:
         self._num_costs = 0
         self._mean_cost_per_byte_s = 0.0  # tokens of an object found on disk are not known here
         self._num_sized_costs = 0
+        self._giving_way: set[ContextId] = set()
 
     def touch(self, key: ChunkKey, now_s: float, size_bytes: int) -> Usage:
         """One access."""
         record = self._record(key)
         record.size = size_bytes or record.size
         record.touch(now_s)
-        return self._usage(record)
+        return self._usage(key, record)
 
     def found(self, key: ChunkKey, written_s: float, size_bytes: int) -> Usage:
         """An object from an earlier life: counts as one access when it was written."""
@@ -34,7 +35,7 @@ class UsageBook:
         record.size = size_bytes
         if not record.uses:
             record.touch(written_s)
-        return self._usage(record)
+        return self._usage(key, record)
 
     def computed(self, key: ChunkKey, cost_s: float, num_tokens: int) -> None:
         """It was computed, which took `cost_s` seconds. Touch it first: then its size is known."""
@@ -47,14 +48,19 @@ class UsageBook:
         self._num_costs += 1
         self._mean_cost_s += (cost_s / num_tokens - self._mean_cost_s) / self._num_costs
 
-    def seen(self, key: ChunkKey) -> Usage:
-        return self._usage(self._record(key))
+    def give_way(self, context: ContextId) -> None:
+        """What is of this context gives way from now on."""
+        self._giving_way.add(context)
 
-    def _usage(self, record: UsageRecord) -> Usage:
-        if record.misses:
-            return record.seen()
-        cost_s = self._mean_cost_per_byte_s * record.size
-        return Usage(record.uses, record.last_access_s, record.size, cost_s, self._mean_cost_s)
+    def seen(self, key: ChunkKey) -> Usage:
+        return self._usage(key, self._record(key))
+
+    def _usage(self, key: ChunkKey, record: UsageRecord) -> Usage:
+        usage = record.seen()
+        if not record.misses:
+            cost_s = self._mean_cost_per_byte_s * record.size
+            usage = usage._replace(cost_s=cost_s, cost_per_unit_s=self._mean_cost_s)
+        return usage._replace(gives_way=context_of(key) in self._giving_way)
 
     def _record(self, key: ChunkKey) -> UsageRecord:
         record = self._records.get(key)

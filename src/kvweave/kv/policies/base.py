@@ -20,6 +20,7 @@ class Usage(NamedTuple):
     size: int  # in the keeper's unit: bytes in a tier, tokens in the tree
     cost_s: float  # estimate of what computing it once costs
     cost_per_unit_s: float  # measured: mean over its misses of seconds / newly computed units
+    gives_way: bool = False  # leaves before all that does not, whatever its policy says
 
 
 class Policy(Protocol):
