@@ -97,13 +97,13 @@ def test_a_chunk_that_drifts_is_never_cut_because_it_would_drift_otherwise(
     decoder: Decoder,
 ) -> None:
     world = World(decoder, missing=(1,))
-    want = world.fuse("weave", 0.5)[1]
-    bonds = InPages(world, "weave", 0.5, make_pool(decoder), 0).prepared.bonds
+    want = world.fuse("weave", 0.7)[1]
+    bonds = InPages(world, "weave", 0.7, make_pool(decoder), 0).prepared.bonds
     assert [end - start > 1 for start, end in bonds] == [True, True]
     for start, end in bonds:
-        whole = computed(InPages(world, "weave", 0.5, make_pool(decoder), 0), decoder, [end])
+        whole = computed(InPages(world, "weave", 0.7, make_pool(decoder), 0), decoder, [end])
         assert_same(whole, want, "weave")
-        cut = computed(InPages(world, "weave", 0.5, make_pool(decoder), 0), decoder, [start + 1])
+        cut = computed(InPages(world, "weave", 0.7, make_pool(decoder), 0), decoder, [start + 1])
         assert (cut.keys[2] - want.keys[2]).abs().max() > 100 * DRIFTED
 
 
