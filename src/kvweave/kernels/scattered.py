@@ -16,7 +16,6 @@ Shapes: R rows, N keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head dim; a 
 and n keys, and M = r G rows of each KV head.
 """
 
-import math
 from bisect import bisect_left
 from functools import lru_cache
 from typing import NamedTuple
@@ -66,16 +65,15 @@ def attend_scattered(
     out = q.new_empty(q.shape)
     most = max(b.last_key - b.first_key for part in parts for b in part.blocks)
     room = q.new_empty(most * max(part.end - part.start for part in parts) * group)
+    shown = keys.permute(1, 2, 0), values.transpose(0, 1)  # [Hk, D, N], [Hk, N, D]
     for start, end, blocks in parts:
         # [r, Hq, D] -> [Hk, r, G, D]
         rows = (x[start:end].view(-1, kv_heads, group, head_dim).transpose(0, 1) for x in (q, out))
         asking, answer = rows
         scaled = torch.mul(asking, scale, out=q.new_empty(asking.shape)).flatten(1, 2)
         attended = torch.zeros_like(scaled)
-        for head in range(kv_heads):
-            shown = keys[:, head].t(), values[:, head]  # [D, N], [N, D]
-            if not _attend_part(scaled[head], blocks, group, *shown, room, attended[head]):
-                return None
+        if not _attend_part(scaled, blocks, group, *shown, room, attended):
+            return None
         answer.copy_(attended.view(asking.shape))
     return out
 
@@ -89,26 +87,36 @@ def _attend_part(
     room: Tensor,
     attended: Tensor,
 ) -> bool:
-    """Add the attention output of `asking` [M, D], scaled, to `attended` [M, D]; one KV head, keys
-    [D, N] and values [N, D]. Weights are laid into `room`. False: the logits are too large."""
-    num_rows = len(asking)
-    totals = asking.new_zeros(num_rows)
+    """Add the attention output of `asking` [Hk, M, D], scaled, to `attended` [Hk, M, D]; keys
+    [Hk, D, N] and values [Hk, N, D]. Weights are laid into `room`. False: the logits are too large.
+    """
+    kv_heads, num_rows, _ = asking.shape
+    totals = asking.new_zeros(kv_heads, num_rows)
     for start, first, last, edge in blocks:
-        rows = slice(start * group, num_rows)
-        shape = num_rows - start * group, last - first
-        weights = room[: math.prod(shape)].view(shape)  # [M, n]
-        torch.mm(asking[rows], keys[:, first:last], out=weights)
-        weights.exp_()
-        if edge is not None:
-            weights[: len(edge), last - first - edge.shape[1] :].mul_(edge)
-        totals[rows] += weights.sum(1)
+        at = start * group
+        weights = room[: (num_rows - at) * (last - first)].view(-1, last - first)  # [M, n]
+        part = None if edge is None else weights[: len(edge), last - first - edge.shape[1] :]
+        heads = zip(  # views of all heads at once: each by itself costs as much
+            asking[:, at:].unbind(),
+            keys[:, :, first:last].unbind(),
+            values[:, first:last].unbind(),
+            attended[:, at:].unbind(),
+            totals[:, at:].unbind(),
+            strict=True,
+        )
+        for ask, key, value, answer, total in heads:
+            torch.mm(ask, key, out=weights)
+            weights.exp_()
+            if part is not None:
+                part.mul_(edge)
+            total += weights.sum(1)
+            answer.addmm_(weights, value)
         if not first and not totals.amax() <= TOTALS[1]:  # NaN is not either
             return False
-        attended[rows].addmm_(weights, values[first:last])
     low, high = totals.aminmax()
     if not (TOTALS[0] <= low and high <= TOTALS[1]):
         return False
-    attended.div_(totals[:, None])
+    attended.div_(totals[:, :, None])
     return True
 
 
