@@ -100,9 +100,11 @@ def _parts(x: Tensor, group: int, axis: int, *params: Tensor) -> list[list[Tenso
 
     At most two: the whole groups together, and the short last one.
     """
+    wide = [p.float() for p in params]
+    if wide[0].shape[axis] == 1:
+        return [[x, *wide]]  # one group: it broadcasts as it is
     whole = x.shape[axis] // group
     cuts = [(0, whole, group), (whole, whole + 1, x.shape[axis] - whole * group)]
-    wide = [p.float() for p in params]
     parts: list[list[Tensor]] = []
     for first, end, length in cuts:
         if end == first or length == 0:

@@ -107,7 +107,7 @@ def _attend_part(
         for ask, key, value, answer, total in heads:
             torch.mm(ask, key, out=weights)
             weights.exp_()
-            if part is not None:
+            if part is not None and edge is not None:
                 part.mul_(edge)
             total += weights.sum(1)
             answer.addmm_(weights, value)

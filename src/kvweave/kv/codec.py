@@ -9,8 +9,9 @@ there.
 Shapes: keys and values [T, H, D]; a layer's bytes are uint8 [n].
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -175,21 +176,19 @@ def _elements(shape: Shape) -> int:
     return shape.num_tokens * shape.num_kv_heads * shape.head_dim
 
 
-def _sizes(shape: Shape, bits: int, group: int, params: int) -> list[int]:
+@lru_cache(maxsize=1024)  # asked for every layer of every chunk
+def _sizes(shape: Shape, bits: int, group: int, params: int) -> tuple[int, ...]:
     """Bytes of each piece: K codes, K parameters, V codes, V parameters."""
     if shape.head_dim * bits % 8:
         raise ValueError(f"{bits} bits need an even head dim, not {shape.head_dim}; use int8")
     codes = _elements(shape) * bits // 8
     k_params = 2 * num_groups(shape.num_tokens, group) * shape.num_kv_heads * shape.head_dim
     v_params = 2 * shape.num_tokens * shape.num_kv_heads * num_groups(shape.head_dim, group)
-    return [codes, *[k_params] * params, codes, *[v_params] * params]
+    return (codes, *[k_params] * params, codes, *[v_params] * params)
 
 
-def _cut(data: Tensor, sizes: list[int]) -> Iterator[Tensor]:
-    at = 0
-    for size in sizes:
-        yield data[at : at + size]
-        at += size
+def _cut(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    return iter(data[: sum(sizes)].split_with_sizes(sizes))
 
 
 def _fill(out: Tensor, pieces: list[Tensor]) -> None:
