@@ -62,7 +62,7 @@ def dequantise(groups: Groups, *, bits: int, group: int, axis: int, out: Tensor)
     for values, scale, low in _parts(work, group, axis, groups.scale, groups.low):
         if axis == 0:
             torch.addcmul(low, values, scale, out=values)
-        else:  # one parameter for a run of values: only with one of them a time is it vectorised
+        else:  # two parameters, each one value for a run of them: faster one after the other
             values.mul_(scale).add_(low)
     return out if work is out else out.copy_(work)
 

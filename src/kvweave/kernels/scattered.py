@@ -95,7 +95,8 @@ def _attend_part(
     for start, first, last, edge in blocks:
         at = start * group
         weights = room[: (num_rows - at) * (last - first)].view(-1, last - first)  # [M, n]
-        part = None if edge is None else weights[: len(edge), last - first - edge.shape[1] :]
+        # at the edge: what some rows do not see, and which do; nothing where all see all
+        edges = [] if edge is None else [(weights[: len(edge), -edge.shape[1] :], edge)]
         heads = zip(  # views of all heads at once: each by itself costs as much
             asking[:, at:].unbind(),
             keys[:, :, first:last].unbind(),
@@ -107,8 +108,8 @@ def _attend_part(
         for ask, key, value, answer, total in heads:
             torch.mm(ask, key, out=weights)
             weights.exp_()
-            if part is not None and edge is not None:
-                part.mul_(edge)
+            for part, is_seen in edges:
+                part.mul_(is_seen)
             total += weights.sum(1)
             answer.addmm_(weights, value)
         if not first and not totals.amax() <= TOTALS[1]:  # NaN is not either
