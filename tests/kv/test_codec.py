@@ -6,7 +6,7 @@ import torch
 from kvweave.errors import ConfigError
 from kvweave.kv.codec import CODECS, LayerKV, dtype_name, open_codec
 from kvweave.kv.layout import Shape
-from kvweave.kv.objects import layer_of, pack_chunk
+from kvweave.kv.objects import decode_joined, layer_of, pack_chunk
 from kvworld import make_key, make_layers
 
 TOLERANCE = {"raw": 0.0, "fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "fp8": 0.2, "int4": 0.3}
@@ -38,6 +38,33 @@ def test_decoding_into_given_memory_equals_decoding_into_fresh(codec: str) -> No
     assert torch.equal(fresh.v, kv[1, 10:15])
     assert (kv[:, :10] == -1).all()
     assert (kv[:, 15:] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_chunks_decoded_together_equal_chunks_decoded_one_by_one(codec: str, dtype: str) -> None:
+    """Lengths of one group, of whole groups, and with a short group in the middle."""
+    chunks = [pack_chunk(make_key(), make_layers(n, num_tokens=n, dtype=dtype), codec)
+              for n in (1, 64, 70, 130, 5)]  # fmt: skip
+    layers = [layer_of(chunk.header, chunk.memory, 1) for chunk in chunks]
+    apart = [layer.decode() for layer in layers]
+    room = torch.full((2, 272, 2, 8), -1.0, dtype=apart[0].k.dtype)
+    decode_joined(layers, LayerKV(room[0, 1:271], room[1, 1:271]))
+    assert torch.equal(room[0, 1:271], torch.cat([kv.k for kv in apart]))
+    assert torch.equal(room[1, 1:271], torch.cat([kv.v for kv in apart]))
+    assert (room[:, [0, 271]] == -1).all()
+
+
+def test_neighbours_stored_in_different_ways_decode_together() -> None:
+    chunks = [
+        pack_chunk(make_key(), make_layers(n, num_tokens=n), codec)
+        for n, codec in ((70, "int8"), (3, "int8"), (9, "raw"), (80, "int4"), (66, "int8"))
+    ]
+    layers = [layer_of(chunk.header, chunk.memory, 0) for chunk in chunks]
+    out = LayerKV(torch.empty(228, 2, 8), torch.empty(228, 2, 8))
+    decode_joined(layers, out)
+    assert torch.equal(out.k, torch.cat([layer.decode().k for layer in layers]))
+    assert torch.equal(out.v, torch.cat([layer.decode().v for layer in layers]))
 
 
 def test_raw_decodes_without_a_copy() -> None:

@@ -14,7 +14,7 @@ from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer
+from kvweave.kv.objects import EncodedLayer, decode_joined
 
 
 class ChunkLost(Exception):
@@ -95,12 +95,7 @@ class StoredChunks:
                 torch.cat([kv.k for kv in parts]).to(device),
                 torch.cat([kv.v for kv in parts]).to(device),
             )
-        at = 0
-        for span in self._placed:  # decoded where it is wanted: no copy in between
-            part = slice(at, at + span.num_tokens)
-            arrived[span.key].decode(LayerKV(out.k[part], out.v[part]))
-            at += span.num_tokens
-        return out
+        return decode_joined([arrived[span.key] for span in self._placed], out)
 
     def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}

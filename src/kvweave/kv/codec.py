@@ -9,31 +9,24 @@ there.
 Shapes: keys and values [T, H, D]; a layer's bytes are uint8 [n].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvweave.errors import ConfigError
-from kvweave.kernels.quantise import (
-    Groups,
-    dequantise,
-    dequantise_fp8,
-    num_groups,
-    quantise,
-    quantise_fp8,
-)
+from kvweave.kernels.quantise import dequantise, dequantise_fp8, quantise, quantise_fp8
 from kvweave.kv.layout import Shape
+from kvweave.kv.pieces import KEY_AXIS, VALUE_AXIS, fill, joined, sizes_of
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-KEY_AXIS, VALUE_AXIS = 0, 2  # keys are grouped along tokens, values along channels
+AXES = (KEY_AXIS, VALUE_AXIS)
 
 
 class LayerKV(NamedTuple):
@@ -61,6 +54,15 @@ class Codec(Protocol):
         """Keys and values in the model's dtype, written into `out` if given.
 
         Without `out`, `raw` returns views of `data`: read-only, and valid only as long as it is.
+        """
+        ...
+
+    def decode_joined(
+        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+    ) -> LayerKV:
+        """Layers of several chunks, at least one, to lie behind each other in out [sum T, H, D].
+
+        The same to the bit as one by one.
         """
         ...
 
@@ -93,6 +95,16 @@ class Plain:
         out.v.copy_(v)
         return out
 
+    def decode_joined(
+        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+    ) -> LayerKV:
+        at = 0
+        for each, shape in zip(data, shapes, strict=True):
+            here = slice(at, at + shape.num_tokens)
+            self.decode(each, shape, LayerKV(out.k[here], out.v[here]))
+            at += shape.num_tokens
+        return out
+
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
@@ -103,22 +115,26 @@ class Grouped:
     group: int = 64
 
     def num_bytes(self, shape: Shape) -> int:
-        return sum(_sizes(shape, self.bits, self.group, params=2))
+        return sum(sizes_of(shape, self.bits, self.group, params=2))
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
         pieces: list[Tensor] = []
-        for x, axis in zip(kv, (KEY_AXIS, VALUE_AXIS), strict=True):
+        for x, axis in zip(kv, AXES, strict=True):
             groups = quantise(x, bits=self.bits, group=self.group, axis=axis)
             assert groups.low is not None
             pieces += [groups.q, groups.scale, groups.low]
-        _fill(out, pieces)
+        fill(out, pieces)
 
     def decode(self, data: Tensor, shape: Shape, out: LayerKV | None = None) -> LayerKV:
-        out = out or _empty(shape, data.device)
-        parts = _cut(data, _sizes(shape, self.bits, self.group, params=2))
-        for x, axis in zip(out, (KEY_AXIS, VALUE_AXIS), strict=True):
-            groups = _groups(parts, shape, self.bits, self.group, axis, has_low=True)
-            dequantise(groups, bits=self.bits, group=self.group, axis=axis, out=x)
+        return self.decode_joined([data], [shape], out or _empty(shape, data.device))
+
+    def decode_joined(
+        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+    ) -> LayerKV:
+        lengths = tuple(shape.num_tokens for shape in shapes)
+        stored = joined(data, shapes, self.bits, self.group, params=2)
+        for x, groups, axis in zip(out, stored, AXES, strict=True):
+            dequantise(groups, bits=self.bits, group=self.group, axis=axis, out=x, lengths=lengths)
         return out
 
 
@@ -130,21 +146,25 @@ class GroupedFp8:
     group: int = 64
 
     def num_bytes(self, shape: Shape) -> int:
-        return sum(_sizes(shape, 8, self.group, params=1))
+        return sum(sizes_of(shape, 8, self.group, params=1))
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
         pieces: list[Tensor] = []
-        for x, axis in zip(kv, (KEY_AXIS, VALUE_AXIS), strict=True):
+        for x, axis in zip(kv, AXES, strict=True):
             groups = quantise_fp8(x, group=self.group, axis=axis)
             pieces += [groups.q, groups.scale]
-        _fill(out, pieces)
+        fill(out, pieces)
 
     def decode(self, data: Tensor, shape: Shape, out: LayerKV | None = None) -> LayerKV:
-        out = out or _empty(shape, data.device)
-        parts = _cut(data, _sizes(shape, 8, self.group, params=1))
-        for x, axis in zip(out, (KEY_AXIS, VALUE_AXIS), strict=True):
-            groups = _groups(parts, shape, 8, self.group, axis, has_low=False)
-            dequantise_fp8(groups, group=self.group, axis=axis, out=x)
+        return self.decode_joined([data], [shape], out or _empty(shape, data.device))
+
+    def decode_joined(
+        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+    ) -> LayerKV:
+        lengths = tuple(shape.num_tokens for shape in shapes)
+        stored = joined(data, shapes, 8, self.group, params=1)
+        for x, groups, axis in zip(out, stored, AXES, strict=True):
+            dequantise_fp8(groups, group=self.group, axis=axis, out=x, lengths=lengths)
         return out
 
 
@@ -174,45 +194,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _elements(shape: Shape) -> int:
     return shape.num_tokens * shape.num_kv_heads * shape.head_dim
-
-
-@lru_cache(maxsize=1024)  # asked for every layer of every chunk
-def _sizes(shape: Shape, bits: int, group: int, params: int) -> tuple[int, ...]:
-    """Bytes of each piece: K codes, K parameters, V codes, V parameters."""
-    if shape.head_dim * bits % 8:
-        raise ValueError(f"{bits} bits need an even head dim, not {shape.head_dim}; use int8")
-    codes = _elements(shape) * bits // 8
-    k_params = 2 * num_groups(shape.num_tokens, group) * shape.num_kv_heads * shape.head_dim
-    v_params = 2 * shape.num_tokens * shape.num_kv_heads * num_groups(shape.head_dim, group)
-    return (codes, *[k_params] * params, codes, *[v_params] * params)
-
-
-def _cut(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-    return iter(data[: sum(sizes)].split_with_sizes(sizes))
-
-
-def _fill(out: Tensor, pieces: list[Tensor]) -> None:
-    sizes = [p.numel() * p.element_size() for p in pieces]
-    for part, piece in zip(_cut(out, sizes), pieces, strict=True):
-        part.copy_(piece.contiguous().view(torch.uint8).flatten())
-
-
-def _groups(
-    parts: Iterator[Tensor], shape: Shape, bits: int, group: int, axis: int, *, has_low: bool
-) -> Groups:
-    """The next pieces of a layer as the kernels want them."""
-    T, H, D = shape.num_tokens, shape.num_kv_heads, shape.head_dim
-    n = num_groups(T if axis == 0 else D, group)
-    params = (n, H, D) if axis == 0 else (T, H, n)
-    q = next(parts).view(T, H, D * bits // 8)
-    scale = _halves(next(parts)).view(params)
-    low = _halves(next(parts)).view(params) if has_low else None
-    return Groups(q, scale, low)
-
-
-def _halves(part: Tensor) -> Tensor:
-    """Bytes as fp16. Behind an odd number of int4 codes they lie between two halves: copied."""
-    return (part.clone() if part.storage_offset() % 2 else part).view(torch.float16)
 
 
 def _empty(shape: Shape, device: torch.device) -> LayerKV:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -47,6 +49,20 @@ class EncodedLayer(NamedTuple):
     def decode(self, out: LayerKV | None = None) -> LayerKV:
         """Keys and values, each [T, H, D]; for `raw` without `out` these are views of `data`."""
         return self.codec.decode(self.data, self.shape, out)
+
+
+def decode_joined(layers: Sequence[EncodedLayer], out: LayerKV) -> LayerKV:
+    """Decode chunks to where they lie behind each other: out [sum T, H, D]. No copy in between.
+
+    Neighbours stored in one way are decoded together.
+    """
+    at = 0
+    for codec, same in groupby(layers, key=attrgetter("codec")):
+        data, shapes, _ = zip(*same, strict=True)
+        here = slice(at, at + sum(shape.num_tokens for shape in shapes))
+        codec.decode_joined(data, shapes, LayerKV(out.k[here], out.v[here]))
+        at = here.stop
+    return out
 
 
 def pack_chunk(
