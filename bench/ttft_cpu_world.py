@@ -34,6 +34,7 @@ from kvweave.prompt import SYSTEM
 from kvweave.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 320
+TEXT_TOKENS = 300
 TIERS = ("host", "disk warm", "disk cold")
 STAGES = ("retrieve", "load", "select", "compute", "rest")
 
@@ -172,14 +173,17 @@ class World:
 
 
 def texts_of(data: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, str]]:
-    """Texts of about 300 tokens, one per document, as (title, text)."""
-    records = read_jsonl(data / "kb_python_peps" / "docs.jsonl.gz")
-    for record in islice(records, 20, 20 + count):
+    """Texts of about 300 tokens, one per document long enough, as (title, text)."""
+    found = 0
+    for record in islice(read_jsonl(data / "kb_python_peps" / "docs.jsonl.gz"), 20, None):
         words = record["text"].split()
         start = min(400, len(words) // 2)
-        text = " ".join(words[start : start + 400])
-        ids = tokenizer.encode_text(text)[:292]
-        yield record["title"], tokenizer.decode(ids).strip()
+        ids = tokenizer.encode_text(" ".join(words[start : start + 400]))[:TEXT_TOKENS]
+        if len(ids) == TEXT_TOKENS:
+            yield record["title"], tokenizer.decode(ids).strip()
+            found += 1
+        if found == count:
+            return
 
 
 def _words(text: str) -> str:
