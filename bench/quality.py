@@ -7,6 +7,8 @@ chunk KV and full prefill that is closed: 0 is reuse, 100 is full prefill.
 
     python bench/quality.py --data DATA --questions 200 --device cuda --workers 8 --out RESULT.json
 
+`--strategies oracle` chooses rows by full prefill itself: what a better choice could still bring.
+
 Chunk KV is exact to the dtype here (no codec): bench/codec_kl.py has the codecs.
 """
 

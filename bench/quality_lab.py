@@ -19,8 +19,6 @@ from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.fuse.trials import Trials, judge
-from kvweave.kernels.column_scores import causal_column_mass
-from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
@@ -31,6 +29,7 @@ from kvweave.tokenizer import Tokenizer
 from quality_batch import Cell, batched_pass
 from quality_data import Question
 from quality_encode import Encoder
+from quality_from_full import ORACLE, Oracle, changed, oracle
 from quality_stats import FULL, Key
 
 ANSWER_ROOM = 32
@@ -45,7 +44,10 @@ class Lab:
         self.decoder: Decoder = load_decoder(folder, device=args.device, dtype="float32")
         layers = tuple(int(i) for i in args.layers.split(",") if i)
         self.facts = ModelFacts(self.decoder.spec.num_layers, layers)
-        self.strategies = [open_strategy(name, self.facts) for name in args.strategies.split(",")]
+        self.strategies = [
+            oracle() if name == ORACLE else open_strategy(name, self.facts)
+            for name in args.strategies.split(",")
+        ]
         self.ratios = [float(r) for r in args.ratios.split(",")]
         self.asked = [parse_variant(text) for text in args.encodings.split(",")]
         # recovery counts from plain reuse of isolated chunk KV: always there
@@ -145,7 +147,7 @@ class Lab:
                     scores[strategy.name] = (
                         selector.scores(scene)
                         if isinstance(selector, QueryAttention)
-                        else self.changed(strategy, scene, trials)
+                        else changed(strategy.name, scene, trials)
                     )
                 taper = strategy.taper if 0 < count < len(request.hits) else None
                 if taper is not None:
@@ -155,30 +157,13 @@ class Lab:
                     return Cell(rows, strategy.drift, taper, stay)
                 rows = top_positions(scores[strategy.name], scene.hits, count)
             else:
+                if strategy.name == ORACLE:
+                    selector = Oracle(trials)
                 assert selector is not None
                 rows = selector.select(scene, count)
             return Cell(tuple(rows.tolist()), strategy.drift, exact_layer_1=in_flight)
 
         return request, stitched, chosen
-
-    def changed(self, strategy: Strategy, scene: Scene, trials: Trials) -> torch.Tensor:
-        """What an in-flight selector measures at layer 1, read off full prefill: the same there."""
-        count = len(scene.request.prompt_ids)
-        fresh_k, fresh_v = trials.keys[1, 0, :count], trials.values[1, 0, :count]
-        at = scene.hits.to(fresh_k.device)
-        fresh, stored = (
-            (fresh_k, scene.stitched.keys(1))
-            if strategy.name == "cacheblend-k"
-            else (fresh_v, scene.stitched.values(1))
-        )
-        moved = (fresh[at] - stored[at]).square().sum((1, 2))
-        if strategy.name != "kvshare":
-            return moved
-        ids = torch.tensor(scene.request.prompt_ids, device=at.device)
-        positions = torch.arange(scene.request.preamble_len, count)
-        angles = self.decoder.angles(positions.to(at.device))
-        q = rotate(self.decoder.qkv(0, self.decoder.embed(ids))[0][positions.to(at.device)], angles)
-        return moved * causal_column_mass(q, positions, trials.keys[0, 0, :count])[at]
 
     def verify(
         self,
@@ -192,6 +177,8 @@ class Lab:
         """The batched pass is `fuse`: the same rows, the same logits, the same work."""
         by_name = {s.name: s for s in self.strategies}
         for (name, cell), logits in zip(cells, got, strict=True):
+            if name == ORACLE:
+                continue  # `fuse` cannot ask it
             strategy = by_name.get(name)
             kv = self.decoder.new_kv(len(request.prompt_ids))
             again = Stitched(
