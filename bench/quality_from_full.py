@@ -1,13 +1,16 @@
 """Rows of the quality bench that are chosen by what full prefill left behind.
 
 Selectors in flight let every row run to layer 1 and compare: that is the same in full prefill, and
-is read off there (`changed`). The oracle is for the bench alone. Which rows are worth recomputing? Those that the question looks at and whose stored KV is wrong. The
-oracle knows both: for every layer the attention that the question of full prefill pays to a row,
-times how far the row's stored value is from full prefill's, summed. Nobody can choose so without
-computing everything first. What it recovers with as many rows is about what a better choice could
-still bring; what is missing beyond it has to come from elsewhere (the encoding context, more rows).
+is read off there (`changed`).
 
-Shapes: T tokens of the prompt, H hits, U question rows, Hk KV heads, D head dim.
+The oracle is for the bench alone. Which rows are worth recomputing? Those that the question looks
+at and whose stored KV is wrong. It knows both: for every layer the attention that the question of
+full prefill pays to a row, times how far the row's stored value is from full prefill's, summed.
+Nobody can choose so without computing everything first. What it recovers is about what a better
+choice of as many rows could bring; the rest has to come from elsewhere (the encoding context, more
+rows).
+
+Shapes: H hits, U question rows, T tokens of the prompt.
 """
 
 from dataclasses import dataclass
