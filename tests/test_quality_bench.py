@@ -122,6 +122,62 @@ def test_what_recovery_counts_from_is_measured_whatever_is_asked_for(
     }  # fmt: skip
 
 
+def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
+    quality: ModuleType, chat_model_folder: Path
+) -> None:
+    import torch
+
+    from kvweave.fuse.contexts import Variant
+    from kvweave.fuse.encode import encode_chunks
+    from kvweave.fuse.selectors.base import Scene
+    from kvweave.fuse.trials import Trials
+    from kvweave.kernels.rope import rotate
+    from kvweave.model.rows import Rows
+    from kvweave.prompt import Document, build_prompt
+    from quality_data import Question
+    from quality_from_full import Oracle
+    from quality_lab import Lab
+
+    args = Namespace(
+        model=str(chat_model_folder), device="cpu", layers="", ratios="0.5",
+        strategies="oracle", encodings="isolated", neighbours=None,
+    )  # fmt: skip
+    lab = Lab(args)
+    decoder = lab.decoder
+    passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
+    prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
+    question = Question("2wiki", 3, prompt, ("the sea",), passages)
+    ids, start = prompt.token_ids, len(prompt.token_ids) - len(prompt.question)
+    trials = Trials(decoder, 2, len(ids), 1)
+    decoder.forward([Rows(ids, range(len(ids)), trials.kv(0), [len(ids) - 1])])
+    alone = encode_chunks(decoder, lab.encoder.prefix(prompt.preamble), prompt.chunks)
+    request, stitched, chosen = lab.prepare(question, Variant("isolated"), alone, trials)
+    scene = Scene(decoder, request, stitched, torch.tensor(request.hits))
+
+    want = torch.zeros(len(ids))  # every row of every layer, the plain way
+    at = torch.arange(len(ids))
+    with torch.inference_mode():
+        h, angles = decoder.embed(torch.tensor(ids)), decoder.angles(at)
+        for layer in range(decoder.spec.num_layers):
+            q, k, v = (x.clone() for x in decoder.qkv(layer, h))
+            group = q.shape[1] // k.shape[1]
+            keys = rotate(k, angles).repeat_interleave(group, 1)
+            logits = torch.einsum("qhd,khd->hqk", rotate(q, angles), keys) * q.shape[-1] ** -0.5
+            attention = logits.masked_fill(at > at[:, None], -torch.inf).softmax(-1)
+            off = (v - stitched.values(layer)).flatten(1).norm(dim=1)
+            want += attention[:, start:].sum((0, 1)) * off
+            out = torch.einsum("hqk,khd->qhd", attention, v.repeat_interleave(group, 1))
+            h = decoder.finish(layer, h, out)
+    scores = Oracle(trials).scores(scene)
+    torch.testing.assert_close(scores, want[request.hits], rtol=1e-4, atol=1e-6)
+    assert (scores > 0).all()
+    best = want[request.hits].topk(len(request.hits) // 2).indices
+    picked = chosen(lab.strategies[0], 0.5).chosen
+    assert {*picked} >= {*scene.hits[best].tolist()}
+    found = lab.ask(question, check=True)
+    assert found["isolated", "oracle", 0.5]["kl"] < found["isolated", "reuse", 0.0]["kl"]
+
+
 def test_figures_say_in_which_precision_they_were_made(
     quality: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
