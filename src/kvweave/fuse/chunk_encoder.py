@@ -11,13 +11,7 @@ from typing import Protocol, TypeVar
 from kvweave.errors import ConfigError
 from kvweave.fuse.anchors import REPEAT
 from kvweave.fuse.beside import compute_extras
-from kvweave.fuse.contexts import (
-    ISOLATED,
-    context_filler,
-    filler_of,
-    filler_passages,
-    variant_name,
-)
+from kvweave.fuse.contexts import ISOLATED, context_filler, filler_of, filler_passages, variant_name
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.protocol import Decoder

@@ -135,24 +135,15 @@ class StoredPrompt:
     def prefill(self, decoder: Decoder, around: Around, kv: KVBuffer, ratio: float) -> Prefilled:
         """Weave the prompt into `kv`."""
         way = self._strategy
-        fused, record = self._weave(
-            decoder,
-            around,
-            kv,
-            ratio,
-            lambda request, stitched: fuse(
-                decoder,
-                request,
-                stitched,
-                kv,
-                way.selector,
-                ratio,
-                drift=way.drift,
-                taper=way.taper,
-                mask=way.mask,
-            ),
-        )
-        return Prefilled(fused.logits, record)
+
+        def fused(request: FuseRequest, stitched: Stitched) -> Fused:
+            return fuse(
+                decoder, request, stitched, kv, way.selector, ratio,
+                drift=way.drift, taper=way.taper, mask=way.mask,
+            )  # fmt: skip
+
+        made, record = self._weave(decoder, around, kv, ratio, fused)
+        return Prefilled(made.logits, record)
 
     def prepare(
         self, decoder: Decoder, around: Around, kv: KVBuffer, ratio: float
@@ -163,21 +154,13 @@ class StoredPrompt:
         """
         way = self._strategy
         assert way.can_be_sliced, f"strategy {way.name!r} has no rows before its pass"
-        return self._weave(
-            decoder,
-            around,
-            kv,
-            ratio,
-            lambda request, stitched: prepare(
-                decoder,
-                request,
-                stitched,
-                way.selector,
-                ratio,
-                drift=way.drift,
-                taper=way.taper,
-            ),
-        )
+
+        def prepared(request: FuseRequest, stitched: Stitched) -> Prepared:
+            return prepare(
+                decoder, request, stitched, way.selector, ratio, drift=way.drift, taper=way.taper
+            )
+
+        return self._weave(decoder, around, kv, ratio, prepared)
 
     def _weave(
         self,
