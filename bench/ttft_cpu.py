@@ -8,7 +8,7 @@ KV in host memory, on disk with a warm page cache, and on disk with the cache dr
 
 Full prefill is asked again in every turn, first. `speedup` is its time over that of a way in the
 same turn, median of the turns: a virtual machine is faster in one minute than in the next, and so
-both are measured within a few seconds. `speedup_15` and `speedup_0` are those of `weave` at 15 %
+both are measured within half a minute. `speedup_15` and `speedup_0` are those of `weave` at 15 %
 and of `reuse`, host tier.
 
 `auto` is the planner's choice among the ways that the model's calibration allows within --bound;

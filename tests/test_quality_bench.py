@@ -122,6 +122,27 @@ def test_what_recovery_counts_from_is_measured_whatever_is_asked_for(
     }  # fmt: skip
 
 
+def test_ratios_of_nothing_and_everything_can_be_asked_for(
+    quality: ModuleType, chat_model_folder: Path
+) -> None:
+    """Nobody probes there, and the check against `fuse` knows."""
+    from kvweave.prompt import Document, build_prompt
+    from quality_data import Question
+    from quality_lab import Lab
+
+    args = Namespace(
+        model=str(chat_model_folder), device="cpu", layers="", ratios="0,1",
+        strategies="weave,oracle", encodings="isolated", neighbours=None,
+    )  # fmt: skip
+    lab = Lab(args)
+    passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
+    prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
+    found = lab.ask(Question("2wiki", 3, prompt, ("the sea",), passages), check=True)
+    for name in ("weave", "oracle"):
+        assert found["isolated", name, 0.0] == pytest.approx(found["isolated", "reuse", 0.0])
+        assert found["isolated", name, 1.0] == pytest.approx(found["isolated", "any", 1.0])
+
+
 def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
     quality: ModuleType, chat_model_folder: Path
 ) -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kvweave.errors import ConfigError
+from kvweave.kv import objects
 from kvweave.kv.codec import CODECS, LayerKV, dtype_name, open_codec
 from kvweave.kv.layout import Shape
-from kvweave.kv.objects import decode_joined, layer_of, pack_chunk
+from kvweave.kv.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
 from kvworld import make_key, make_layers
 
 TOLERANCE = {"raw": 0.0, "fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "fp8": 0.2, "int4": 0.3}
@@ -62,6 +63,37 @@ def test_neighbours_stored_in_different_ways_decode_together() -> None:
     ]
     layers = [layer_of(chunk.header, chunk.memory, 0) for chunk in chunks]
     out = LayerKV(torch.empty(228, 2, 8), torch.empty(228, 2, 8))
+    decode_joined(layers, out)
+    assert torch.equal(out.k, torch.cat([layer.decode().k for layer in layers]))
+    assert torch.equal(out.v, torch.cat([layer.decode().v for layer in layers]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "want"),
+    [
+        ([], []),
+        ([300], [[300]]),
+        ([128] * 9, [[128] * 8, [128]]),  # as many as stay in the cache
+        ([9, 129, 9, 9, 200, 200, 1], [[9], [129], [9, 9], [200], [200], [1]]),
+    ],
+)
+def test_only_small_layers_are_decoded_together(tokens: list[int], want: list[list[int]]) -> None:
+    """Of large ones the copy and the repeated parameters cost more than the steps."""
+    no_bytes, codec = torch.empty(0, dtype=torch.uint8), open_codec("int8")
+    layers = [EncodedLayer(no_bytes, Shape(n, 8, 128, "float32"), codec) for n in tokens]
+    assert [[layer.shape.num_tokens for layer in run] for run in runs_of(layers)] == want
+
+
+def test_chunks_decoded_in_several_runs_equal_chunks_decoded_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(objects, "SMALL", 70 * 16)
+    monkeypatch.setattr(objects, "TOGETHER", 100 * 16)
+    chunks = [pack_chunk(make_key(), make_layers(n, num_tokens=n), "int8")
+              for n in (66, 34, 1, 130, 70, 71, 3)]  # fmt: skip
+    layers = [layer_of(chunk.header, chunk.memory, 0) for chunk in chunks]
+    assert [len(run) for run in runs_of(layers)] == [2, 1, 1, 1, 1, 1]
+    out = LayerKV(torch.empty(375, 2, 8), torch.empty(375, 2, 8))
     decode_joined(layers, out)
     assert torch.equal(out.k, torch.cat([layer.decode().k for layer in layers]))
     assert torch.equal(out.v, torch.cat([layer.decode().v for layer in layers]))

@@ -109,7 +109,8 @@ def _parts(
 ) -> list[list[Tensor]]:
     """Views of x with each group on an axis of its own, and fp32 parameters that broadcast.
 
-    At most two: the whole groups together, and the short last one.
+    At most two: the whole groups together, and the short last one. Where short ones may stand in
+    the middle (`lengths`), x itself and parameters repeated for every token.
     """
     wide = [p.float() for p in params]
     if wide[0].shape[axis] == 1:

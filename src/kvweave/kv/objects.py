@@ -1,9 +1,8 @@
 """A chunk's KV as one object: packing tensors into bytes, and looking at bytes as layers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,9 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.layout import ALIGN, PRELUDE_BYTES, Header, Shape, check_section, named_sections
 from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tiers.base import Reader
+
+SMALL = 2**17  # keys of a layer, T x H x D; a larger one is decoded by itself, see `runs_of`
+TOGETHER = 2**20  # keys of the layers that are decoded together, at most
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,17 +54,37 @@ class EncodedLayer(NamedTuple):
 
 
 def decode_joined(layers: Sequence[EncodedLayer], out: LayerKV) -> LayerKV:
-    """Decode chunks to where they lie behind each other: out [sum T, H, D]. No copy in between.
+    """Decode chunks to where they lie behind each other: out [sum T, H, D].
 
-    Neighbours stored in one way are decoded together.
+    Small neighbours stored in one way are decoded together, see `runs_of`.
     """
     at = 0
-    for codec, same in groupby(layers, key=attrgetter("codec")):
-        data, shapes, _ = zip(*same, strict=True)
+    for run in runs_of(layers):
+        data, shapes, (codec, *_) = zip(*run, strict=True)
         here = slice(at, at + sum(shape.num_tokens for shape in shapes))
         codec.decode_joined(data, shapes, LayerKV(out.k[here], out.v[here]))
         at = here.stop
     return out
+
+
+def runs_of(layers: Sequence[EncodedLayer]) -> list[list[EncodedLayer]]:
+    """The layers in order, cut where the next is better decoded by another call.
+
+    Joined, a layer takes fewer steps, but its codes are copied and its parameters repeated for
+    every token. That pays only for small layers, and while what is written stays in the cache.
+    """
+    runs: list[list[EncodedLayer]] = []
+    size = 0
+    for layer in layers:
+        more = math.prod(layer.shape[:3])
+        last = runs[-1][-1] if runs else None
+        if last and last.codec == layer.codec and size + more <= TOGETHER and more <= SMALL:
+            runs[-1].append(layer)
+            size += more
+        else:
+            runs.append([layer])
+            size = more if more <= SMALL else TOGETHER
+    return runs
 
 
 def pack_chunk(
