@@ -14,11 +14,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 class Part(NamedTuple):
@@ -114,7 +117,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template_source() is not None
+        return self._chat_template_source is not None
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation, up to where the answer starts. Contents are foreign text."""
@@ -150,24 +153,14 @@ class Tokenizer:
         The template comes with the weights, so it is foreign code: it runs in Jinja's immutable
         sandbox and sees nothing but the messages and the special tokens.
         """
-        source = self._chat_template_source()
-        if source is None:
+        if not self.has_chat_template:
             raise RequestError(
                 f"{self._folder.name} has no chat template; use plain completions instead"
             )
         from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.globals["raise_exception"] = _raise_template_error
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
-        )
         try:
-            return environment.from_string(source).render(
+            return self._chat_template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token or "",
@@ -179,6 +172,23 @@ class Tokenizer:
                 f"the chat template refuses these messages: {_one_line(error)}"
             ) from error
 
+    @cached_property
+    def _chat_template(self) -> "Template":
+        """Compiled once: that takes far longer than rendering it, which any thread may do."""
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        assert self._chat_template_source is not None, "asked for only if there is one"
+        return environment.from_string(self._chat_template_source)
+
+    @cached_property
     def _chat_template_source(self) -> str | None:
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several named templates: take the default one

@@ -1,0 +1,69 @@
+"""The chat template: compiled once, and no rendering sees another."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvweave.errors import RequestError
+from kvweave.tokenizer import Tokenizer
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def with_template(folder: Path, into: Path, template: str) -> Tokenizer:
+    shutil.copyfile(folder / "tokenizer.json", into / "tokenizer.json")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (into / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return Tokenizer(into)
+
+
+def test_a_template_is_compiled_once_however_often_it_is_rendered(
+    chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    compiled = []
+    compile_ = ImmutableSandboxedEnvironment.from_string
+
+    def counting(self: ImmutableSandboxedEnvironment, *args: object) -> object:
+        compiled.append(1)
+        return compile_(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ImmutableSandboxedEnvironment, "from_string", counting)
+    tokenizer = Tokenizer(chat_model_folder)
+    texts = [tokenizer.render_chat(HELLO) for _ in range(3)]
+    assert len({*texts}) == 1
+    assert "Hello" in texts[0]
+    assert len(compiled) == 1
+
+
+def test_what_a_template_counts_starts_anew_with_every_rendering(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    template = (
+        "{% set seen = namespace(n=0) %}"
+        "{% for m in messages %}{% set seen.n = seen.n + 1 %}{% endfor %}{{ seen.n }}"
+    )
+    tokenizer = with_template(chat_model_folder, tmp_path, template)
+    assert [tokenizer.render_chat(HELLO * n) for n in (1, 3, 2)] == ["1", "3", "2"]
+
+
+def test_a_template_with_a_mistake_is_refused_every_time(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = with_template(chat_model_folder, tmp_path, "{% for m in messages %}")
+    for _ in range(2):
+        with pytest.raises(RequestError, match="the chat template refuses these messages"):
+            tokenizer.render_chat(HELLO)
+
+
+def test_a_template_may_refuse_one_conversation_and_take_the_next(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    template = "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}fine"
+    tokenizer = with_template(chat_model_folder, tmp_path, template)
+    with pytest.raises(RequestError, match="one only"):
+        tokenizer.render_chat(HELLO * 2)
+    assert tokenizer.render_chat(HELLO) == "fine"
