@@ -11,6 +11,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app import Document, Sampling
+from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import key_context
 from kvweave.engine.config import EngineConfig
@@ -46,8 +47,11 @@ def weave(tmp_path: Path, chat_model_folder: Path) -> Iterator[Weave]:
         yield weave
 
 
+@pytest.mark.parametrize(
+    "part", ["kvweave.library.make_encoder", "kvweave.corpus.embedder.SentenceEmbedder._embed"]
+)
 def test_a_knowledge_base_that_does_not_open_leaves_nothing_open(
-    tmp_path: Path, chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     closed: list[str] = []
     for kind in (KVStore, KnowledgeBase):
@@ -59,12 +63,30 @@ def test_a_knowledge_base_that_does_not_open_leaves_nothing_open(
         monkeypatch.setattr(kind, "close", close)
 
     def refuse(*_: object) -> None:
-        raise ConfigError("no such encoder")
+        raise ConfigError("not here")
 
-    monkeypatch.setattr("kvweave.library.make_encoder", refuse)
-    with pytest.raises(ConfigError, match="no such encoder"):
+    monkeypatch.setattr(part, refuse)
+    with pytest.raises(ConfigError, match="not here"):
         Weave.open(tmp_path / "kb", model=str(chat_model_folder), device="cpu")
     assert closed == ["KVStore", "KnowledgeBase"]
+
+
+def test_no_question_waits_for_the_embedder_to_load(
+    tmp_path: Path, chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bool] = []
+    embed = SentenceEmbedder.embed_query
+
+    def watched(self: SentenceEmbedder, text: str) -> Any:
+        loaded.append("model" in vars(self))
+        return embed(self, text)
+
+    with Weave.open(tmp_path / "kb", model=str(chat_model_folder), device="cpu") as weave:
+        weave.ingest(*TEXTS)
+    with Weave.open(tmp_path / "kb", model=str(chat_model_folder), device="cpu") as weave:
+        monkeypatch.setattr(SentenceEmbedder, "embed_query", watched)
+        weave.ask("Where does Tom sail?", k=1, sampling=GREEDY)
+    assert loaded == [True]
 
 
 def test_an_answer_comes_from_the_nearest_chunks(weave: Weave) -> None:

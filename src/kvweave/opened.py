@@ -5,6 +5,7 @@ Part of the composition root: `app.py` is the face of it.
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -94,7 +95,8 @@ class Opened:
     ) -> Self:
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
-        `kb` is the folder of a knowledge base, made if it is not there; None does without one.
+        `kb` is the folder of a knowledge base, made if it is not there; its embedder is loaded as
+        well. None does without one.
         `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
         encoding context of chunk KV ("isolated", "filler:4", "neighbours:3"; "neighbours" are as
         many as calibration found for the model, 3 if it did not) and `extras` what is stored beside
@@ -115,6 +117,10 @@ class Opened:
 
         guessing = SpeculationConfig(speculate)
         library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
+        with ExitStack() as stack:  # an embedder that does not load leaves nothing open
+            stack.callback(library.close)
+            library.kb.warm()
+            stack.pop_all()
         return cls(decoder, tokenizer, name, system, library, None, guessing, promotion)
 
     def over(

@@ -128,6 +128,10 @@ class KnowledgeBase:
         """
         return self._search.nearest(chunks, n)
 
+    def warm(self) -> None:
+        """Load the embedder now: it loads on first use, and no question should wait for that."""
+        self._embed_query("")
+
     def _embed_query(self, text: str) -> Vector:
         return self.embedder.embed_query(text)
 
