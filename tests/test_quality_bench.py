@@ -79,21 +79,28 @@ def test_what_cannot_run_is_named_and_a_run_without_its_zero_is_refused(
         quality.leave_out(Namespace(**{**vars(args), "encodings": "neighbours:3"}))
 
 
-def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes_the_gap(
-    quality: ModuleType, chat_model_folder: Path
-) -> None:
+def lab_and_question(folder: Path, **settings: str) -> tuple[Any, Any]:
+    """The bench's laboratory for a tiny model, and one question over two passages."""
     from kvweave.prompt import Document, build_prompt
     from quality_data import Question
     from quality_lab import Lab
 
-    args = Namespace(
-        model=str(chat_model_folder), device="cpu", layers="0,1", ratios="0.15",
-        strategies=",".join(quality.STRATEGIES), encodings="isolated,filler:1", neighbours=None,
-    )  # fmt: skip
-    lab = Lab(args)
+    usual = {"layers": "", "ratios": "0.15", "encodings": "isolated"}
+    wanted = {**usual, **settings}
+    lab = Lab(Namespace(model=str(folder), device="cpu", neighbours=None, **wanted))
     passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
     prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
-    found = lab.ask(Question("2wiki", 3, prompt, ("the sea",), passages), check=True)
+    return lab, Question("2wiki", 3, prompt, ("the sea",), passages)
+
+
+def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes_the_gap(
+    quality: ModuleType, chat_model_folder: Path
+) -> None:
+    lab, question = lab_and_question(
+        chat_model_folder, layers="0,1", strategies=",".join(quality.STRATEGIES),
+        encodings="isolated,filler:1",
+    )  # fmt: skip
+    found = lab.ask(question, check=True)
     cells = {key: value for key, value in found.items() if isinstance(key, tuple)}
     assert len(cells) == 1 + (1 + len(quality.STRATEGIES)) * 2 + 1  # full, two encodings, all rows
     assert (found["set"], found["number"]) == ("2wiki", 3)
@@ -104,18 +111,8 @@ def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes
 def test_what_recovery_counts_from_is_measured_whatever_is_asked_for(
     quality: ModuleType, chat_model_folder: Path
 ) -> None:
-    from kvweave.prompt import Document, build_prompt
-    from quality_data import Question
-    from quality_lab import Lab
-
-    args = Namespace(
-        model=str(chat_model_folder), device="cpu", layers="", ratios="0.15",
-        strategies="weave", encodings="filler:1", neighbours=None,
-    )  # fmt: skip
-    lab = Lab(args)
-    passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
-    prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
-    found = lab.ask(Question("2wiki", 3, prompt, ("the sea",), passages), check=True)
+    lab, question = lab_and_question(chat_model_folder, strategies="weave", encodings="filler:1")
+    found = lab.ask(question, check=True)
     assert {key for key in found if isinstance(key, tuple)} == {
         ("-", "full", 0.0), ("isolated", "reuse", 0.0), ("isolated", "any", 1.0),
         ("filler:1", "reuse", 0.0), ("filler:1", "weave", 0.15),
@@ -126,18 +123,8 @@ def test_ratios_of_nothing_and_everything_can_be_asked_for(
     quality: ModuleType, chat_model_folder: Path
 ) -> None:
     """Nobody probes there, and the check against `fuse` knows."""
-    from kvweave.prompt import Document, build_prompt
-    from quality_data import Question
-    from quality_lab import Lab
-
-    args = Namespace(
-        model=str(chat_model_folder), device="cpu", layers="", ratios="0,1",
-        strategies="weave,oracle", encodings="isolated", neighbours=None,
-    )  # fmt: skip
-    lab = Lab(args)
-    passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
-    prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
-    found = lab.ask(Question("2wiki", 3, prompt, ("the sea",), passages), check=True)
+    lab, question = lab_and_question(chat_model_folder, strategies="weave,oracle", ratios="0,1")
+    found = lab.ask(question, check=True)
     for name in ("weave", "oracle"):
         assert found["isolated", name, 0.0] == pytest.approx(found["isolated", "reuse", 0.0])
         assert found["isolated", name, 1.0] == pytest.approx(found["isolated", "any", 1.0])
@@ -154,20 +141,10 @@ def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
     from kvweave.fuse.trials import Trials
     from kvweave.kernels.rope import rotate
     from kvweave.model.rows import Rows
-    from kvweave.prompt import Document, build_prompt
-    from quality_data import Question
     from quality_from_full import Oracle
-    from quality_lab import Lab
 
-    args = Namespace(
-        model=str(chat_model_folder), device="cpu", layers="", ratios="0.5",
-        strategies="oracle", encodings="isolated", neighbours=None,
-    )  # fmt: skip
-    lab = Lab(args)
-    decoder = lab.decoder
-    passages = (("Anna", "Anna lives in a red house."), ("Ben", "Ben sails to the sea each day."))
-    prompt = build_prompt(lab.tokenizer, "Where?", [Document(text, t) for t, text in passages])
-    question = Question("2wiki", 3, prompt, ("the sea",), passages)
+    lab, question = lab_and_question(chat_model_folder, strategies="oracle", ratios="0.5")
+    decoder, prompt = lab.decoder, question.prompt
     ids, start = prompt.token_ids, len(prompt.token_ids) - len(prompt.question)
     trials = Trials(decoder, 2, len(ids), 1)
     decoder.forward([Rows(ids, range(len(ids)), trials.kv(0), [len(ids) - 1])])
