@@ -95,13 +95,12 @@ class Opened:
     ) -> Self:
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 
-        `kb` is the folder of a knowledge base, made if it is not there; its embedder is loaded as
-        well. None does without one.
-        `embedder` None is the one it was made with, MiniLM for a new one. `encoding` is the
-        encoding context of chunk KV ("isolated", "filler:4", "neighbours:3"; "neighbours" are as
-        many as calibration found for the model, 3 if it did not) and `extras` what is stored beside
-        it; None, each for itself, is what the knowledge base has, filler without extras for a new
-        one. `promotion`: how many requests bring a document that was never ingested before its KV
+        `kb` is the folder of a knowledge base, made if it is not there, whose embedder is loaded as
+        well; None does without one. `embedder` None is the one it was made with, MiniLM for a new
+        one. `encoding` is the encoding context of chunk KV ("isolated", "filler:4", "neighbours:3";
+        "neighbours" are as many as calibration found for the model, 3 if it did not) and `extras`
+        what is stored beside it; None, each for itself, is what the knowledge base has, filler
+        without extras for a new one. `promotion`: how many requests bring a document that was never ingested before its KV
         is stored with the knowledge base; 0: never. `speculate` computes prompts while their chunks
         are searched for: "auto" where that is expected to gain time, "on" always, "off" never.
         """
