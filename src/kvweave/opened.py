@@ -100,9 +100,10 @@ class Opened:
         one. `encoding` is the encoding context of chunk KV ("isolated", "filler:4", "neighbours:3";
         "neighbours" are as many as calibration found for the model, 3 if it did not) and `extras`
         what is stored beside it; None, each for itself, is what the knowledge base has, filler
-        without extras for a new one. `promotion`: how many requests bring a document that was never ingested before its KV
-        is stored with the knowledge base; 0: never. `speculate` computes prompts while their chunks
-        are searched for: "auto" where that is expected to gain time, "on" always, "off" never.
+        without extras for a new one. `promotion`: how many requests bring a document that was never
+        ingested before its KV is stored with the knowledge base; 0: never. `speculate` computes
+        prompts while their chunks are searched for: "auto" where that is expected to gain time,
+        "on" always, "off" never.
         """
         folder = locate(model)
         decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
