@@ -34,8 +34,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
-from kvweave.prompt import Document, Prompt, build_prompt
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import Document, Prompt, build_prompt
+from kvweave.text.tokenizer import Tokenizer
 
 KINDS = ("quantised", "reused")
 

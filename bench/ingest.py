@@ -26,7 +26,7 @@ from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.ingest import ingest
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 Pair = tuple[str, str]
 

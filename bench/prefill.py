@@ -20,7 +20,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from rich.table import Table
 from common import finish, result_header
 from kvweave.fuse.strategy import NEEDS_PROFILE
 from kvweave.model.locate import locate
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from quality_data import Question, read_questions
 from quality_lab import Lab
 from quality_stats import Key, append_values, open_values, summarise

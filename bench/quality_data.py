@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from common import read_jsonl
 from kvweave.fuse.answer_scores import normalise
-from kvweave.prompt import Document, Prompt, build_prompt
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import Document, Prompt, build_prompt
+from kvweave.text.tokenizer import Tokenizer
 
 # MuSiQue has 176 records here; CacheBlend's own sample of it fills up to more.
 SETS = {

@@ -13,8 +13,8 @@ from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
-from kvweave.prompt import Document, chunk_text, split_template
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import Document, chunk_text, split_template
+from kvweave.text.tokenizer import Tokenizer
 from quality_data import Question
 
 

@@ -25,7 +25,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from quality_batch import Cell, batched_pass
 from quality_data import Question
 from quality_encode import Encoder

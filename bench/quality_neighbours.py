@@ -18,7 +18,7 @@ import numpy as np
 from common import read_jsonl
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.model.locate import locate
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from quality_data import read_questions
 from vector_cache import cached_vectors
 

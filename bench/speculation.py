@@ -42,9 +42,9 @@ from kvweave.engine.sampling import Sampling
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.plan.search_pace import MAX_STAGES
-from kvweave.prompt import lay_out
 from kvweave.speculation import Mode, Speculation, SpeculationConfig
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import lay_out
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
 from speculation_shelf import Shelf, make_large
 from vector_cache import cached_vectors

@@ -15,8 +15,8 @@ from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.index.base import Hits, Vector
 from kvweave.corpus.index.ivf import IvfIndex
 from kvweave.plan.search_pace import MAX_STAGES
-from kvweave.prompt import Document, chunk_text
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import Document, chunk_text
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, Hit
 
 FAINT = 0.1  # what copies are scaled by

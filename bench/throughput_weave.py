@@ -29,8 +29,8 @@ from kvweave.kv.store import KVStore
 from kvweave.library import Library
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
-from kvweave.prompt import SYSTEM, lay_out
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM, lay_out
+from kvweave.text.tokenizer import Tokenizer
 
 RANKS = 5  # passages of every question that the knowledge base holds
 RETRIEVER = ("elser", "rewrite")

@@ -30,8 +30,8 @@ from kvweave.library import Library
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.planning_facts import CalibratedGate
-from kvweave.prompt import SYSTEM
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 320
 TEXT_TOKENS = 300

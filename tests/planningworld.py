@@ -22,8 +22,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, Link, MachineProfile
 from kvweave.planning import Planning
-from kvweave.prompt import SYSTEM, split_template
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM, split_template
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import make_text, open_kb
 from tiny_models import make_chat_model_folder
 

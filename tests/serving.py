@@ -21,7 +21,7 @@ from kvweave.model.rows import Rows
 from kvweave.serve.auth import Keys
 from kvweave.serve.limits import Limits
 from kvweave.serve.server import Server
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import WordEmbedder
 
 T = TypeVar("T")

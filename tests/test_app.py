@@ -23,8 +23,8 @@ from kvweave.kv.keys import make_chunk_key
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.prompt import build_prompt, chunk_text
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import build_prompt, chunk_text
+from kvweave.text.tokenizer import Tokenizer
 from tiny_models import make_chat_model_folder
 
 TEXTS = [

@@ -35,8 +35,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.neighbourhood import open_table
-from kvweave.prompt import SYSTEM
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
 from kvweave.upkeep import Upkeep
 from running import Run, run  # noqa: F401  (a fixture)

@@ -14,7 +14,7 @@ from kvweave.ingest.pipeline import ingest
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.neighbourhood import nearest_by_tokens
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from planningworld import QUESTION, TEXTS, World
 from running import Run, run

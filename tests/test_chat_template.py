@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import RequestError
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

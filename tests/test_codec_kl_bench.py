@@ -11,7 +11,7 @@ from codec_kl import score
 from fuseworld import make_ids
 from kvweave.kv.codec import CODECS
 from kvweave.model.load import load_decoder
-from kvweave.prompt import Prompt
+from kvweave.text.prompt import Prompt
 from tiny_models import make_model_folder
 
 

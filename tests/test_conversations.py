@@ -13,8 +13,8 @@ from kvweave.conversations import Conversations
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.prompt import PastMessage, lay_out, past_messages
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import PastMessage, lay_out, past_messages
+from kvweave.text.tokenizer import Tokenizer
 from tiny_models import make_chat_model_folder
 from weaves import open_weave
 

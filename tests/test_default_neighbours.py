@@ -13,8 +13,8 @@ from kvweave.fuse.preparation import Preparation, read_preparation, write_prepar
 from kvweave.fuse.profiles import Profile, save_profile, user_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.prompt import SYSTEM, split_template
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM, split_template
+from kvweave.text.tokenizer import Tokenizer
 from running import Ran, Run, run
 from tiny_corpus import WordEmbedder
 from tiny_models import make_chat_model_folder

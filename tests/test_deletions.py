@@ -17,7 +17,7 @@ from kvweave.engine.tombstones import Tombstones
 from kvweave.kv.residency import Residency
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
 from serving import GatedDecoder, Interrupted
 from tiny_corpus import WordEmbedder

@@ -22,7 +22,7 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Residency
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from kvweave.upkeep import Upkeep
 from serving import Interrupted

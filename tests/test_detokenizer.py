@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, trainers
 
-from kvweave.detokenizer import UNFINISHED, WINDOW, Detokenizer, StopMatcher
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.detokenizer import UNFINISHED, WINDOW, Detokenizer, StopMatcher
+from kvweave.text.tokenizer import Tokenizer
 from tiny_models import CHAT_TEXT, make_tokenizer_files
 
 

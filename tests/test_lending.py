@@ -17,7 +17,7 @@ from kvweave.errors import ConfigError, EngineClosed
 from kvweave.lending import AllInUse, Lending
 from kvweave.libraries import Libraries, LibrariesConfig, TextSource
 from kvweave.model.load import load_decoder
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from serving import serving, user
 from tiny_corpus import WordEmbedder
 

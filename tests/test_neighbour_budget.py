@@ -17,8 +17,8 @@ from kvweave.library import Library
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.neighbourhood import open_table
-from kvweave.prompt import SYSTEM
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from tiny_corpus import WordEmbedder, make_folder
 from tiny_models import make_chat_model_folder

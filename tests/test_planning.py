@@ -40,9 +40,9 @@ from kvweave.planning_facts import (
     plain_bytes,
     strategy_info,
 )
-from kvweave.prompt import SYSTEM
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.tier_probes import STALE_S
-from kvweave.tokenizer import Tokenizer
 from kvweave.ways import NOT_MEASURED, NOTHING_STORED, OTHER_PREAMBLE
 from planningworld import (
     GREEDY,

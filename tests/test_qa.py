@@ -16,7 +16,7 @@ from kvweave.qa import (
     read_questions,
     read_records,
 )
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 TEXT = "  Die Größe von 東京 ist 😀 naïve. Drain the 👩‍🚀 node.\n"
 

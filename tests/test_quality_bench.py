@@ -81,7 +81,7 @@ def test_what_cannot_run_is_named_and_a_run_without_its_zero_is_refused(
 
 def lab_and_question(folder: Path, **settings: str) -> tuple[Any, Any]:
     """The bench's laboratory for a tiny model, and one question over two passages."""
-    from kvweave.prompt import Document, build_prompt
+    from kvweave.text.prompt import Document, build_prompt
     from quality_data import Question
     from quality_lab import Lab
 

@@ -17,7 +17,7 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.seen_chunks import SeenChunks
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import make_text
 from tiny_models import make_chat_model_folder
 from weaves import open_weave

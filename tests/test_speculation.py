@@ -28,9 +28,9 @@ from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, Link, MachineProfile
-from kvweave.prompt import SYSTEM
 from kvweave.speculation import SpeculationConfig
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
 from tiny_corpus import make_text, open_kb
 from tiny_models import make_chat_model_folder

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 WORDS = [
     "node",

@@ -9,8 +9,8 @@ from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.library import Library
 from kvweave.model.decoder import Decoder
-from kvweave.prompt import SYSTEM
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import open_kb
 
 

@@ -10,13 +10,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from kvweave.detokenizer import Detokenizer, StopMatcher
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.plan.retrieval import SpeculationRecord
-from kvweave.prompt import Prompt
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.detokenizer import Detokenizer, StopMatcher
+from kvweave.text.prompt import Prompt
+from kvweave.text.tokenizer import Tokenizer
 
 
 class TokenLogprob(NamedTuple):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from kvweave.answering import Answer, Answering, Piece, TokenLogprob
 from kvweave.ask import AUTO, BOUND, REUSES, TOP_K, Ask, AskOptions, PlanOptions
-from kvweave.detokenizer import texts_of
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
 from kvweave.opened import Opened
-from kvweave.prompt import Document, Prompt
+from kvweave.text.detokenizer import texts_of
+from kvweave.text.prompt import Document, Prompt
 
 if TYPE_CHECKING:
     from kvweave.ingest.pipeline import IngestOptions

@@ -13,7 +13,7 @@ from kvweave.errors import RequestError
 from kvweave.fuse.calibration import BOUND as BOUND
 from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
-from kvweave.prompt import Document
+from kvweave.text.prompt import Document
 
 TOP_K = 5  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one

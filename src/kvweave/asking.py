@@ -16,7 +16,7 @@ from kvweave.engine.sampling import Choice, Sampling
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
 from kvweave.plan.profile import MachineProfile
-from kvweave.prompt import Prompt
+from kvweave.text.prompt import Prompt
 from kvweave.types import ChunkId
 
 Make = Callable[[], EngineRequest]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.dedup import ChunkMap
-from kvweave.prompt import PastMessage
+from kvweave.text.prompt import PastMessage
 from kvweave.types import ChunkId
 
 MAX_CONVERSATIONS = 10_000

@@ -29,8 +29,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.neighbourhood import neighbours_of, open_table
-from kvweave.prompt import SYSTEM, split_template
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM, split_template
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import DocumentId
 from kvweave.upkeep import Upkeep, remove_documents
 

@@ -37,8 +37,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.locate import locate
 from kvweave.neighbourhood import open_table
 from kvweave.plan.plan import Reason
-from kvweave.prompt import SYSTEM, Prompt
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM, Prompt
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
 from kvweave.upkeep import Forgotten, Upkeep, remove_documents
 

@@ -20,9 +20,9 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.plan.ordering import PROMOTION
-from kvweave.prompt import SYSTEM
 from kvweave.replying import LookUp, Replying, at_once
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvweave.library import Library, OpenEmbedder

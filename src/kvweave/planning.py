@@ -39,8 +39,8 @@ from kvweave.planning_facts import (
     strategy_info,
 )
 from kvweave.planning_lessons import Lessons
-from kvweave.prompt import Prompt
 from kvweave.seen_chunks import SeenChunks
+from kvweave.text.prompt import Prompt
 from kvweave.tier_probes import TierProbes
 from kvweave.types import ChunkId
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from kvweave.ask import Ask, refuse_empty
 from kvweave.conversations import Conversations, IsGone, Part, Talk
-from kvweave.prompt import Document, Prompt, build_prompt, chunk_text, lay_out, past_messages
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import Document, Prompt, build_prompt, chunk_text, lay_out, past_messages
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
 
 Find = Callable[[str, int], list[Hit]]  # the chunks nearest to a question, and how many

@@ -21,8 +21,8 @@ from kvweave.errors import CorpusError
 from kvweave.fuse.anchors import REPEAT
 from kvweave.fuse.answer_scores import normalise
 from kvweave.fuse.case import Case
-from kvweave.prompt import SYSTEM, Document, chunk_text, lay_out, split_template
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import SYSTEM, Document, chunk_text, lay_out, split_template
+from kvweave.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kvweave.errors import KVWeaveError
 from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import PROMOTION
 from kvweave.prompting import Find, Prompting
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
 from kvweave.ways import Ways
 

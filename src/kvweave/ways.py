@@ -28,8 +28,8 @@ from kvweave.fuse.strategy import (
 )
 from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import OrderPermission
-from kvweave.prompt import Prompt
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import Prompt
+from kvweave.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvweave.library import Library

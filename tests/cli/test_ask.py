@@ -12,7 +12,7 @@ import pytest
 
 from kvweave.app import Document, Sampling, Weave
 from kvweave.cli.ask import LARGEST_FILE_BYTES
-from kvweave.prompt import SYSTEM
+from kvweave.text.prompt import SYSTEM
 from running import Ran, Run
 
 

@@ -12,7 +12,7 @@ from kvweave.fuse.preparation import Preparation, write_preparation
 from kvweave.fuse.profiles import Profile, find_profile, save_profile, user_path
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.load import load_decoder
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from running import Ran, Run
 from tiny_corpus import WordEmbedder, make_folder, open_kb
 from tiny_models import make_chat_model_folder

@@ -16,7 +16,7 @@ from kvweave.fuse.profiles import Profile
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.model.load import load_decoder
 from kvweave.qa import Passage, Record, repeat_ids
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import open_kb
 
 KB_CHUNK = 48

@@ -1,6 +1,6 @@
 import pytest
 
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import make_tokenizer
 
 

@@ -10,7 +10,7 @@ from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError, CorpusError, RequestError
 from kvweave.ingest import ingest
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
 
 PAIRS = [

@@ -12,7 +12,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.migrations import MIGRATIONS
 from kvweave.corpus.removals import RemovalReader
 from kvweave.ingest import ingest
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import WordEmbedder, open_kb
 
 WORDS = ["drain", "taint", "volume", "quota"]

@@ -10,7 +10,7 @@ from kvweave.corpus.index import make_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.ingest import ingest
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import WordEmbedder, make_folder, open_kb
 
 URL = "qdrant://vectors.example:6333/notes"

@@ -17,7 +17,7 @@ from kvweave.fuse.contexts import (
 from kvweave.fuse.encode import Prefix, encode_prefix
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_models import CHAT_TEXT
 
 

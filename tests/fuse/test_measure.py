@@ -19,7 +19,7 @@ from kvweave.fuse.taper import Taper
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.qa import Passage, Record, make_case, repeat_ids
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 FACTS = ModelFacts(3, (1, 2))
 SETTINGS = [

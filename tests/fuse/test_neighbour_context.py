@@ -25,7 +25,7 @@ from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
 from kvworld import make_context
 

@@ -10,8 +10,8 @@ from kvweave.fuse.request import FuseRequest, State, classify
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.prompt import Document, Prompt, build_prompt
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.prompt import Document, Prompt, build_prompt
+from kvweave.text.tokenizer import Tokenizer
 from tiny_models import make_chat_model_folder
 
 A, B, C = (ChunkKey(bytes([i]) * 32) for i in range(3))

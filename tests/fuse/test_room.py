@@ -15,7 +15,7 @@ from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 CHUNK = 50
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.ingest import IngestOptions, ingest, window
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import make_folder, open_kb
 
 

@@ -13,7 +13,7 @@ from killed_ingest import count_events, run, run_and_die
 
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import WordEmbedder, make_folder, make_text
 
 Kill = Callable[[int, Path], bool]

@@ -16,7 +16,7 @@ from kvweave.corpus.parsers import ParseLimits, Record
 from kvweave.errors import CorpusError
 from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, reading, window
 from kvweave.ingest.sources import Selection, TextSource
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, PlacedChunk
 from tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
 

@@ -16,7 +16,7 @@ from gguf_files import VOCAB_SIZE, gguf_of
 from kvweave.errors import ModelCorrupt, ModelError, UnsupportedModel
 from kvweave.model.gguf_convert import convert_gguf
 from kvweave.model.spec import read_spec
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from tiny_models import make_model_folder, reference_logits
 
 FAMILIES = ["llama", "llama-tied", "llama-mha", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]

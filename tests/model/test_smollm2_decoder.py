@@ -14,7 +14,7 @@ from kvweave.model.embedded import EMBEDDED
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 PROMPTS = [
     "The capital of France is",

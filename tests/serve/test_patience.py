@@ -14,7 +14,7 @@ from kvweave.app import Weave
 from kvweave.engine.config import EngineConfig
 from kvweave.model.load import load_decoder
 from kvweave.serve.limits import Limits
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from serving import (
     GatedDecoder,
     health,

@@ -15,7 +15,7 @@ from kvweave.libraries import Libraries
 from kvweave.machine import find_machine
 from kvweave.model.load import load_decoder
 from kvweave.serve.server import Prepare, Server
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from serving import GatedDecoder, make_libraries, make_weave, user
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvweave.fuse.neighbour_context import Nearest
     from kvweave.fuse.neighbours import NeighbourTable
     from kvweave.qa import Record
-    from kvweave.tokenizer import Tokenizer
+    from kvweave.text.tokenizer import Tokenizer
 
 
 class AskedKB:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvweave.fuse.profiles import Profile
     from kvweave.model.decoder import Decoder
     from kvweave.qa import Record
-    from kvweave.tokenizer import Tokenizer
+    from kvweave.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ def load_subject(
     from kvweave.fuse.profiles import Profile, aside, load_profile, packaged_profile, user_path
     from kvweave.model.load import load_decoder
     from kvweave.model.locate import locate
-    from kvweave.tokenizer import Tokenizer
+    from kvweave.text.tokenizer import Tokenizer
 
     folder = locate(model)
     tokenizer = Tokenizer(folder)

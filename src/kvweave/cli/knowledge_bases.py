@@ -9,7 +9,7 @@ from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
     from kvweave.corpus.embedder import Embedder
-    from kvweave.tokenizer import Tokenizer
+    from kvweave.text.tokenizer import Tokenizer
 
 kb_option = click.option(
     "--kb",
@@ -37,7 +37,7 @@ def check_knowledge_base(folder: Path) -> None:
 
 def find_tokenizer(model: str) -> "Tokenizer":
     """The tokenizer of a model folder, an embedded model or a hub id."""
-    from kvweave.tokenizer import Tokenizer
+    from kvweave.text.tokenizer import Tokenizer
 
     if Path(model).is_dir():
         return Tokenizer(Path(model))

@@ -17,7 +17,7 @@ BLANK = re.compile(r"\s*")
 
 
 class ChunkTokenizer(Protocol):
-    """The part of `kvweave.tokenizer.Tokenizer` that cutting needs."""
+    """The part of `kvweave.text.tokenizer.Tokenizer` that cutting needs."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...

@@ -22,7 +22,7 @@ from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.objects import pack_chunk
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
 
 T = TypeVar("T")

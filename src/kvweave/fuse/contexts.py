@@ -26,7 +26,7 @@ from kvweave.fuse.encode import Prefix
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 ISOLATED = "isolated"
 # Filler: about half of a prompt of 1,000 tokens. Neighbours: FusionRAG takes 10; how many are good

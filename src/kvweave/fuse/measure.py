@@ -26,7 +26,7 @@ from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.trials import Judged, Trials, judge
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 MAX_ANSWER_TOKENS = 32
 BATCH_BYTES = 1 << 30  # KV of trials that are judged together

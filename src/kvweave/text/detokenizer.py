@@ -8,7 +8,7 @@ less what may be an unfinished character at its end. Belongs to one request; not
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvweave.tokenizer import Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so tokens

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvweave.errors import RequestError, UnsupportedModel
-from kvweave.tokenizer import Part, Tokenizer
+from kvweave.text.tokenizer import Part, Tokenizer
 
 LABEL = "Question: "
 SYSTEM = "You answer questions from the passages you are given. Be brief and exact."

@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizer, detokenizer, and the layout of a prompt by part."""
