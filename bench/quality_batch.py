@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.calibrate.trials import Trials
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.taper import Taper
-from kvweave.fuse.trials import Trials
 from kvweave.kernels.grouped import attend_grouped
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.model.decoder import Decoder

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import read_jsonl
-from kvweave.fuse.answer_scores import normalise
+from kvweave.calibrate.answer_scores import normalise
 from kvweave.text.prompt import Document, Prompt, build_prompt
 from kvweave.text.tokenizer import Tokenizer
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvweave.calibrate.trials import Trials
 from kvweave.fuse.drift import STRENGTH
 from kvweave.fuse.selectors.base import Needs, Scene, top_positions
 from kvweave.fuse.strategy import Strategy
-from kvweave.fuse.trials import Trials
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.column_scores import causal_column_mass, column_scores
 from kvweave.kernels.rope import rotate

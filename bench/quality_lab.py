@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from kvweave.fuse.answer_scores import exact_match, token_f1
+from kvweave.calibrate.answer_scores import exact_match, token_f1
+from kvweave.calibrate.trials import Trials, judge
 from kvweave.fuse.contexts import ISOLATED, Variant, parse_variant
 from kvweave.fuse.encode import encode_chunks
 from kvweave.fuse.fuse import fuse
@@ -18,7 +19,6 @@ from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
-from kvweave.fuse.trials import Trials, judge
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
@@ -89,7 +89,7 @@ class Lab:
         return {**found, "set": question.set_name, "number": question.number}  # type: ignore[dict-item]
 
     def work(self, request: FuseRequest, name: str, cell: Cell) -> float:
-        """Rows through layers, probe included, as a share of full prefill's (see fuse/measure.py).
+        """Rows through layers, probe included, as a share of full prefill's (see calibrate/measure.py).
 
         The batched pass gives selectors in flight their rows at once; what counts is what `fuse`
         would run, every hit in the layers before they choose.

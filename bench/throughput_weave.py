@@ -19,12 +19,12 @@ import torch
 
 from common import CACHE, read_jsonl
 from kvweave.app import Sampling, Weave
+from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Cell, Table, is_within
+from kvweave.calibrate.profiles import Profile, load_profile
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.generate import generate
-from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Cell, Table, is_within
 from kvweave.fuse.contexts import digest_ids
-from kvweave.fuse.profiles import Profile, load_profile
 from kvweave.kv.store import KVStore
 from kvweave.library import Library
 from kvweave.model.load import load_decoder

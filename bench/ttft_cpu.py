@@ -31,7 +31,7 @@ from rich.table import Table
 
 from common import finish, result_header
 from kvweave.app import AUTO
-from kvweave.fuse.calibration import BOUND
+from kvweave.calibrate.gate import BOUND
 from ttft_cpu_world import STAGES, TIERS, Way, World
 
 WAYS = (

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from common import read_jsonl
 from kvweave.app import AUTO, Sampling, Weave
+from kvweave.calibrate.profiles import user_path
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import KV_FOLDER, make_encoder
@@ -22,7 +23,6 @@ from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.preparation import Preparation
-from kvweave.fuse.profiles import user_path
 from kvweave.fuse.strategy import NAMES, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore

@@ -9,11 +9,11 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app import Answer, Sampling
+from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.encoders import make_encoder
-from kvweave.fuse.calibration import Cell, Table
 from kvweave.fuse.contexts import Variant, digest_ids, filler_ids, variant_name
 from kvweave.fuse.preparation import Preparation
-from kvweave.fuse.profiles import Profile, save_profile, user_path
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.kv.store import KVStore
 from kvweave.library import Library

@@ -11,12 +11,12 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app import Document, Sampling
+from kvweave.calibrate.profiles import user_path
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import key_context
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed, RequestError
-from kvweave.fuse.profiles import user_path
 from kvweave.ingest import IngestOptions
 from kvweave.ingest.sources import Selection
 from kvweave.kv.keys import make_chunk_key

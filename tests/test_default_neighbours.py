@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.fuse.calibration import Cell, Table
+from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.fuse.contexts import Variant, context_filler, digest_ids, variant_name
 from kvweave.fuse.preparation import Preparation, read_preparation, write_preparation
-from kvweave.fuse.profiles import Profile, save_profile, user_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM, split_template

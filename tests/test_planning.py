@@ -13,11 +13,11 @@ import pytest
 from kvweave import Weave
 from kvweave.app import Answer
 from kvweave.ask import Ask, AskOptions, PlanOptions
+from kvweave.calibrate.gate import BOUND
 from kvweave.cli import planning as cli_planning
 from kvweave.cli.plan_view import plan_document
 from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.calibration import BOUND
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recorded_layers import recordings_of

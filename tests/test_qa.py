@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.errors import CorpusError
-from kvweave.qa import (
+from kvweave.calibrate.questions import (
     Passage,
     Record,
     add_distractors,
@@ -16,6 +15,7 @@ from kvweave.qa import (
     read_questions,
     read_records,
 )
+from kvweave.errors import CorpusError
 from kvweave.text.tokenizer import Tokenizer
 
 TEXT = "  Die Größe von 東京 ist 😀 naïve. Drain the 👩‍🚀 node.\n"

@@ -135,10 +135,10 @@ def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
 ) -> None:
     import torch
 
+    from kvweave.calibrate.trials import Trials
     from kvweave.fuse.contexts import Variant
     from kvweave.fuse.encode import encode_chunks
     from kvweave.fuse.selectors.base import Scene
-    from kvweave.fuse.trials import Trials
     from kvweave.kernels.rope import rotate
     from kvweave.model.rows import Rows
     from quality_from_full import Oracle

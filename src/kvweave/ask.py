@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from kvweave.calibrate.gate import BOUND as BOUND
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
-from kvweave.fuse.calibration import BOUND as BOUND
 from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.prompt import Document

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
@@ -18,7 +19,6 @@ from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.neighbours import NeighbourTable
 from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
-from kvweave.fuse.profiles import calibrated_neighbours, find_profile
 from kvweave.fuse.room import check_room
 from kvweave.kept_kv import KV_FOLDER as KV_FOLDER
 from kvweave.kv.codec import dtype_name

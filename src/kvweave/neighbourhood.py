@@ -9,10 +9,10 @@ encoder, which computes behind it.
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from kvweave.calibrate.neighbour_context import Nearest, TokenIds
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.chunk_encoder import ChunkEncoder, NeighboursOf
-from kvweave.fuse.neighbour_context import Nearest, TokenIds
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.neighbours import FILE, NeighbourTable
 from kvweave.fuse.preparation import Preparation

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Self
 
 from kvweave.ask import TOP_K
 from kvweave.asking import Asking
+from kvweave.calibrate.profiles import Profile
 from kvweave.conversations import Conversations, Part
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.fuse.profiles import Profile
 from kvweave.fuse.strategy import ModelFacts
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

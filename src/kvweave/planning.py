@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from kvweave.answering import Note
 from kvweave.asking import exact_request
+from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.contexts import digest_ids
-from kvweave.fuse.profiles import Profile
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.behind import TreeBehind

@@ -6,9 +6,9 @@ lies by what the store says. Part of the composition root: only `planning.py` us
 
 from collections.abc import Mapping, Sequence
 
+from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Table, is_within
 from kvweave.errors import ConfigError
 from kvweave.fuse.anchors import SHARE
-from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Table, is_within
 from kvweave.fuse.chunk_encoder import ChunkEncoder
 from kvweave.fuse.contexts import ISOLATED
 from kvweave.fuse.selectors.base import Needs

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvweave.answering import Note
 from kvweave.ask import AUTO, Ask
 from kvweave.asking import Asking, OnFirst, Way, exact_request, keep_record
+from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
-from kvweave.fuse.profiles import Profile, find_profile
 from kvweave.fuse.strategy import (
     NEEDS_PROFILE,
     ModelFacts,

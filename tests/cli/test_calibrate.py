@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
+from kvweave.calibrate.profiles import Profile, find_profile, save_profile, user_path
 from kvweave.fuse.contexts import digest_ids
 from kvweave.fuse.preparation import Preparation, write_preparation
-from kvweave.fuse.profiles import Profile, find_profile, save_profile, user_path
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -139,7 +139,7 @@ def test_questions_are_asked_of_a_knowledge_base(
 def test_of_several_encodings_the_one_with_the_cheapest_choice_is_named(
     run: Run, chat_model_folder: Path, qa_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.fuse.calibration.MAX_FLIPS", 1.0)  # a tiny model changes its mind
+    monkeypatch.setattr("kvweave.calibrate.gate.MAX_FLIPS", 1.0)  # a tiny model changes its mind
     options = ["--strategies", "reuse,epic", "--ratios", "0.3", "--limit", 2, "--bound", 100]
     asked = ["calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, "--encodings"]
     said = json.loads(run(*asked, "isolated, filler:1", "--json").out)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.calibrate.measure import Setting
+from kvweave.calibrate.profiles import Profile
+from kvweave.calibrate.questions import Passage, Record, repeat_ids
 from kvweave.cli.asked_kb import AskedKB
 from kvweave.cli.calibrating import Subject
 from kvweave.cli.calibration_room import check_contexts
 from kvweave.errors import ConfigError
 from kvweave.fuse.contexts import filler_ids, parse_variant
-from kvweave.fuse.measure import Setting
-from kvweave.fuse.profiles import Profile
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.model.load import load_decoder
-from kvweave.qa import Passage, Record, repeat_ids
 from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import open_kb
 

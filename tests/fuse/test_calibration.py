@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvweave.fuse.answer_scores import exact_match, token_f1
-from kvweave.fuse.bootstrap import Bootstrap
-from kvweave.fuse.calibration import Cell, cheapest, choose
+from kvweave.calibrate.answer_scores import exact_match, token_f1
+from kvweave.calibrate.bootstrap import Bootstrap
+from kvweave.calibrate.gate import Cell, cheapest, choose
 
 
 def make_cell(strategy: str = "weave", **changes: float) -> Cell:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.layer_profile import profile_layers, recall_at, worth_taking
 from kvweave.errors import RequestError
-from kvweave.fuse.case import Case
-from kvweave.fuse.layer_profile import profile_layers, recall_at, worth_taking
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvweave.fuse.case import Case
-from kvweave.fuse.encodings import FixedContext, Prefixes
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.encodings import FixedContext, Prefixes
+from kvweave.calibrate.trials import Trials
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.trials import Trials
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
 

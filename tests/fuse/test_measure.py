@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.calibrate import measure as measuring
+from kvweave.calibrate.case import Case, hash_cases
+from kvweave.calibrate.encodings import KVZIP, FixedContext, Prefixes
+from kvweave.calibrate.measure import Answered, Setting, measure
+from kvweave.calibrate.questions import Passage, Record, make_case, repeat_ids
+from kvweave.calibrate.tabulate import Origin, compare, tabulate
 from kvweave.errors import ConfigError, ModelError
-from kvweave.fuse import measure as measuring
-from kvweave.fuse.case import Case, hash_cases
 from kvweave.fuse.encode import encode_chunks, encode_prefix
-from kvweave.fuse.encodings import KVZIP, FixedContext, Prefixes
-from kvweave.fuse.measure import Answered, Setting, measure
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.fuse.tabulate import Origin, compare, tabulate
 from kvweave.fuse.taper import Taper
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.qa import Passage, Record, make_case, repeat_ids
 from kvweave.text.tokenizer import Tokenizer
 
 FACTS = ModelFacts(3, (1, 2))

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse import neighbour_context
+from kvweave.calibrate import neighbour_context
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.encodings import KVZIP, FixedContext, Prefixes
+from kvweave.calibrate.measure import Setting, measure
+from kvweave.calibrate.neighbour_context import NeighbourContext, TokenIds
 from kvweave.fuse.beside import compute_extras
-from kvweave.fuse.case import Case
 from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.contexts import neighbour_prefix
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix
-from kvweave.fuse.encodings import KVZIP, FixedContext, Prefixes
-from kvweave.fuse.measure import Setting, measure
-from kvweave.fuse.neighbour_context import NeighbourContext, TokenIds
 from kvweave.fuse.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.sources import ComputedChunks

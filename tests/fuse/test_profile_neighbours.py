@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvweave.fuse.calibration import Cell, Table
+from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.profiles import Profile, calibrated_neighbours
 from kvweave.fuse.contexts import Variant, variant_name
-from kvweave.fuse.profiles import Profile, calibrated_neighbours
 
 FILLER = (5, 6, 7)
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.calibrate import profiles
+from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.layer_profile import LayerProfile
+from kvweave.calibrate.profiles import Profile, find_profile, load_profile, save_profile, user_path
 from kvweave.errors import ConfigError
-from kvweave.fuse import profiles
-from kvweave.fuse.calibration import Cell, Table
-from kvweave.fuse.layer_profile import LayerProfile
-from kvweave.fuse.profiles import Profile, find_profile, load_profile, save_profile, user_path
 
 LAYERS = LayerProfile(
     4, 2000.5, (0.1, 0.3), (0.0, 0.2), (0.2, 0.4), (1, 0), (0.3, 0.31), 0.25, 0.35, (1,)

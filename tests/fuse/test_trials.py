@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fuseworld import World
+from kvweave.calibrate.trials import Trials, judge
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.trials import Trials, judge
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows

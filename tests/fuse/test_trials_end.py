@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.case import Case
-from kvweave.fuse.encodings import Prefixes
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.encodings import Prefixes
+from kvweave.calibrate.trials import Trials
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.trials import Trials
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows

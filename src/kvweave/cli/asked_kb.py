@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
+    from kvweave.calibrate.case import Case
+    from kvweave.calibrate.neighbour_context import Nearest
+    from kvweave.calibrate.questions import Record
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.fuse.case import Case
-    from kvweave.fuse.neighbour_context import Nearest
     from kvweave.fuse.neighbours import NeighbourTable
-    from kvweave.qa import Record
     from kvweave.text.tokenizer import Tokenizer
 
 
@@ -38,7 +38,7 @@ class AskedKB:
     def cases(self, records: "Sequence[Record]", k: int) -> "list[Case]":
         """Each question over its `k` best chunks; one that finds a single chunk is left out. Raises
         CorpusError if none finds more."""
-        from kvweave.qa import case_of_chunks
+        from kvweave.calibrate.questions import case_of_chunks
 
         found = []
         for record in records:

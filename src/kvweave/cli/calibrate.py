@@ -23,11 +23,11 @@ from kvweave.cli.loading import model_options
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
-    from kvweave.fuse.calibration import Table
-    from kvweave.fuse.case import Case
-    from kvweave.fuse.encodings import FixedContext
-    from kvweave.fuse.measure import Setting
-    from kvweave.fuse.neighbour_context import NeighbourContext
+    from kvweave.calibrate.case import Case
+    from kvweave.calibrate.encodings import FixedContext
+    from kvweave.calibrate.gate import Table
+    from kvweave.calibrate.measure import Setting
+    from kvweave.calibrate.neighbour_context import NeighbourContext
 
 STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave,weave-deep"
 RATIOS = "0.05,0.15,0.3,0.5"
@@ -105,8 +105,8 @@ def _calibrate(
     as_json: bool,
     **model: str,
 ) -> None:
-    from kvweave.fuse.calibration import BOUND, cheapest, choose
-    from kvweave.qa import add_distractors
+    from kvweave.calibrate.gate import BOUND, cheapest, choose
+    from kvweave.calibrate.questions import add_distractors
 
     if (qa_file is None) == (questions_file is None):
         raise RequestError("give --qa FILE, or --questions FILE with --kb DIR")
@@ -180,7 +180,7 @@ def layers_command(
 
     Needs records whose answers are marked in the passages (answer_spans); qcfuse takes the result.
     """
-    from kvweave.qa import read_records
+    from kvweave.calibrate.questions import read_records
 
     if qa_file is None:
         raise RequestError("critical layers come from marked answers; give --qa FILE")
@@ -189,8 +189,8 @@ def layers_command(
         raise CorpusError(f"{qa_file.name} marks no answers; its passages need answer_spans")
     subject = load_subject(profile_file, **model)
 
-    from kvweave.fuse.layer_profile import profile_layers
-    from kvweave.qa import add_distractors, repeat_ids
+    from kvweave.calibrate.layer_profile import profile_layers
+    from kvweave.calibrate.questions import add_distractors, repeat_ids
 
     padded = add_distractors(marked, subject.tokenizer, context_tokens)[:limit]
     cases = subject.fitting(subject.case(record) for record in padded)
@@ -216,10 +216,10 @@ def _measure(
     bound: float,
 ) -> "list[Table]":
     """One table per encoding context. `data` names the questions."""
-    from kvweave.fuse.case import hash_cases
+    from kvweave.calibrate.case import hash_cases
+    from kvweave.calibrate.measure import measure
+    from kvweave.calibrate.tabulate import Origin, tabulate
     from kvweave.fuse.contexts import digest_ids
-    from kvweave.fuse.measure import measure
-    from kvweave.fuse.tabulate import Origin, tabulate
 
     with progress_bar("questions", len(cases)) as advance:
         answered = measure(

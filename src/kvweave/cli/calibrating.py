@@ -12,14 +12,14 @@ import click
 from kvweave.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
+    from kvweave.calibrate.case import Case
+    from kvweave.calibrate.encodings import FixedContext
+    from kvweave.calibrate.neighbour_context import NeighbourContext
+    from kvweave.calibrate.profiles import Profile
+    from kvweave.calibrate.questions import Record
     from kvweave.cli.asked_kb import AskedKB
-    from kvweave.fuse.case import Case
     from kvweave.fuse.contexts import Variant
-    from kvweave.fuse.encodings import FixedContext
-    from kvweave.fuse.neighbour_context import NeighbourContext
-    from kvweave.fuse.profiles import Profile
     from kvweave.model.decoder import Decoder
-    from kvweave.qa import Record
     from kvweave.text.tokenizer import Tokenizer
 
 
@@ -42,13 +42,13 @@ class Subject:
         return str(self.decoder.dtype).removeprefix("torch.")
 
     def case(self, record: "Record") -> "Case":
-        from kvweave.qa import make_case
+        from kvweave.calibrate.questions import make_case
 
         return make_case(self.tokenizer, record)
 
     def fitting(self, cases: "Iterable[Case]") -> "list[Case]":
         """Those that the model's context holds, with a line on stderr about the rest."""
-        from kvweave.fuse.measure import MAX_ANSWER_TOKENS
+        from kvweave.calibrate.measure import MAX_ANSWER_TOKENS
 
         every = list(cases)
         most = self.decoder.spec.max_context - MAX_ANSWER_TOKENS
@@ -65,10 +65,10 @@ class Subject:
     ) -> "FixedContext | NeighbourContext":
         """Chunk KV behind this encoding context, computed on the spot. Neighbours are those that
         `kb` has."""
+        from kvweave.calibrate.encodings import FixedContext, Prefixes
+        from kvweave.calibrate.neighbour_context import NeighbourContext
+        from kvweave.calibrate.questions import repeat_ids
         from kvweave.fuse.contexts import context_filler
-        from kvweave.fuse.encodings import FixedContext, Prefixes
-        from kvweave.fuse.neighbour_context import NeighbourContext
-        from kvweave.qa import repeat_ids
 
         name, prefixes, repeat = str(variant), Prefixes(self.decoder), repeat_ids(self.tokenizer)
         filler = context_filler(self.tokenizer, variant)
@@ -79,7 +79,7 @@ class Subject:
         return NeighbourContext(self.decoder, prefixes, name, filler, repeat, nearest)
 
     def save(self, profile: "Profile", path: Path | None) -> Path:
-        from kvweave.fuse.profiles import save_profile, set_aside, user_path
+        from kvweave.calibrate.profiles import save_profile, set_aside, user_path
 
         path = path or user_path(self.decoder.weights.fingerprint)
         if path == self.unusable:
@@ -96,7 +96,7 @@ def load_subject(
     A profile that cannot be used is no reason to stop: measuring again is the way out that every
     other command names. A line on stderr says so.
     """
-    from kvweave.fuse.profiles import Profile, aside, load_profile, packaged_profile, user_path
+    from kvweave.calibrate.profiles import Profile, aside, load_profile, packaged_profile, user_path
     from kvweave.model.load import load_decoder
     from kvweave.model.locate import locate
     from kvweave.text.tokenizer import Tokenizer

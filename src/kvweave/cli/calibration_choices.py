@@ -8,13 +8,13 @@ from kvweave.cli.calibrating import Subject
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
+    from kvweave.calibrate.measure import Setting
+    from kvweave.calibrate.questions import Record
     from kvweave.fuse.contexts import Variant
-    from kvweave.fuse.measure import Setting
-    from kvweave.qa import Record
 
 
 def read_asked(qa_file: Path | None, questions_file: Path | None) -> "list[Record]":
-    from kvweave.qa import read_questions, read_records
+    from kvweave.calibrate.questions import read_questions, read_records
 
     path = qa_file or questions_file
     assert path is not None, "one of them was given"
@@ -28,8 +28,8 @@ def settings_for(
     subject: Subject, names: Sequence[str], ratios: Sequence[float]
 ) -> "list[Setting]":
     """Every strategy at every ratio; plain reuse once, as it recomputes nothing."""
-    from kvweave.fuse.encodings import KVZIP
-    from kvweave.fuse.measure import Setting
+    from kvweave.calibrate.encodings import KVZIP
+    from kvweave.calibrate.measure import Setting
     from kvweave.fuse.strategy import open_strategy
 
     num_layers = subject.decoder.spec.num_layers

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvweave.calibrate.case import Case
+    from kvweave.calibrate.measure import Setting
     from kvweave.cli.asked_kb import AskedKB
     from kvweave.cli.calibrating import Subject
-    from kvweave.fuse.case import Case
     from kvweave.fuse.contexts import Variant
-    from kvweave.fuse.measure import Setting
     from kvweave.fuse.room import Shortage
 
 
@@ -26,10 +26,10 @@ def check_contexts(
     Neighbours may be as long as chunks of `kb` are at most; else the longest chunk of `cases`
     counts. Raises ConfigError.
     """
+    from kvweave.calibrate.questions import template_closing
     from kvweave.fuse.chunk_encoder import Texts
     from kvweave.fuse.preparation import Preparation
     from kvweave.fuse.room import KVZIP, find_shortage
-    from kvweave.qa import template_closing
 
     spec, closing = subject.decoder.spec, template_closing(subject.tokenizer)
     strategies = {each.strategy.name: each.strategy for each in settings}

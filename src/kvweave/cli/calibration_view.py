@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    from kvweave.fuse.calibration import Cell, Table
-    from kvweave.fuse.layer_profile import LayerProfile
+    from kvweave.calibrate.gate import Cell, Table
+    from kvweave.calibrate.layer_profile import LayerProfile
 
 BAR_WIDTH = 40
 PIPE_WIDTH = 120
@@ -18,7 +18,7 @@ def show_tables(
     tables: "Sequence[Table]", choices: "Mapping[str, Cell | None]", bound: float
 ) -> None:
     """One table per encoding, each ending in its choice; then, of several, the cheapest."""
-    from kvweave.fuse.calibration import ENOUGH_QUESTIONS, cheapest, is_within
+    from kvweave.calibrate.gate import ENOUGH_QUESTIONS, cheapest, is_within
 
     console = _console()
     for table in tables:

@@ -8,11 +8,11 @@ asked of whoever has the documents. One thread, the one that owns the decoder.
 
 from collections.abc import Callable, Sequence
 
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.encodings import KVZIP, Prefixes
 from kvweave.fuse.beside import compute_extras
-from kvweave.fuse.case import Case
 from kvweave.fuse.contexts import neighbour_prefix, parse_variant, variant_name
 from kvweave.fuse.encode import Prefix, encode_chunks, passes
-from kvweave.fuse.encodings import KVZIP, Prefixes
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.codec import LayerKV

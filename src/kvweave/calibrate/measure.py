@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.calibrate.answer_scores import exact_match, token_f1
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.encodings import Encoding, Prefixes
+from kvweave.calibrate.gate import BOUND
+from kvweave.calibrate.trials import Judged, Trials, judge
 from kvweave.errors import ConfigError, ModelError
-from kvweave.fuse.answer_scores import exact_match, token_f1
-from kvweave.fuse.calibration import BOUND
-from kvweave.fuse.case import Case
-from kvweave.fuse.encodings import Encoding, Prefixes
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import FuseRequest
@@ -25,7 +26,6 @@ from kvweave.fuse.selectors.controls import Stride
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
-from kvweave.fuse.trials import Judged, Trials, judge
 from kvweave.text.tokenizer import Tokenizer
 
 MAX_ANSWER_TOKENS = 32

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.calibrate.bootstrap import Bootstrap, Values
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.encodings import KVZIP, FixedContext, Prefixes
+from kvweave.calibrate.trials import Trials
 from kvweave.errors import RequestError
-from kvweave.fuse.bootstrap import Bootstrap, Values
-from kvweave.fuse.case import Case
-from kvweave.fuse.encodings import KVZIP, FixedContext, Prefixes
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention, View
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.trials import Trials
 
 BUDGET = 0.10  # of the context's tokens; a constant of profiling, unrelated to serving ratios
 ANCHOR_SHARE = 0.10

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvweave import paths
+from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Cell, Table, cheapest, choose
+from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.errors import ConfigError
-from kvweave.fuse.calibration import ENOUGH_QUESTIONS, Cell, Table, cheapest, choose
 from kvweave.fuse.contexts import Variant, variant_name
-from kvweave.fuse.layer_profile import LayerProfile
 from kvweave.fuse.strategy import ModelFacts
 
 FORMAT = 5
@@ -108,7 +108,7 @@ def find_profile(weights: str, tokenizer: str) -> Profile | None:
 
 def packaged_profile(weights: str, tokenizer: str) -> Profile | None:
     """The profile that comes with an embedded model; None for any other. Raises ConfigError."""
-    for packaged in files("kvweave.fuse").joinpath("profiles").iterdir():
+    for packaged in files("kvweave.calibrate").joinpath("packaged").iterdir():
         if packaged.name.endswith(f"-{weights[:SHORT]}.json"):
             return _parse(packaged.name, packaged.read_text("utf-8"), weights, tokenizer)
     return None

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvweave.calibrate.answer_scores import normalise
+from kvweave.calibrate.case import Case
 from kvweave.errors import CorpusError
 from kvweave.fuse.anchors import REPEAT
-from kvweave.fuse.answer_scores import normalise
-from kvweave.fuse.case import Case
 from kvweave.text.prompt import SYSTEM, Document, chunk_text, lay_out, split_template
 from kvweave.text.tokenizer import Tokenizer
 

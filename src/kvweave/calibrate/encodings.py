@@ -8,8 +8,8 @@ One thread, the one that owns the decoder.
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvweave.calibrate.case import Case
 from kvweave.fuse.anchors import SHARE, choose_anchors, extra_name, kvzip_scores, pack_anchors
-from kvweave.fuse.case import Case
 from kvweave.fuse.contexts import parse_variant, variant_name
 from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.protocol import Decoder

@@ -9,9 +9,9 @@ from datetime import date
 
 import numpy as np
 
-from kvweave.fuse.bootstrap import Bootstrap, Interval, Values
-from kvweave.fuse.calibration import Cell, Table
-from kvweave.fuse.measure import Answered, Gold, Outcome, Setting, noise_of
+from kvweave.calibrate.bootstrap import Bootstrap, Interval, Values
+from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.measure import Answered, Gold, Outcome, Setting, noise_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Measuring quality: questions, trials against full prefill, tables, and the gate."""
