@@ -28,12 +28,12 @@ from torch import Tensor
 from bandwidth_plot import plot
 from common import finish, result_header
 from kvweave.fuse.fuse import fuse
-from kvweave.fuse.groups import taking_order
-from kvweave.fuse.pipeline import open_source
 from kvweave.fuse.request import classify
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import open_strategy
+from kvweave.fuse.transfer.groups import taking_order
+from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer

@@ -35,7 +35,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.loading import Way, way_of
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
-from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig

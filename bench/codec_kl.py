@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from common import finish, read_jsonl, result_header
-from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks

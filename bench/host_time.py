@@ -25,16 +25,17 @@ from rich.table import Table
 from torch import Tensor
 
 from common import finish, result_header
-from kvweave.fuse import fuse, fused_pass, pipeline, prefill
-from kvweave.fuse.encode import Prefix
-from kvweave.fuse.groups import taking_order
+from kvweave.fuse import fuse, fused_pass, prefill
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.request import Span
-from kvweave.fuse.ring import Ring
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import Layers
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.transfer import pipeline
+from kvweave.fuse.transfer.groups import taking_order
+from kvweave.fuse.transfer.ring import Ring
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext, make_chunk_key

@@ -5,10 +5,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvweave.fuse.anchors import REPEAT, choose_anchors, extra_name, kvzip_scores, pack_anchors
-from kvweave.fuse.contexts import Variant, context_filler, filler_ids, neighbour_prefix
-from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
-from kvweave.fuse.inter_attention import inter_attention
+from kvweave.fuse.encode.anchors import (
+    REPEAT,
+    choose_anchors,
+    extra_name,
+    kvzip_scores,
+    pack_anchors,
+)
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.contexts import Variant, context_filler, filler_ids, neighbour_prefix
+from kvweave.fuse.encode.inter_attention import inter_attention
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey

@@ -8,8 +8,8 @@ import torch
 
 from kvweave.calibrate.answer_scores import exact_match, token_f1
 from kvweave.calibrate.trials import Trials, judge
-from kvweave.fuse.contexts import ISOLATED, Variant, parse_variant
-from kvweave.fuse.encode import encode_chunks
+from kvweave.fuse.encode.chunk_pass import encode_chunks
+from kvweave.fuse.encode.contexts import ISOLATED, Variant, parse_variant
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import FuseRequest, budget, classify
 from kvweave.fuse.selectors.base import Scene, ranked_positions, top_positions

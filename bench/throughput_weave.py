@@ -24,7 +24,7 @@ from kvweave.calibrate.profiles import Profile, load_profile
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.generate import generate
-from kvweave.fuse.contexts import digest_ids
+from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.kv.store import KVStore
 from kvweave.library import Library
 from kvweave.model.load import load_decoder

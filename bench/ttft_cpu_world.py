@@ -21,8 +21,8 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import KV_FOLDER, make_encoder
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
-from kvweave.fuse.contexts import digest_ids
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.contexts import digest_ids
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.strategy import NAMES, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvweave.fuse.anchors import choose_anchors, extra_name, pack_anchors
-from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.anchors import choose_anchors, extra_name, pack_anchors
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy

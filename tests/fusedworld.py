@@ -7,9 +7,9 @@ from pathlib import Path
 from engineworld import ids, with_chunks
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, FusedPart, Ticket
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import prefill_from_store
-from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.fuse.anchors import choose_anchors, kvzip_scores, pack_anchors
-from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.anchors import choose_anchors, kvzip_scores, pack_anchors
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.fused_pass import Mask
 from kvweave.fuse.request import FuseRequest, classify

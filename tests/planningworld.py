@@ -12,8 +12,8 @@ from kvweave.app import Answer, Sampling
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.encoders import make_encoder
-from kvweave.fuse.contexts import Variant, digest_ids, filler_ids, variant_name
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.kv.store import KVStore
 from kvweave.library import Library

@@ -17,10 +17,10 @@ from killing import kill_at
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import make_encoder, open_store, remove_with_kv
 from kvweave.errors import ConfigError
-from kvweave.fuse.neighbour_encoder import NeighbourEncoder
-from kvweave.fuse.neighbours import NeighbourTable
+from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
+from kvweave.fuse.encode.neighbour_table import NeighbourTable
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import prefill_from_store
-from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import State
@@ -196,7 +196,7 @@ def test_nothing_is_embedded_or_computed_twice(
     def compute(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("kvweave.fuse.neighbour_encoder.encode_chunks", compute)
+    monkeypatch.setattr("kvweave.fuse.encode.neighbour_encoder.encode_chunks", compute)
     with opened() as library:
         ingest(library, docs)
         assert library.kb.embedder.num_embedded == 0  # type: ignore[attr-defined]

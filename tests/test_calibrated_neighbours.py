@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.calibrate.profiles import Profile, load_profile, save_profile, user_path
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.fuse.neighbours import NeighbourTable
+from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

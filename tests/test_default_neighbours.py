@@ -9,8 +9,8 @@ import pytest
 from kvweave import Weave
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
-from kvweave.fuse.contexts import Variant, context_filler, digest_ids, variant_name
-from kvweave.fuse.preparation import Preparation, read_preparation, write_preparation
+from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids, variant_name
+from kvweave.fuse.encode.preparation import Preparation, read_preparation, write_preparation
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM, split_template

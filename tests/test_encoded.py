@@ -9,7 +9,7 @@ import pytest
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoded import FILE
 from kvweave.encoders import make_encoder, open_store
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.sources import TextSource
 from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.residency import Residency

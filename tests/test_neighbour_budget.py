@@ -8,8 +8,8 @@ import pytest
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import make_encoder
-from kvweave.fuse.preparation import Preparation
-from kvweave.fuse.saves import Saves
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.save_log import Saves
 from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore

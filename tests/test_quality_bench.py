@@ -136,8 +136,8 @@ def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
     import torch
 
     from kvweave.calibrate.trials import Trials
-    from kvweave.fuse.contexts import Variant
-    from kvweave.fuse.encode import encode_chunks
+    from kvweave.fuse.encode.chunk_pass import encode_chunks
+    from kvweave.fuse.encode.contexts import Variant
     from kvweave.fuse.selectors.base import Scene
     from kvweave.kernels.rope import rotate
     from kvweave.model.rows import Rows

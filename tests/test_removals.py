@@ -16,7 +16,7 @@ from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import make_encoder, open_store, remove_with_kv
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.sources import TextSource
 from kvweave.kept_kv import KeptKV

@@ -9,8 +9,8 @@ import pytest
 from kvweave import Weave
 from kvweave.app import Answer, Sampling
 from kvweave.encoders import key_context
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore

@@ -19,7 +19,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, CorpusError
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import Node

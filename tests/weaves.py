@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvweave import Weave
 from kvweave.encoders import make_encoder
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.library import Library

@@ -15,11 +15,11 @@ from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.contexts import Variant, context_filler, digest_ids
-from kvweave.fuse.neighbours import NeighbourTable
-from kvweave.fuse.preparation import Preparation, choose_preparation, write_preparation
-from kvweave.fuse.room import check_room
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.context_room import check_room
+from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
+from kvweave.fuse.encode.neighbour_table import NeighbourTable
+from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
 from kvweave.kept_kv import KV_FOLDER as KV_FOLDER
 from kvweave.kv.codec import dtype_name
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig

@@ -21,11 +21,11 @@ from kvweave.encoders import calibrated, make_encoder, open_store
 from kvweave.engine.request import EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
-from kvweave.fuse.chunk_encoder import ChunkEncoder
-from kvweave.fuse.neighbours import NeighbourTable
-from kvweave.fuse.preparation import choose_preparation, write_preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.context_room import check_room
+from kvweave.fuse.encode.neighbour_table import NeighbourTable
+from kvweave.fuse.encode.preparation import choose_preparation, write_preparation
 from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.room import check_room
 from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress

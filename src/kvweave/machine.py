@@ -19,7 +19,7 @@ import torch
 
 from kvweave import paths
 from kvweave.errors import ConfigError
-from kvweave.fuse.placement import packing_of
+from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.unpack import Rows as StoredRows
 from kvweave.kernels.unpack import unpack

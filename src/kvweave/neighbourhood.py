@@ -12,10 +12,10 @@ from pathlib import Path
 from kvweave.calibrate.neighbour_context import Nearest, TokenIds
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.fuse.chunk_encoder import ChunkEncoder, NeighboursOf
-from kvweave.fuse.neighbour_encoder import NeighbourEncoder
-from kvweave.fuse.neighbours import FILE, NeighbourTable
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, NeighboursOf
+from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
+from kvweave.fuse.encode.neighbour_table import FILE, NeighbourTable
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.report import IngestProgress, OnProgress
 from kvweave.kept_kv import KV_FOLDER, KeptKV
 from kvweave.kv.forget import Provenance

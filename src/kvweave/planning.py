@@ -19,7 +19,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.fuse.contexts import digest_ids
+from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.behind import TreeBehind

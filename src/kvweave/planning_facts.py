@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Table, is_within
 from kvweave.errors import ConfigError
-from kvweave.fuse.anchors import SHARE
-from kvweave.fuse.chunk_encoder import ChunkEncoder
-from kvweave.fuse.contexts import ISOLATED
+from kvweave.fuse.encode.anchors import SHARE
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.contexts import ISOLATED
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy

@@ -5,7 +5,8 @@ Part of the composition root: only `planning.py` uses it, which guards it with i
 
 from kvweave.engine.loading import Way
 from kvweave.engine.request import Ticket
-from kvweave.fuse import captured_probe, recorded_layers
+from kvweave.fuse import recorded_layers
+from kvweave.fuse import recorded_probe as captured_probe
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.tree.node import HOST

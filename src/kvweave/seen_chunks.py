@@ -15,7 +15,7 @@ from functools import partial
 
 from kvweave.answering import Answers
 from kvweave.corpus.chunker import make_chunk_id
-from kvweave.fuse.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.plan.ordering import PROMOTION, AccessTable
 from kvweave.types import Chunk, ChunkId
 

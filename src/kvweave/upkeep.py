@@ -18,8 +18,8 @@ from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoded import EncodedNotes
 from kvweave.errors import ConfigError
-from kvweave.fuse.chunk_encoder import ChunkEncoder
-from kvweave.fuse.neighbours import NeighbourTable
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.report import OnProgress
 from kvweave.kept_kv import KeptKV
 from kvweave.kv.keys import ChunkKey

@@ -8,8 +8,8 @@ import pytest
 
 from kvweave import Weave
 from kvweave.calibrate.profiles import Profile, find_profile, save_profile, user_path
-from kvweave.fuse.contexts import digest_ids
-from kvweave.fuse.preparation import Preparation, write_preparation
+from kvweave.fuse.encode.contexts import digest_ids
+from kvweave.fuse.encode.preparation import Preparation, write_preparation
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from kvweave.cli.asked_kb import AskedKB
 from kvweave.cli.calibrating import Subject
 from kvweave.cli.calibration_room import check_contexts
 from kvweave.errors import ConfigError
-from kvweave.fuse.contexts import filler_ids, parse_variant
+from kvweave.fuse.encode.contexts import filler_ids, parse_variant
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvweave.cli.explain import missing_line
-from kvweave.fuse.preparation import read_preparation
+from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 from kvweave.kv.config import (
@@ -263,6 +263,6 @@ def test_chunk_kv_that_the_codec_cannot_hold_is_said(
     def refuse(*_: object) -> None:
         raise ValueError("a value is not finite")
 
-    monkeypatch.setattr("kvweave.fuse.chunk_encoder.pack_chunk", refuse)
+    monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.pack_chunk", refuse)
     ran = world.stored("--encoding", "isolated")
     assert "2 of 2 chunk KV could not be saved (not representable); questions" in ran.err

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuseworld import CHUNKS, PREAMBLE, REPEAT, make_ids
 from kvweave.errors import ConfigError
-from kvweave.fuse.anchors import (
+from kvweave.fuse.encode.anchors import (
     HEADER,
     NUM_SINKS,
     Anchors,
@@ -22,7 +22,7 @@ from kvweave.fuse.anchors import (
     sink_scores,
     unpack_anchors,
 )
-from kvweave.fuse.encode import encode_chunks, encode_prefix
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.model.decoder import Decoder

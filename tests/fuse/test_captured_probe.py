@@ -11,8 +11,8 @@ from weakref import ref
 import pytest
 import torch
 
-from kvweave.fuse import captured_probe
-from kvweave.fuse.captured_probe import Recordings
+from kvweave.fuse import recorded_probe as captured_probe
+from kvweave.fuse.recorded_probe import Recordings
 from kvweave.kernels import recording
 from kvweave.kv.codec import LayerKV
 from kvweave.model.decoder import Decoder

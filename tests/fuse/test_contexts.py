@@ -6,7 +6,8 @@ import pytest
 
 from fuseworld import World
 from kvweave.errors import ConfigError
-from kvweave.fuse.contexts import (
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_prefix
+from kvweave.fuse.encode.contexts import (
     Variant,
     context_filler,
     filler_ids,
@@ -14,7 +15,6 @@ from kvweave.fuse.contexts import (
     parse_variant,
     variant_name,
 )
-from kvweave.fuse.encode import Prefix, encode_prefix
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

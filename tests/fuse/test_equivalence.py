@@ -26,9 +26,9 @@ from fuseworld import (
     make_ids,
     prefilled,
 )
-from kvweave.fuse.contexts import neighbour_prefix
 from kvweave.fuse.drift import Drift
-from kvweave.fuse.encode import encode_chunks
+from kvweave.fuse.encode.chunk_pass import encode_chunks
+from kvweave.fuse.encode.contexts import neighbour_prefix
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.fused_pass import LayerLook, Mask, fused_pass
 from kvweave.fuse.request import State, budget

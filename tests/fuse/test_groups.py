@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fuseworld import SELECTING, Packed, World, assert_same, make_ids
-from kvweave.fuse import pipeline
-from kvweave.fuse.groups import GROUP_BYTES, Ahead, group_for
-from kvweave.fuse.pipeline import PipelinedChunks
-from kvweave.fuse.ring import Ring, Slot
 from kvweave.fuse.sources import ChunkLost
+from kvweave.fuse.transfer import pipeline
+from kvweave.fuse.transfer.groups import GROUP_BYTES, Ahead, group_for
+from kvweave.fuse.transfer.pipeline import PipelinedChunks
+from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer, pack_chunk
 from kvweave.model.load import load_decoder

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fuseworld import CHUNKS, PREAMBLE
-from kvweave.fuse.encode import encode_chunks, encode_prefix
-from kvweave.fuse.inter_attention import inter_attention
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
+from kvweave.fuse.encode.inter_attention import inter_attention
 from kvweave.kernels.rope import rotate
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder

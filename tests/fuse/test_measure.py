@@ -13,7 +13,7 @@ from kvweave.calibrate.measure import Answered, Setting, measure
 from kvweave.calibrate.questions import Passage, Record, make_case, repeat_ids
 from kvweave.calibrate.tabulate import Origin, compare, tabulate
 from kvweave.errors import ConfigError, ModelError
-from kvweave.fuse.encode import encode_chunks, encode_prefix
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper

@@ -12,12 +12,12 @@ from kvweave.calibrate.case import Case
 from kvweave.calibrate.encodings import KVZIP, FixedContext, Prefixes
 from kvweave.calibrate.measure import Setting, measure
 from kvweave.calibrate.neighbour_context import NeighbourContext, TokenIds
-from kvweave.fuse.beside import compute_extras
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.contexts import neighbour_prefix
-from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix
-from kvweave.fuse.neighbour_encoder import NeighbourEncoder
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.contexts import neighbour_prefix
+from kvweave.fuse.encode.extras import compute_extras
+from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.codec import LayerKV

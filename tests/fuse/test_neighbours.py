@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvweave.errors import ConfigError, CorpusError
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode import encode_chunks
-from kvweave.fuse.neighbour_encoder import NeighbourEncoder
-from kvweave.fuse.neighbours import NeighbourTable
-from kvweave.fuse.preparation import EXTRAS, Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_pass import encode_chunks
+from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
+from kvweave.fuse.encode.neighbour_table import NeighbourTable
+from kvweave.fuse.encode.preparation import EXTRAS, Preparation
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
@@ -173,7 +173,7 @@ def test_the_kv_that_a_neighbour_brings_is_stored_once_for_all(
         passed.extend(map(tuple, chunks))
         return encode_chunks(prefix_decoder, prefix, chunks)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kvweave.fuse.neighbour_encoder.encode_chunks", watched)
+    monkeypatch.setattr("kvweave.fuse.encode.neighbour_encoder.encode_chunks", watched)
     encode_all(encoder, pass_bytes=1)  # one chunk a pass: what the first stored the others find
     neighbours = {each for others in NEIGHBOURS.values() for each in others}
     as_neighbour = [passed.count(CHUNKS[each].token_ids) for each in sorted(neighbours)]
@@ -201,7 +201,7 @@ def test_a_neighbour_that_the_codec_cannot_hold_is_named_and_counted_once(
                 layers[-1] = LayerKV(layers[-1].k, torch.full_like(layers[-1].v, 1e5))
         return made
 
-    monkeypatch.setattr("kvweave.fuse.neighbour_encoder.encode_chunks", encode)
+    monkeypatch.setattr("kvweave.fuse.encode.neighbour_encoder.encode_chunks", encode)
     encoder = make_encoder(decoder, store, "fp16")
     encode_all(encoder, pass_bytes=1)  # "d" is a neighbour in two passes, and has none itself
     assert not is_stored(store, encoder.filled_key(CHUNKS["d"].token_ids))

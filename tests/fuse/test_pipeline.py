@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fuseworld import CHUNKS, SELECTING, Packed, World, assert_same
-from kvweave.fuse.groups import taking_order
-from kvweave.fuse.pipeline import PipelinedChunks
-from kvweave.fuse.ring import Ring, RingPool, depth_for
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.sources import ChunkLost
+from kvweave.fuse.transfer.groups import taking_order
+from kvweave.fuse.transfer.pipeline import PipelinedChunks
+from kvweave.fuse.transfer.ring import Ring, RingPool, depth_for
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer, pack_chunk
 from kvweave.model.decoder import Decoder

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode import encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import Prefilled, prefill_from_store
-from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.request import State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
@@ -310,7 +310,7 @@ def test_a_chunk_that_the_codec_cannot_hold_is_left_out_and_the_rest_is_saved(
                 layers[-1] = LayerKV(layers[-1].k, torch.full_like(layers[-1].v, bad))
         return made
 
-    monkeypatch.setattr("kvweave.fuse.chunk_encoder.encode_chunks", encode)
+    monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.encode_chunks", encode)
     handled: list[int] = []
     context = replace(context_of(decoder), codec=codec)
     encoder = ChunkEncoder(decoder, store, context, on_saved=handled.append)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.preparation import (
+from kvweave.fuse.encode.preparation import (
     FILE,
     Preparation,
     choose_preparation,

@@ -6,7 +6,7 @@ import pytest
 
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, calibrated_neighbours
-from kvweave.fuse.contexts import Variant, variant_name
+from kvweave.fuse.encode.contexts import Variant, variant_name
 
 FILLER = (5, 6, 7)
 

@@ -7,10 +7,10 @@ import pytest
 
 from kvweave.encoders import key_context
 from kvweave.errors import ConfigError
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.contexts import filler_ids
-from kvweave.fuse.preparation import Preparation
-from kvweave.fuse.room import check_room
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.context_room import check_room
+from kvweave.fuse.encode.contexts import filler_ids
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder

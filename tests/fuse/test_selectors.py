@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fuseworld import CHUNKS, QUESTION, SELECTING, World, key_of, make_ids
 from kvweave.errors import ConfigError, ModelError, RequestError
-from kvweave.fuse.anchors import Anchors, choose_anchors, pack_anchors, sink_scores
+from kvweave.fuse.encode.anchors import Anchors, choose_anchors, pack_anchors, sink_scores
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import budget
 from kvweave.fuse.selectors import fusionrag

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import Prefilled, StoredPrompt, prefill_from_store
-from kvweave.fuse.preparation import Preparation
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuseworld import Packed
-from kvweave.fuse.encode import encode_chunks, encode_prefix
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.fused_pass import fused_pass
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import StoredChunks

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fuseworld import SELECTING, World, make_ids
-from kvweave.fuse.pipeline import PipelinedChunks, open_source
-from kvweave.fuse.ring import Ring, Slot
+from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
+from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.objects import pack_chunk
 from kvweave.kv.store import KVStore

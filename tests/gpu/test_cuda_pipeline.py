@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fuseworld import SELECTING, World, make_ids
-from kvweave.fuse.captured_probe import recordings_of
-from kvweave.fuse.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.probe import FrontOnly, probe
 from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.ring import Ring
+from kvweave.fuse.recorded_probe import recordings_of
+from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
+from kvweave.fuse.transfer.ring import Ring
 from kvweave.kv import memory as memory_module
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig

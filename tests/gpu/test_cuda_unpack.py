@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
-from kvweave.fuse.placement import packing_of
+from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.gpu.shift import shift_rows
 from kvweave.kernels.gpu.unpack import unpack_rows
 from kvweave.kernels.rope import Angles, make_angles, rotate

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvweave.fuse.placement import packing_of
+from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.unpack import Rows, unpack
 from kvweave.kv.codec import CODECS, LayerKV, open_codec

@@ -9,9 +9,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvweave.calibrate.case import Case
-from kvweave.fuse.anchors import SHARE, choose_anchors, extra_name, kvzip_scores, pack_anchors
-from kvweave.fuse.contexts import parse_variant, variant_name
-from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.anchors import (
+    SHARE,
+    choose_anchors,
+    extra_name,
+    kvzip_scores,
+    pack_anchors,
+)
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.contexts import parse_variant, variant_name
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.codec import LayerKV

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from kvweave.calibrate.case import Case
 from kvweave.calibrate.encodings import KVZIP, Prefixes
-from kvweave.fuse.beside import compute_extras
-from kvweave.fuse.contexts import neighbour_prefix, parse_variant, variant_name
-from kvweave.fuse.encode import Prefix, encode_chunks, passes
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, passes
+from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, variant_name
+from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.codec import LayerKV

@@ -19,7 +19,7 @@ from kvweave import paths
 from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Cell, Table, cheapest, choose
 from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.errors import ConfigError
-from kvweave.fuse.contexts import Variant, variant_name
+from kvweave.fuse.encode.contexts import Variant, variant_name
 from kvweave.fuse.strategy import ModelFacts
 
 FORMAT = 5

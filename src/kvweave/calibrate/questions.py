@@ -20,7 +20,7 @@ from typing import Any
 from kvweave.calibrate.answer_scores import normalise
 from kvweave.calibrate.case import Case
 from kvweave.errors import CorpusError
-from kvweave.fuse.anchors import REPEAT
+from kvweave.fuse.encode.anchors import REPEAT
 from kvweave.text.prompt import SYSTEM, Document, chunk_text, lay_out, split_template
 from kvweave.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvweave.calibrate.neighbour_context import Nearest
     from kvweave.calibrate.questions import Record
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.fuse.neighbours import NeighbourTable
+    from kvweave.fuse.encode.neighbour_table import NeighbourTable
     from kvweave.text.tokenizer import Tokenizer
 
 

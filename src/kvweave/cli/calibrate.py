@@ -219,7 +219,7 @@ def _measure(
     from kvweave.calibrate.case import hash_cases
     from kvweave.calibrate.measure import measure
     from kvweave.calibrate.tabulate import Origin, tabulate
-    from kvweave.fuse.contexts import digest_ids
+    from kvweave.fuse.encode.contexts import digest_ids
 
     with progress_bar("questions", len(cases)) as advance:
         answered = measure(

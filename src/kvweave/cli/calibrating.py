@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvweave.calibrate.profiles import Profile
     from kvweave.calibrate.questions import Record
     from kvweave.cli.asked_kb import AskedKB
-    from kvweave.fuse.contexts import Variant
+    from kvweave.fuse.encode.contexts import Variant
     from kvweave.model.decoder import Decoder
     from kvweave.text.tokenizer import Tokenizer
 
@@ -68,7 +68,7 @@ class Subject:
         from kvweave.calibrate.encodings import FixedContext, Prefixes
         from kvweave.calibrate.neighbour_context import NeighbourContext
         from kvweave.calibrate.questions import repeat_ids
-        from kvweave.fuse.contexts import context_filler
+        from kvweave.fuse.encode.contexts import context_filler
 
         name, prefixes, repeat = str(variant), Prefixes(self.decoder), repeat_ids(self.tokenizer)
         filler = context_filler(self.tokenizer, variant)

@@ -10,7 +10,7 @@ from kvweave.errors import CorpusError, RequestError
 if TYPE_CHECKING:
     from kvweave.calibrate.measure import Setting
     from kvweave.calibrate.questions import Record
-    from kvweave.fuse.contexts import Variant
+    from kvweave.fuse.encode.contexts import Variant
 
 
 def read_asked(qa_file: Path | None, questions_file: Path | None) -> "list[Record]":
@@ -49,7 +49,7 @@ def settings_for(
 
 def variants_of(encodings: str | None, kb_folder: Path | None) -> "list[Variant]":
     """The encoding contexts that were asked for, or else the one whose KV will be served."""
-    from kvweave.fuse.contexts import parse_variant
+    from kvweave.fuse.encode.contexts import parse_variant
 
     names = split_list(encodings or encoding_of(kb_folder))
     variants = list(dict.fromkeys(parse_variant(name) for name in names))
@@ -65,7 +65,7 @@ def variants_of(encodings: str | None, kb_folder: Path | None) -> "list[Variant]
 def encoding_of(kb_folder: Path | None) -> str:
     """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
     from kvweave.encoders import KV_FOLDER
-    from kvweave.fuse.preparation import DEFAULT_ENCODING, read_preparation
+    from kvweave.fuse.encode.preparation import DEFAULT_ENCODING, read_preparation
 
     found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)
     return DEFAULT_ENCODING if found is None else str(found.variant)

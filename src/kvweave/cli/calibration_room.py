@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from kvweave.calibrate.measure import Setting
     from kvweave.cli.asked_kb import AskedKB
     from kvweave.cli.calibrating import Subject
-    from kvweave.fuse.contexts import Variant
-    from kvweave.fuse.room import Shortage
+    from kvweave.fuse.encode.context_room import Shortage
+    from kvweave.fuse.encode.contexts import Variant
 
 
 def check_contexts(
@@ -27,9 +27,9 @@ def check_contexts(
     counts. Raises ConfigError.
     """
     from kvweave.calibrate.questions import template_closing
-    from kvweave.fuse.chunk_encoder import Texts
-    from kvweave.fuse.preparation import Preparation
-    from kvweave.fuse.room import KVZIP, find_shortage
+    from kvweave.fuse.encode.chunk_encoder import Texts
+    from kvweave.fuse.encode.context_room import KVZIP, find_shortage
+    from kvweave.fuse.encode.preparation import Preparation
 
     spec, closing = subject.decoder.spec, template_closing(subject.tokenizer)
     strategies = {each.strategy.name: each.strategy for each in settings}

@@ -20,7 +20,7 @@ from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.fuse.chunk_encoder import ChunkEncoder
+    from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
     from kvweave.ingest.encoder import Upkeep
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
@@ -96,7 +96,7 @@ def command(
         }
         _refuse_without_kv([option for option, is_given in about_kv.items() if is_given])
     elif encoding is not None or extras:
-        from kvweave.fuse.preparation import DEFAULT_ENCODING, Preparation
+        from kvweave.fuse.encode.preparation import DEFAULT_ENCODING, Preparation
 
         # judged before a knowledge base is made
         Preparation.parse(DEFAULT_ENCODING if encoding is None else encoding, _extras(extras) or ())

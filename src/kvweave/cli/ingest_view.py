@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.fuse.saves import Saves
+    from kvweave.fuse.encode.save_log import Saves
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
 MAX_LISTED = 20

@@ -25,8 +25,9 @@ from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.worker import Worker
 from kvweave.errors import EngineClosed
-from kvweave.fuse import captured_probe, recorded_layers
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse import recorded_layers
+from kvweave.fuse import recorded_probe as captured_probe
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder

@@ -24,7 +24,7 @@ from kvweave.engine.leaving import MOST_BYTES, POOL_SHARE, Leaving, Post, open_l
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.kv.tree import (
     ChunkRef,
     Extended,

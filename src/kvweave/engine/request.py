@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from kvweave.engine.sampling import Choice, Sampling
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import Strategy

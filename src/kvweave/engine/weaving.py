@@ -10,7 +10,7 @@ import torch
 from kvweave.engine.live import Live
 from kvweave.engine.placing import Placing
 from kvweave.engine.request import FusedPart
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import Around, Prefilled, StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord

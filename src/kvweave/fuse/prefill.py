@@ -11,9 +11,8 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.fuse import Fused, check_ratio, fuse
-from kvweave.fuse.pipeline import open_source
 from kvweave.fuse.prepared import Prepared, prepare
 from kvweave.fuse.prompt_chunks import NEVER, PromptChunk, named_kv
 from kvweave.fuse.protocol import Decoder, KVBuffer
@@ -28,6 +27,7 @@ from kvweave.fuse.request import FuseRequest, classify
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
+from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore

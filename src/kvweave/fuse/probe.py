@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvweave.fuse.captured_probe import recordings_of
 from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Captures, Decoder, Projected
+from kvweave.fuse.recorded_probe import recordings_of
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import Decoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import ChunkSource, LaysItself

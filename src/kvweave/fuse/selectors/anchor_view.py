@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import RequestError
-from kvweave.fuse.anchors import Anchors, extra_name, look_into, unpack_anchors
+from kvweave.fuse.encode.anchors import Anchors, extra_name, look_into, unpack_anchors
 from kvweave.fuse.probe import Whole
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selectors.base import Scene

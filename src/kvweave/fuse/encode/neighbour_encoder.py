@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from kvweave.fuse.chunk_encoder import SAVE_WAIT_S, ChunkEncoder
-from kvweave.fuse.contexts import neighbour_prefix
-from kvweave.fuse.encode import Prefix, encode_chunks, passes
+from kvweave.fuse.encode.chunk_encoder import SAVE_WAIT_S, ChunkEncoder
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, passes
+from kvweave.fuse.encode.contexts import neighbour_prefix
 from kvweave.kv.codec import DTYPES, LayerKV
 from kvweave.kv.forget import BEHIND, CHUNK, pack_ids
 from kvweave.kv.keys import ChunkKey

@@ -9,13 +9,19 @@ from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.anchors import REPEAT
-from kvweave.fuse.beside import compute_extras
-from kvweave.fuse.contexts import ISOLATED, context_filler, filler_of, filler_passages, variant_name
-from kvweave.fuse.encode import Prefix, encode_chunks, encode_prefix, passes
-from kvweave.fuse.preparation import Preparation
+from kvweave.fuse.encode.anchors import REPEAT
+from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.contexts import (
+    ISOLATED,
+    context_filler,
+    filler_of,
+    filler_passages,
+    variant_name,
+)
+from kvweave.fuse.encode.extras import compute_extras
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.save_log import SaveBook, Saves
 from kvweave.fuse.protocol import Decoder
-from kvweave.fuse.saves import SaveBook, Saves
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.forget import CHUNK
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key

@@ -7,9 +7,9 @@ preamble ‖ encoding context ‖ chunk ‖ repeat ‖ chunk      with kvzip's a
 from typing import NamedTuple
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.anchors import extra_name
-from kvweave.fuse.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.contexts import ISOLATED, Variant
+from kvweave.fuse.encode.anchors import extra_name
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.contexts import ISOLATED, Variant
 
 KVZIP = extra_name("kvzip")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode import Prefix, behind
+from kvweave.fuse.encode.chunk_pass import Prefix, behind
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.rope import rotate

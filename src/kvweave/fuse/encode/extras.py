@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvweave.fuse.anchors import (
+from kvweave.fuse.encode.anchors import (
     choose_anchors,
     extra_name,
     knorm_scores,
@@ -12,8 +12,8 @@ from kvweave.fuse.anchors import (
     pack_anchors,
     sink_scores,
 )
-from kvweave.fuse.encode import Prefix
-from kvweave.fuse.inter_attention import inter_attention
+from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.encode.inter_attention import inter_attention
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.kv.codec import LayerKV

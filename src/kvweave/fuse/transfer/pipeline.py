@@ -18,13 +18,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvweave.fuse.groups import Ahead, group_for, taking_order
-from kvweave.fuse.placement import Placement, parts_of, strides_of
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
-from kvweave.fuse.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
 from kvweave.fuse.sources import ChunkSource, Layers, StoredChunks, check_arrived
 from kvweave.fuse.strategy import Strategy
+from kvweave.fuse.transfer.groups import Ahead, group_for, taking_order
+from kvweave.fuse.transfer.placement import Placement, parts_of, strides_of
+from kvweave.fuse.transfer.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
 from kvweave.kv.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.objects import EncodedLayer

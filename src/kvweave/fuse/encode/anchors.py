@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.column_scores import column_scores

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.anchors import RULES, extra_name
-from kvweave.fuse.contexts import Variant, parse_variant
+from kvweave.fuse.encode.anchors import RULES, extra_name
+from kvweave.fuse.encode.contexts import Variant, parse_variant
 from kvweave.fuse.selectors.cachecraft import INTER
 
 FILE = "preparation.json"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode import Prefix
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.rope import rotate
 from kvweave.kv.codec import LayerKV
@@ -59,7 +59,7 @@ def parse_variant(text: str) -> Variant:
 
 def filler_passages() -> list[str]:
     """The generic text, passage by passage as chunks are written."""
-    text = files("kvweave.fuse").joinpath("filler.txt").read_text(encoding="utf-8")
+    text = files("kvweave.fuse.encode").joinpath("filler.txt").read_text(encoding="utf-8")
     return [passage + "\n\n" for passage in text.strip().split("\n\n")]
 
 

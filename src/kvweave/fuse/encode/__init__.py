@@ -1,0 +1,1 @@
+"""Making chunk KV: contexts, encoders, and what is stored beside the layers."""

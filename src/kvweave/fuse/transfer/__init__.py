@@ -1,0 +1,1 @@
+"""Bringing chunk KV to a device: pipeline, ring, groups, placement."""
