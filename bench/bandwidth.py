@@ -35,8 +35,8 @@ from kvweave.fuse.strategy import open_strategy
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from ttft_world import Size, World, wait

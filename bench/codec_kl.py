@@ -27,9 +27,9 @@ from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.kv.codec import CODECS, LayerKV
+from kvweave.kv.format.codec import CODECS, LayerKV
+from kvweave.kv.format.objects import layer_of, pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
-from kvweave.kv.objects import layer_of, pack_chunk
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.locate import locate

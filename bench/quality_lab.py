@@ -19,7 +19,7 @@ from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

@@ -27,8 +27,8 @@ from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import KeyContext, make_chunk_key
-from kvweave.kv.objects import pack_chunk
 from kvweave.kv.store import KVStore
 from kvweave.types import ChunkId
 from shapes import SHAPES, random_decoder

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import device_words, report
-from kvweave.kv.codec import DTYPES
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.format.codec import DTYPES
 from tiers_codecs import bench_codecs, bench_layer0
 from tiers_loads import bench_loads
 

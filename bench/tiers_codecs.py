@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from common import alternate
-from kvweave.kv import checksum
-from kvweave.kv.codec import CODECS, DTYPES, Codec, LayerKV, open_codec
-from kvweave.kv.layout import Shape
+from kvweave.kv.format import checksum
+from kvweave.kv.format.codec import CODECS, DTYPES, Codec, LayerKV, open_codec
+from kvweave.kv.format.layout import Shape
 
 
 def bench_codecs(args: argparse.Namespace) -> list[dict[str, object]]:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from kvweave.kv import checksum, objects
-from kvweave.kv.codec import DTYPES, LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
+from kvweave.kv.format import checksum, objects
+from kvweave.kv.format.codec import DTYPES, LayerKV
+from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
-from kvweave.kv.objects import PackedChunk, pack_chunk
 from kvweave.kv.store import KVStore
 
 

@@ -26,7 +26,7 @@ from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.objects import PackedChunk
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.machine import copy_bytes_per_s
 from kvweave.model.rows import Rows

@@ -12,8 +12,8 @@ from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.keys import KeyContext, make_chunk_key
-from kvweave.kv.objects import PackedChunk, pack_chunk
 from shapes import SHAPES, random_decoder
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64

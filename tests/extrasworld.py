@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import StoreConfig
+from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.layout import ALIGN
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import ALIGN
 from kvweave.kv.places import Place, make_place
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier, open_tier

@@ -22,9 +22,8 @@ from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.fuse.taper import Taper
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
-from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import (
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.objects import (
     EncodedLayer,
     PackedChunk,
     extra_of,
@@ -32,6 +31,7 @@ from kvweave.kv.objects import (
     layer_of,
     layers_of,
 )
+from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV

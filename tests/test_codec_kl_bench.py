@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from codec_kl import score
 from fuseworld import make_ids
-from kvweave.kv.codec import CODECS
+from kvweave.kv.format.codec import CODECS
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import Prompt
 from tiny_models import make_model_folder

@@ -16,9 +16,9 @@ from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.encoders import remove_with_kv
 from kvweave.ingest.pipeline import ingest
-from kvweave.kv.checksum import Buffer
-from kvweave.kv.forget import carries
+from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.provenance import carries
 from kvweave.kv.residency import Residency
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder

@@ -21,8 +21,8 @@ from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
 from kvweave.kept_kv import KV_FOLDER as KV_FOLDER
-from kvweave.kv.codec import dtype_name
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder

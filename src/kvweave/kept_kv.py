@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.forget import Provenance, carries, find_keys
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.provenance import Provenance, carries, find_keys
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.types import ChunkId

@@ -23,8 +23,8 @@ from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.unpack import Rows as StoredRows
 from kvweave.kernels.unpack import unpack
-from kvweave.kv.codec import LayerKV, dtype_name, open_codec
-from kvweave.kv.layout import Shape
+from kvweave.kv.format.codec import LayerKV, dtype_name, open_codec
+from kvweave.kv.format.layout import Shape
 from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows

@@ -18,8 +18,8 @@ from kvweave.fuse.encode.neighbour_table import FILE, NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.report import IngestProgress, OnProgress
 from kvweave.kept_kv import KV_FOLDER, KeptKV
-from kvweave.kv.forget import Provenance
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.provenance import Provenance
 from kvweave.types import ChunkId
 
 BATCH = 16  # chunks that get their neighbours at a time: what a kill can cost

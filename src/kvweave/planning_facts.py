@@ -14,11 +14,11 @@ from kvweave.fuse.encode.contexts import ISOLATED
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
-from kvweave.kv.codec import open_codec
-from kvweave.kv.forget import CHUNK
-from kvweave.kv.headers import plan_header
+from kvweave.kv.format.codec import open_codec
+from kvweave.kv.format.headers import plan_header
+from kvweave.kv.format.layout import Shape
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Shape
+from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from kvweave.cli.cache import command
 from kvweave.errors import ConfigError, TierError
-from kvweave.kv import headers
 from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.format import headers
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tiers.disk import DiskReader, DiskTier
 from kvweave.kv.tiers.quarantine import Quarantine
@@ -101,7 +101,7 @@ def test_gc_removes_objects_of_other_versions_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_store(tmp_path, 1)
-    monkeypatch.setattr("kvweave.kv.headers.LAYOUT_VERSION", 2)
+    monkeypatch.setattr("kvweave.kv.format.headers.LAYOUT_VERSION", 2)
     newer = make_chunk(1)
     monkeypatch.undo()
     tier.write(newer.key, [newer.view])

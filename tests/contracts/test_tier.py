@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 
 from kvweave.errors import TierCorrupt, TierError
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import new_memory
-from kvweave.kv.objects import PackedChunk
 from kvweave.kv.tiers import Reader, Tier
 from kvworld import make_chunk, make_context, make_key
 

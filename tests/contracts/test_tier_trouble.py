@@ -18,9 +18,9 @@ from kvweave.kv.config import (
     S3TierConfig,
     StoreConfig,
 )
+from kvweave.kv.format.objects import verify_object
 from kvweave.kv.keys import ChunkKey, KeyContext, context_of
 from kvweave.kv.memory import new_memory
-from kvweave.kv.objects import verify_object
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier

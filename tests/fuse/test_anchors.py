@@ -24,7 +24,7 @@ from kvweave.fuse.encode.anchors import (
 )
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder

@@ -14,7 +14,7 @@ import torch
 from kvweave.fuse import recorded_probe as captured_probe
 from kvweave.fuse.recorded_probe import Recordings
 from kvweave.kernels import recording
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder

@@ -12,7 +12,7 @@ from kvweave.fuse.drift import DOUBT, Drift
 from kvweave.fuse.fused_pass import fused_pass
 from kvweave.fuse.request import State
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import QKV, Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.sequence_kv import SequenceKV

@@ -13,8 +13,8 @@ from kvweave.fuse.transfer import pipeline
 from kvweave.fuse.transfer.groups import GROUP_BYTES, Ahead, group_for
 from kvweave.fuse.transfer.pipeline import PipelinedChunks
 from kvweave.fuse.transfer.ring import Ring, Slot
+from kvweave.kv.format.objects import EncodedLayer, pack_chunk
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer, pack_chunk
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder
 

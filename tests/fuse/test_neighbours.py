@@ -15,8 +15,8 @@ from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import EXTRAS, Preparation
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey, context_of
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
@@ -295,7 +295,7 @@ def test_a_damaged_table_is_one_line_with_a_way_out(tmp_path: Path) -> None:
 
 
 def test_kv_behind_neighbours_says_whose_text_it_has_seen(decoder: Decoder, tmp_path: Path) -> None:
-    from kvweave.kv.forget import find_keys, keys_of_chunks
+    from kvweave.kv.provenance import find_keys, keys_of_chunks
     from kvweave.kv.tiers.disk import DiskTier
 
     disk = DiskTierConfig(tmp_path / "kv")

@@ -16,10 +16,10 @@ from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.request import State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.objects import EncodedLayer, PackedChunk, pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext
-from kvweave.kv.objects import EncodedLayer, PackedChunk, pack_chunk
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer

@@ -32,7 +32,7 @@ from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.sequence_kv import SequenceKV

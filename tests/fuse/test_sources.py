@@ -12,8 +12,8 @@ from fuseworld import CHUNKS, Packed, World, assert_same, key_of
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.sources import ChunkLost, StoredChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.kv.codec import LayerKV
-from kvweave.kv.objects import pack_chunk
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.objects import pack_chunk
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from tiny_models import make_model_folder

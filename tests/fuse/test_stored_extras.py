@@ -12,8 +12,8 @@ from kvweave.fuse.prefill import Prefilled, StoredPrompt, prefill_from_store
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.layout import ALIGN
-from kvweave.kv.objects import PackedChunk
+from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

@@ -17,8 +17,8 @@ from kvweave.fuse.fused_pass import fused_pass
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import StoredChunks
 from kvweave.fuse.stitched import Stitched
+from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import KeyContext, make_chunk_key
-from kvweave.kv.objects import pack_chunk
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows

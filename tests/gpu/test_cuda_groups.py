@@ -13,7 +13,7 @@ from fuseworld import SELECTING, World, make_ids
 from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.config import HostTierConfig, StoreConfig
-from kvweave.kv.objects import pack_chunk
+from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder

@@ -19,12 +19,12 @@ from kvweave.fuse.recorded_probe import recordings_of
 from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring
 from kvweave.kv import memory as memory_module
-from kvweave.kv.codec import LayerKV
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.leases import Lease
 from kvweave.kv.memory import new_memory
-from kvweave.kv.objects import pack_chunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder

@@ -14,8 +14,8 @@ from kvweave.kernels.gpu.shift import shift_rows
 from kvweave.kernels.gpu.unpack import unpack_rows
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.unpack import Rows, unpack_reference
-from kvweave.kv.codec import CODECS, LayerKV, open_codec
-from kvweave.kv.layout import Shape
+from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
+from kvweave.kv.format.layout import Shape
 
 pytestmark = pytest.mark.gpu
 

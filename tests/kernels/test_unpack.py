@@ -6,8 +6,8 @@ import torch
 from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.unpack import Rows, unpack
-from kvweave.kv.codec import CODECS, LayerKV, open_codec
-from kvweave.kv.layout import Shape
+from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
+from kvweave.kv.format.layout import Shape
 
 LENGTHS = (1, 70, 64, 129)
 

@@ -10,7 +10,7 @@ from kvweave.kv.arena import Arena
 from kvweave.kv.breaker import Breaker
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.policies import LFU, LRU, Usage
-from kvweave.kv.shelf import Shelf
+from kvweave.kv.tier_budget import Shelf
 from kvweave.metrics import Metrics
 from kvworld import make_key
 

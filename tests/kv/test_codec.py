@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.kv import objects
-from kvweave.kv.codec import CODECS, LayerKV, dtype_name, open_codec
-from kvweave.kv.layout import Shape
-from kvweave.kv.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
+from kvweave.kv.format import objects
+from kvweave.kv.format.codec import CODECS, LayerKV, dtype_name, open_codec
+from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
 from kvworld import make_key, make_layers
 
 TOLERANCE = {"raw": 0.0, "fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "fp8": 0.2, "int4": 0.3}

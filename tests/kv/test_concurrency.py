@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig, StoreConfig
+from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.objects import verify_object
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import verify_object
 from kvweave.kv.places import make_place
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import TierCorrupt
-from kvweave.kv import headers
-from kvweave.kv.objects import verify_object
+from kvweave.kv.format import headers
+from kvweave.kv.format.objects import verify_object
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
@@ -107,7 +107,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, keep_bytes: int) -
 def test_an_object_of_another_version_is_a_miss_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvweave.kv.headers.LAYOUT_VERSION", 2)
+    monkeypatch.setattr("kvweave.kv.format.headers.LAYOUT_VERSION", 2)
     newer = make_chunk(7)
     monkeypatch.undo()
     tier = DiskTier(make_config(tmp_path).tiers[1])  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.objects import verify_object
+from kvweave.kv.format.objects import verify_object
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvworld import is_layer_of, make_config, make_key

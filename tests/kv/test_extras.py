@@ -20,9 +20,9 @@ from extrasworld import (
     wait_until,
 )
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.forget import carries
-from kvweave.kv.layout import ALIGN
+from kvweave.kv.format.layout import ALIGN
 from kvweave.kv.places import make_place
+from kvweave.kv.provenance import carries
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from extrasworld import CHUNK, KEY, on_disk, wait_until
-from kvweave.kv.checksum import Buffer
-from kvweave.kv.forget import CHUNK as WHOSE
-from kvweave.kv.forget import Provenance
+from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.gone import Gone
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.provenance import CHUNK as WHOSE
+from kvweave.kv.provenance import Provenance
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvworld import make_chunk, make_config, make_key

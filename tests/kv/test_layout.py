@@ -5,12 +5,12 @@ import struct
 import pytest
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv import checksum, headers
-from kvweave.kv.codec import DTYPES
-from kvweave.kv.headers import LAYOUT_VERSION, parse_header
-from kvweave.kv.layout import ALIGN
-from kvweave.kv.objects import verify_object
-from kvweave.kv.spans import ReadingOrder, plan_spans
+from kvweave.kv.format import checksum, headers
+from kvweave.kv.format.codec import DTYPES
+from kvweave.kv.format.headers import LAYOUT_VERSION, parse_header
+from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.objects import verify_object
+from kvweave.kv.read_plan import ReadingOrder, plan_spans
 from kvworld import make_chunk, make_key
 
 

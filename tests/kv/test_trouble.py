@@ -9,12 +9,12 @@ import pytest
 
 from kvweave.errors import TierError
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
+from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.io_pool import IoPool
-from kvweave.kv.locate import Locator
-from kvweave.kv.objects import PackedChunk, pack_chunk
 from kvweave.kv.places import make_place
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.redis import RedisTier
@@ -140,7 +140,7 @@ def save_unreadable(store: KVStore, numbers: range, monkeypatch: pytest.MonkeyPa
     for number in numbers:
         assert store.save(make_chunk(number), wait_s=5).wait(5)
     known = {"fp16": None}
-    monkeypatch.setattr("kvweave.kv.objects.CODECS", known)
+    monkeypatch.setattr("kvweave.kv.format.objects.CODECS", known)
 
 
 def test_unreadable_objects_are_said_once_count_and_are_replaced(

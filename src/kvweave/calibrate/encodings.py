@@ -20,7 +20,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix,
 from kvweave.fuse.encode.contexts import parse_variant, variant_name
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 
 KVZIP = extra_name("kvzip")

@@ -15,7 +15,7 @@ from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, varian
 from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 
 TokenIds = tuple[int, ...]

@@ -101,7 +101,7 @@ def stat(store: Path, as_json: bool) -> None:
 @click.option("--repair", is_flag=True, help="Move damaged objects to quarantine.")
 def verify(store: Path, as_json: bool, repair: bool) -> None:
     """Read every byte of every object and check it. Exit code 1 if something is damaged."""
-    from kvweave.kv.objects import verify_object
+    from kvweave.kv.format.objects import verify_object
 
     tier = open_folder(store)
     counts = {"ok": 0, "damaged": 0, "foreign": 0, "unreadable": 0, "quarantined": 0}

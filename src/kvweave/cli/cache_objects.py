@@ -5,9 +5,9 @@ from typing import Any
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError, TierForeign
 from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.headers import needed_header_bytes, parse_header
+from kvweave.kv.format.headers import needed_header_bytes, parse_header
+from kvweave.kv.format.layout import PRELUDE_BYTES, Header
 from kvweave.kv.keys import ChunkKey, context_of
-from kvweave.kv.layout import PRELUDE_BYTES, Header
 from kvweave.kv.tiers.base import StoredObject
 from kvweave.kv.tiers.disk import DiskTier
 

@@ -14,7 +14,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import Around, Prefilled, StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.tree import TreeLease
 from kvweave.model.decoder import Decoder
 

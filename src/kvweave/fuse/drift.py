@@ -22,7 +22,7 @@ from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import Owners, mean_changes
 from kvweave.kernels.shift import Run, shift, shift_plain, shift_runs
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 # Found by trial on SmolLM2; bench/quality.py is where to check it on another model.
 STRENGTH = 0.5

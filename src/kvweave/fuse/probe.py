@@ -26,7 +26,7 @@ from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 
 class ContextView(Protocol):

@@ -20,7 +20,7 @@ from kvweave.fuse.protocol import Captures, Decoder
 from kvweave.kernels.host import on_device
 from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 STEP = 16  # rows
 MOST_ROWS = 512  # beyond, computing takes longer than ordering

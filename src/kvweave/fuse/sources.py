@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.request import Span
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.objects import EncodedLayer, decode_joined
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import EncodedLayer, decode_joined
 
 
 class ChunkLost(Exception):

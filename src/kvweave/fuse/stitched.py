@@ -17,7 +17,7 @@ from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import ChunkSource, LaysItself
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, per_head, rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 
 

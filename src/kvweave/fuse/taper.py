@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from kvweave.fuse.protocol import KVBuffer, Projected
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 
 class Taper(NamedTuple):

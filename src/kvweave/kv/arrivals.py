@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from kvweave.kv.awaited import Landing
 from kvweave.kv.beside import Beside
-from kvweave.kv.forget import PROVENANCE
+from kvweave.kv.format.layout import FRONT_BYTES, HEAD_BYTES, Header, check_section
+from kvweave.kv.format.objects import read_head
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import FRONT_BYTES, HEAD_BYTES, Header, check_section
 from kvweave.kv.memory import new_memory
-from kvweave.kv.objects import read_head
+from kvweave.kv.provenance import PROVENANCE
+from kvweave.kv.read_plan import ReadingOrder, Span
 from kvweave.kv.residency import Miss
-from kvweave.kv.shelf import Entry
-from kvweave.kv.spans import ReadingOrder, Span
+from kvweave.kv.tier_budget import Entry
 from kvweave.kv.tiers.base import Reader, Tier
 
 _scratch = threading.local()

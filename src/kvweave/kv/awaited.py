@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvweave.kv.layout import Header
+from kvweave.kv.format.layout import Header
+from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
+from kvweave.kv.read_plan import Span
 from kvweave.kv.residency import Miss
-from kvweave.kv.spans import Span
 
 
 @dataclass(frozen=True, slots=True)

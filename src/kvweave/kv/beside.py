@@ -13,13 +13,13 @@ from collections.abc import Collection
 from functools import partial
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.forget import PROVENANCE
+from kvweave.kv.format.layout import Header, Section, check_section
 from kvweave.kv.io_pool import IoPool
-from kvweave.kv.layout import Header, Section, check_section
 from kvweave.kv.memory import new_memory
+from kvweave.kv.provenance import PROVENANCE
+from kvweave.kv.read_plan import extra_runs
 from kvweave.kv.reads import Reads, miss_of
 from kvweave.kv.residency import Miss
-from kvweave.kv.spans import extra_runs
 from kvweave.kv.tiers.base import Reader
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvweave.kv.gone import Gone
 from kvweave.kv.keys import ChunkKey, ContextId, context_of
 from kvweave.kv.places import Place
-from kvweave.kv.shelf import Entry, Shelf
+from kvweave.kv.tier_budget import Entry, Shelf
 from kvweave.kv.tiers.host import HostTier
 from kvweave.kv.usage import UsageBook
 from kvweave.metrics import Metrics

@@ -4,7 +4,7 @@ from kvweave.kv.arrivals import Arrival, Hooks
 from kvweave.kv.awaited import Landing
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.shelf import Entry
+from kvweave.kv.tier_budget import Entry
 from kvweave.kv.tiers.base import Tier
 
 

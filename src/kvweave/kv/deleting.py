@@ -5,10 +5,10 @@ By key, for whoever knows the keys; by chunk, for what somebody else has deleted
 
 from collections.abc import Callable, Collection, Iterable
 
-from kvweave.kv.forget import Provenance, carries
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.locate import Locator
+from kvweave.kv.provenance import Provenance, carries
 from kvweave.kv.stock import Stock
+from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.under_way import UnderWay
 
 

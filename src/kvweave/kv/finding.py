@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.locate import Located, Locator
 from kvweave.kv.places import Place
 from kvweave.kv.residency import Miss, Peek, Residency
-from kvweave.kv.shelf import Entry
 from kvweave.kv.stock import Stock
+from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_lookup import Located, Locator
 from kvweave.kv.under_way import UnderWay
 
 

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 
-from kvweave.kv.forget import Provenance
+from kvweave.kv.provenance import Provenance
 
 _MOST = 100_000  # deletions remembered one by one
 

@@ -7,13 +7,13 @@ what is missing has it brought first (`completion.py`), and a copy that lacks so
 written down.
 """
 
-from kvweave.kv.forget import PROVENANCE, Provenance, provenance_in
+from kvweave.kv.format.layout import Header
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Header
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import PackedChunk
+from kvweave.kv.provenance import PROVENANCE, Provenance, provenance_in
 from kvweave.kv.removal import Removal
-from kvweave.kv.shelf import Entry
+from kvweave.kv.tier_budget import Entry
 
 
 class InHost(Removal):

@@ -11,12 +11,12 @@ import torch
 from kvweave.kv.arrivals import Arrival, Hooks
 from kvweave.kv.awaited import Landing
 from kvweave.kv.config import StoreConfig
-from kvweave.kv.forget import provenance_in
-from kvweave.kv.layout import Header
-from kvweave.kv.locate import Locator
+from kvweave.kv.format.layout import Header
 from kvweave.kv.memory import BufferPool
+from kvweave.kv.provenance import provenance_in
 from kvweave.kv.residency import Miss
 from kvweave.kv.stock import Stock
+from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.under_way import UnderWay
 from kvweave.metrics import Metrics
 

@@ -8,7 +8,7 @@ from kvweave.kv.arrivals import Arrival
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.places import Place
 from kvweave.kv.residency import Miss
-from kvweave.kv.shelf import Entry
+from kvweave.kv.tier_budget import Entry
 
 
 class Pin(NamedTuple):

@@ -13,11 +13,11 @@ from kvweave.kv.config import StoreConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.landings import Landings
 from kvweave.kv.leases import Holds, Lease, Pin
-from kvweave.kv.locate import Locator
 from kvweave.kv.residency import Miss
-from kvweave.kv.shelf import Entry
 from kvweave.kv.sources import Resident, Source
 from kvweave.kv.stock import Stock
+from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.transfers import Transfer
 from kvweave.kv.under_way import UnderWay
 from kvweave.metrics import Metrics

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.in_host import InHost
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place
 from kvweave.kv.writer import Ticket, Writer
 from kvweave.metrics import Metrics

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.kv.layout import ALIGN, round_up
+from kvweave.kv.format.layout import ALIGN, round_up
 
 log = logging.getLogger(__name__)
 

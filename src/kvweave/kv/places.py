@@ -8,7 +8,7 @@ from kvweave.kv.breaker import Breaker
 from kvweave.kv.config import FaultyTierConfig, StoreConfig, TierConfig
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.policies import open_policy
-from kvweave.kv.shelf import Shelf
+from kvweave.kv.tier_budget import Shelf
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.metrics import Metrics
 

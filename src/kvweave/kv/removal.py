@@ -6,10 +6,10 @@ off the shelf first and its bytes count until they are really gone.
 
 from kvweave.errors import TierError
 from kvweave.kv.books import Books
+from kvweave.kv.format.objects import verify_object
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import verify_object
 from kvweave.kv.places import Place
-from kvweave.kv.shelf import Entry
+from kvweave.kv.tier_budget import Entry
 
 _MAX_FOREIGN = 1 << 16  # remembered; beyond that they are found out anew
 

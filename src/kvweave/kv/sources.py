@@ -6,11 +6,11 @@ from typing import Protocol
 from torch import Tensor
 
 from kvweave.kv.awaited import Patience
-from kvweave.kv.layout import Header
+from kvweave.kv.format.layout import Header
+from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.memory import Memory
-from kvweave.kv.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.residency import Miss
-from kvweave.kv.shelf import Entry
+from kvweave.kv.tier_budget import Entry
 
 
 class Source(Protocol):

@@ -10,12 +10,12 @@ from functools import partial
 
 from kvweave.errors import TierError
 from kvweave.kv.config import StoreConfig
-from kvweave.kv.forget import Provenance, provenance_in
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.making_room import MakingRoom
-from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place
-from kvweave.kv.shelf import Entry
+from kvweave.kv.provenance import Provenance, provenance_in
+from kvweave.kv.tier_budget import Entry
 from kvweave.kv.writer import Writer
 from kvweave.metrics import Metrics
 

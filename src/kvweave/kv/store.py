@@ -24,14 +24,14 @@ from functools import partial
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.deleting import Deleting
 from kvweave.kv.finding import Finder
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey, ContextId
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
-from kvweave.kv.locate import Locator
-from kvweave.kv.objects import PackedChunk
 from kvweave.kv.places import Place, open_places
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.stock import Stock
+from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.transfers import Transfer
 from kvweave.kv.under_way import UnderWay
 from kvweave.kv.writer import Ticket

@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from kvweave.kv.awaited import Patience
-from kvweave.kv.forget import PROVENANCE
+from kvweave.kv.format.layout import Header
+from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Header
 from kvweave.kv.leases import Lease as Lease
-from kvweave.kv.objects import EncodedLayer
+from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.residency import Miss
 from kvweave.kv.sources import Source
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.objects import PackedChunk
 
 
 class Ticket:

@@ -26,7 +26,7 @@ from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.column_scores import column_scores
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 REPEAT = "\n\nRepeat the previous context exactly."  # what kvzip asks for
 RULES = ("sink", "knorm", "kvzip")

@@ -22,10 +22,10 @@ from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.encode.save_log import SaveBook, Saves
 from kvweave.fuse.protocol import Decoder
-from kvweave.kv.codec import LayerKV
-from kvweave.kv.forget import CHUNK
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
-from kvweave.kv.objects import pack_chunk
+from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.text.tokenizer import Tokenizer

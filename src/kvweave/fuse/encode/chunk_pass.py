@@ -16,7 +16,7 @@ from torch import Tensor
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 PASS_ROWS = 2048  # rows computed together: enough to keep the products busy, bounded in memory
 

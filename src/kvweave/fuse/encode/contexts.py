@@ -25,7 +25,7 @@ from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 from kvweave.text.tokenizer import Tokenizer
 
 ISOLATED = "isolated"

@@ -16,7 +16,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.encode.inter_attention import inter_attention
 from kvweave.fuse.protocol import Decoder
 from kvweave.fuse.selectors.cachecraft import INTER
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 
 def compute_extras(

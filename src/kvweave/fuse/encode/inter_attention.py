@@ -13,7 +13,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix, behind
 from kvweave.fuse.protocol import Decoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.rope import rotate
-from kvweave.kv.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV
 
 
 @torch.inference_mode()

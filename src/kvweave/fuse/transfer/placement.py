@@ -19,10 +19,10 @@ from kvweave.fuse.request import Span
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.unpack import Packing, Rows, unpack
-from kvweave.kv.codec import DTYPES, Codec, Grouped, GroupedFp8, Plain
+from kvweave.kv.format.codec import DTYPES, Codec, Grouped, GroupedFp8, Plain
+from kvweave.kv.format.layout import ALIGN, round_up
+from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import ALIGN, round_up
-from kvweave.kv.objects import EncodedLayer
 
 
 def packing_of(codec: Codec, model: torch.dtype) -> Packing:

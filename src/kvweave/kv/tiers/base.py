@@ -7,7 +7,7 @@ given are whole chunk objects (see `layout`), what it is asked for are ranges of
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvweave.kv.checksum import Buffer
+from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.keys import ChunkKey
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.keys import ChunkKey, context_of, parse_key
 from kvweave.kv.tiers.base import StoredObject
 from kvweave.kv.tiers.durable_files import DurableFiles

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvweave.kv.checksum import Buffer
+from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.tiers.listing import Listing
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import FaultPlan
+from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tiers.base import Reader, StoredObject, Tier
 

@@ -16,10 +16,10 @@ import torch
 
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.arena import Arena
-from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import HostTierConfig
+from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.layout import ALIGN
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import ALIGN
 from kvweave.kv.memory import Memory, new_memory, slice_memory
 from kvweave.kv.tiers.base import StoredObject
 

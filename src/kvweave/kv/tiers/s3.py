@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
-from kvweave.kv.checksum import Buffer
 from kvweave.kv.config import S3TierConfig
+from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.keys import ChunkKey, context_of, parse_key
 from kvweave.kv.tiers.base import StoredObject
 

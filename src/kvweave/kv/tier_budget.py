@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvweave.kv.format.layout import Header
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import Header
 from kvweave.kv.policies import Policy, Ranking, Usage
 
 if TYPE_CHECKING:
-    from kvweave.kv.forget import Provenance
     from kvweave.kv.memory import Memory
+    from kvweave.kv.provenance import Provenance
 
 
 @dataclass(slots=True)

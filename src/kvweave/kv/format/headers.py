@@ -10,8 +10,8 @@ import struct
 from collections.abc import Mapping
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv.checksum import Buffer, checksum_of
-from kvweave.kv.layout import ALIGN, Header, Section, Shape, named_sections, round_up
+from kvweave.kv.format.checksum import Buffer, checksum_of
+from kvweave.kv.format.layout import ALIGN, Header, Section, Shape, named_sections, round_up
 
 LAYOUT_VERSION = 1
 _MAGIC = b"kvweave\x00"

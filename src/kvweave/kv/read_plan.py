@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from kvweave.kv.layout import Header
+from kvweave.kv.format.layout import Header
 
 
 class Span(NamedTuple):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvweave.errors import TierCorrupt
-from kvweave.kv.checksum import checksum_of
+from kvweave.kv.format.checksum import checksum_of
 
 ALIGN = 4096
 PRELUDE_BYTES = ALIGN  # no object is shorter; it usually holds the whole header

@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv.checksum import best_algorithm
-from kvweave.kv.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
-from kvweave.kv.headers import needed_header_bytes, parse_header, plan_header, seal_header
+from kvweave.kv.format.checksum import best_algorithm
+from kvweave.kv.format.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
+from kvweave.kv.format.headers import needed_header_bytes, parse_header, plan_header, seal_header
+from kvweave.kv.format.layout import (
+    ALIGN,
+    PRELUDE_BYTES,
+    Header,
+    Shape,
+    check_section,
+    named_sections,
+)
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.layout import ALIGN, PRELUDE_BYTES, Header, Shape, check_section, named_sections
 from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tiers.base import Reader
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvweave.errors import ConfigError
 from kvweave.kernels.quantise import dequantise, dequantise_fp8, quantise, quantise_fp8
-from kvweave.kv.layout import Shape
-from kvweave.kv.pieces import KEY_AXIS, VALUE_AXIS, fill, joined, sizes_of
+from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.pieces import KEY_AXIS, VALUE_AXIS, fill, joined, sizes_of
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.quantise import Groups, num_groups
-from kvweave.kv.layout import Shape
+from kvweave.kv.format.layout import Shape
 
 KEY_AXIS, VALUE_AXIS = 0, 2  # keys are grouped along tokens, values along channels
 

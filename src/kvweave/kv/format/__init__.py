@@ -1,0 +1,1 @@
+"""What the stored bytes are: header, layout, codec, objects, checksum."""
