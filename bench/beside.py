@@ -41,8 +41,8 @@ from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.types import Chunk, ChunkId
 
 PREAMBLE, QUESTION, CHUNK = 32, 40, 256

@@ -31,8 +31,8 @@ from kvweave.kv.format.codec import CODECS, LayerKV
 from kvweave.kv.format.objects import layer_of, pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
 from kvweave.text.prompt import Document, Prompt, build_prompt
 from kvweave.text.tokenizer import Tokenizer

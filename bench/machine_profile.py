@@ -16,8 +16,8 @@ from rich.table import Table
 from common import REPO, commit, cpu_device, device_words, finish
 from kvweave.kv.tree.node import TreeTier
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
 from kvweave.plan.profile import Grid, Link, MachineProfile, measure_grid, profile_from
 

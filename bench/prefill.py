@@ -17,8 +17,8 @@ from rich.table import Table
 from common import REPO, alternate, device_words, medians, report
 from kvweave.kernels.linear import Int8Linear
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
 from kvweave.text.tokenizer import Tokenizer
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from common import finish, result_header
 from kvweave.fuse.strategy import NEEDS_PROFILE
-from kvweave.model.locate import locate
+from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 from quality_data import Question, read_questions
 from quality_lab import Lab

@@ -22,8 +22,8 @@ from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
 from kvweave.text.tokenizer import Tokenizer
 from quality_batch import Cell, batched_pass

@@ -17,7 +17,7 @@ import numpy as np
 
 from common import read_jsonl
 from kvweave.cli.knowledge_bases import find_embedder
-from kvweave.model.locate import locate
+from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 from quality_data import read_questions
 from vector_cache import cached_vectors

@@ -39,8 +39,8 @@ from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Sampling
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.speculation import Mode, Speculation, SpeculationConfig
 from kvweave.text.prompt import lay_out

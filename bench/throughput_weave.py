@@ -27,8 +27,8 @@ from kvweave.engine.generate import generate
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.kv.store import KVStore
 from kvweave.library import Library
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.text.prompt import SYSTEM, lay_out
 from kvweave.text.tokenizer import Tokenizer
 

@@ -55,8 +55,8 @@ def bench_layer0(args: argparse.Namespace) -> list[dict[str, object]]:
     """Is layer 0 cheaper to compute from token ids than to bring? It needs no attention: an
     embedding, a norm and the projections. Against it: reading, checking and decoding one layer that
     lies in the page cache. The model must have the shape that was asked for."""
+    from kvweave.model.files.locate import locate
     from kvweave.model.load import load_decoder
-    from kvweave.model.locate import locate
 
     decoder = load_decoder(locate(args.model), device="cpu", dtype=args.dtype)
     ids = torch.arange(args.tokens) % decoder.spec.vocab_size

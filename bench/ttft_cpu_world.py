@@ -27,8 +27,8 @@ from kvweave.fuse.strategy import NAMES, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.library import Library
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.planning_facts import CalibratedGate
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from kvweave.engine.generate import generate
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import read_spec
-from kvweave.model.tensor_files import TensorFiles
 from kvweave.model.weights import load_weights
 from kvweave.types import ChunkId
 

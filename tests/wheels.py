@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.model.embedded import EmbeddedModel
+from kvweave.model.files.embedded import EmbeddedModel
 
 FOLDER = {
     "config.json": b'{"model_type": "tiny"}',

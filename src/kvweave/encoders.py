@@ -26,8 +26,8 @@ from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.neighbourhood import neighbours_of, open_table
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer

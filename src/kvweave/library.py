@@ -34,7 +34,7 @@ from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
-from kvweave.model.locate import locate
+from kvweave.model.files.locate import locate
 from kvweave.neighbourhood import open_table
 from kvweave.plan.plan import Reason
 from kvweave.text.prompt import SYSTEM, Prompt

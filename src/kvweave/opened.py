@@ -17,8 +17,8 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.fuse.strategy import ModelFacts
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.plan.ordering import PROMOTION
 from kvweave.replying import LookUp, Replying, at_once
 from kvweave.text.prompt import SYSTEM

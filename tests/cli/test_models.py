@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvweave.cli.models import command
-from kvweave.model.embedded import MINILM, SMOLLM2, EmbeddedModel
-from kvweave.model.shelf import Origin, Shelf, Step
+from kvweave.model.files.embedded import MINILM, SMOLLM2, EmbeddedModel
+from kvweave.model.files.model_cache import Origin, Shelf, Step
 
 
 @pytest.fixture

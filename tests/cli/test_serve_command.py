@@ -84,8 +84,8 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
 
 def test_smollm2_answers_through_the_server_and_the_example_runs() -> None:
     """The real embedded model, end to end. `make test` pulls it; without it this must fail."""
-    from kvweave.model.embedded import EMBEDDED, peek
-    from kvweave.model.shelf import Shelf
+    from kvweave.model.files.embedded import EMBEDDED, peek
+    from kvweave.model.files.model_cache import Shelf
 
     assert peek(EMBEDDED["smollm2"], Shelf()) is not None, NO_MODEL
     with started("--model", "smollm2") as (_, address, _):

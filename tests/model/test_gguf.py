@@ -9,7 +9,7 @@ import pytest
 
 from gguf_files import write_gguf
 from kvweave.errors import ModelCorrupt, ModelError, ModelNotFound, UnsupportedModel
-from kvweave.model.gguf import GGUFFile
+from kvweave.model.files.gguf import GGUFFile
 
 METADATA = {
     "some.text": "naïve ☕",

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from gguf_files import VOCAB_SIZE, gguf_of
 from kvweave.errors import ModelCorrupt, ModelError, UnsupportedModel
-from kvweave.model.gguf_convert import convert_gguf
+from kvweave.model.files.gguf_convert import convert_gguf
 from kvweave.model.spec import read_spec
 from kvweave.text.tokenizer import Tokenizer
 from tiny_models import make_model_folder, reference_logits

@@ -11,8 +11,8 @@ from tokenizers import decoders, normalizers, trainers
 
 from gguf_files import CORPUS, SPECIALS, bpe_metadata, trained_bpe, write_gguf
 from kvweave.errors import ModelCorrupt
-from kvweave.model.gguf import GGUFFile
-from kvweave.model.gguf_tokenizer import TokenizerFiles, read_tokenizer
+from kvweave.model.files.gguf import GGUFFile
+from kvweave.model.files.gguf_tokenizer import TokenizerFiles, read_tokenizer
 
 ODD_TEXTS = [
     "Hello world 12345, it's 3.14!",

@@ -7,8 +7,8 @@ import pytest
 
 from gguf_files import gguf_of
 from kvweave.errors import ModelCorrupt, ModelNotFound
-from kvweave.model.locate import locate
-from kvweave.model.shelf import Shelf, Step
+from kvweave.model.files.locate import locate
+from kvweave.model.files.model_cache import Shelf, Step
 from tiny_models import make_model_folder
 
 

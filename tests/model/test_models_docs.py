@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from kvweave.model.embedded import EMBEDDED
-from kvweave.model.gguf_config import ARCHITECTURES
-from kvweave.model.gguf_quants import PACKINGS
+from kvweave.model.files.embedded import EMBEDDED
+from kvweave.model.files.gguf_config import ARCHITECTURES
+from kvweave.model.files.gguf_quants import PACKINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ModelError
-from kvweave.model.shelf import Origin, Shelf, Step
+from kvweave.model.files.model_cache import Origin, Shelf, Step
 
 
 def make_origin(sha256: str = "aa", converter: int = 1) -> Origin:

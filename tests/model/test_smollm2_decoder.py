@@ -10,9 +10,9 @@ import torch
 from kvweave.engine.generate import generate
 from kvweave.engine.sampling import Sampling
 from kvweave.model.decoder import Decoder
-from kvweave.model.embedded import EMBEDDED
+from kvweave.model.files.embedded import EMBEDDED
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.locate import locate
 from kvweave.model.rows import Rows
 from kvweave.text.tokenizer import Tokenizer
 

@@ -97,8 +97,8 @@ def load_subject(
     other command names. A line on stderr says so.
     """
     from kvweave.calibrate.profiles import Profile, aside, load_profile, packaged_profile, user_path
+    from kvweave.model.files.locate import locate
     from kvweave.model.load import load_decoder
-    from kvweave.model.locate import locate
     from kvweave.text.tokenizer import Tokenizer
 
     folder = locate(model)

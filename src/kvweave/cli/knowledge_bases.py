@@ -41,7 +41,7 @@ def find_tokenizer(model: str) -> "Tokenizer":
 
     if Path(model).is_dir():
         return Tokenizer(Path(model))
-    from kvweave.model.locate import locate
+    from kvweave.model.files.locate import locate
 
     return Tokenizer(locate(model))
 
@@ -54,6 +54,6 @@ def find_embedder(name: str) -> "Embedder":
         return SentenceEmbedder(Path(name).resolve())
     if "/" in name:
         return SentenceEmbedder(name)
-    from kvweave.model.locate import locate
+    from kvweave.model.files.locate import locate
 
     return SentenceEmbedder(locate(name), name=name)

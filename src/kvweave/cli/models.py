@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from kvweave.errors import ModelNotFound
-from kvweave.model.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
-from kvweave.model.shelf import Progress, Shelf, Shelved, Step
+from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
+from kvweave.model.files.model_cache import Progress, Shelf, Shelved, Step
 
 
 @click.group()

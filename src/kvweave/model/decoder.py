@@ -27,8 +27,8 @@ from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.access import access_to
 from kvweave.model.experts import routed_mlp
-from kvweave.model.moving import move_all
 from kvweave.model.rope import frequencies
+from kvweave.model.row_hook import move_all
 from kvweave.model.rows import Rows, flat, moves_of, wanted_rows, without_leaving
 from kvweave.model.sequence_kv import SequenceKV
 from kvweave.model.spec import ModelSpec

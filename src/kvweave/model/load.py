@@ -8,8 +8,8 @@ import torch
 
 from kvweave.errors import ConfigError
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import read_spec
-from kvweave.model.tensor_files import TensorFiles
 from kvweave.model.weights import load_weights
 
 log = logging.getLogger(__name__)

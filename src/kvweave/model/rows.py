@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.model.moving import Mover, Moves
 from kvweave.model.paged_kv import PagedKV
+from kvweave.model.row_hook import Mover, Moves
 from kvweave.model.sequence_kv import DenseKV
 
 

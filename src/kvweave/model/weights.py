@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.linear import Linear, Projection, to_int8
+from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec
-from kvweave.model.tensor_files import TensorFiles
 
 
 @dataclass(frozen=True, slots=True)

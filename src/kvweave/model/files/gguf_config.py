@@ -7,9 +7,9 @@ name. A model that silently runs with half its settings is worse than one that d
 from typing import Any
 
 from kvweave.errors import ModelCorrupt, UnsupportedModel
-from kvweave.model.gguf import GGUFFile
-from kvweave.model.gguf_rope import read_rope
-from kvweave.model.gguf_settings import Settings
+from kvweave.model.files.gguf import GGUFFile
+from kvweave.model.files.gguf_rope import read_rope
+from kvweave.model.files.gguf_settings import Settings
 
 # GGUF architecture → transformers class and model_type; llama with experts is Mixtral
 _CLASSES: dict[tuple[str, bool], tuple[str, str]] = {

@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvweave.errors import ModelNotFound
-from kvweave.model.embedded import EMBEDDED, peek
-from kvweave.model.embedded import pull as pull_embedded
-from kvweave.model.gguf_convert import CONVERTER_VERSION, convert_gguf
-from kvweave.model.shelf import Origin, Progress, Shelf, Step
-from kvweave.model.wheel import sha256_of
+from kvweave.model.files.embedded import EMBEDDED, peek
+from kvweave.model.files.embedded import pull as pull_embedded
+from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
+from kvweave.model.files.model_cache import Origin, Progress, Shelf, Step
+from kvweave.model.files.wheel import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "vocab.txt"]

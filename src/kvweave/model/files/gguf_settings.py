@@ -5,7 +5,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvweave.errors import ModelCorrupt, UnsupportedModel
-from kvweave.model.gguf import GGUFFile
+from kvweave.model.files.gguf import GGUFFile
 
 T = TypeVar("T")
 

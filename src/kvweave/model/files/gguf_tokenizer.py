@@ -17,7 +17,7 @@ from tokenizers import models as tokenizer_models
 from tokenizers.processors import TemplateProcessing
 
 from kvweave.errors import ModelCorrupt, UnsupportedModel
-from kvweave.model.gguf import GGUFFile
+from kvweave.model.files.gguf import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types; the others are ordinary pieces
 # control tokens that end a turn in one chat format or another

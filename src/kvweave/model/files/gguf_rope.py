@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import ModelCorrupt, UnsupportedModel
-from kvweave.model.gguf import GGUFFile
-from kvweave.model.gguf_settings import Settings
+from kvweave.model.files.gguf import GGUFFile
+from kvweave.model.files.gguf_settings import Settings
 
 _DEFAULT_BASE = 10000.0  # what GGUF runtimes assume when the file does not say
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0  # every published Llama 3.x has these two
