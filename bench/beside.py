@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common import finish, result_header
-from kvweave.engine import desk
+from kvweave.engine import lifecycle as desk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.loading import Way, way_of

@@ -20,7 +20,7 @@ import torch
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.generate import generate
+from kvweave.engine.reference import generate
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes

@@ -23,7 +23,7 @@ from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Cell, Table, is_within
 from kvweave.calibrate.profiles import Profile, load_profile
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.generate import generate
+from kvweave.engine.reference import generate
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.kv.store import KVStore
 from kvweave.library import Library

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.generate import generate
+from kvweave.engine.reference import generate
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.model.decoder import Decoder

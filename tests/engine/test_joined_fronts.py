@@ -7,7 +7,7 @@ import pytest
 
 from engineworld import SMALL, plain, with_chunks
 from fusedworld import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest
-from kvweave.engine import desk
+from kvweave.engine import lifecycle as desk
 from kvweave.engine.engine import Engine
 from kvweave.engine.loading import Way
 

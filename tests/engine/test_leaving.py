@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from engineworld import SMALL, alone, ids, with_chunks
-from kvweave.engine import leaving as leaving_module
+from kvweave.engine import offload as leaving_module
 from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.leaving import CudaLink
+from kvweave.engine.offload import CudaLink
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Prefixes, guessed_cost_s
 from kvweave.kv.memory import Memory, new_memory

@@ -18,7 +18,7 @@ from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.leaving import CudaLink, Leaving, Link
+from kvweave.engine.offload import CudaLink, Leaving, Link
 from kvweave.engine.pages import PageAllocator
 from kvweave.kv.tree import Pages, TreeTier
 from kvweave.model.decoder import Decoder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.engine.generate import generate
+from kvweave.engine.reference import generate
 from kvweave.engine.sampling import Sampling
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.embedded import EMBEDDED

@@ -14,14 +14,14 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvweave.engine.config import EngineConfig, for_device, make_pool
-from kvweave.engine.desk import Desk
-from kvweave.engine.live import Live
+from kvweave.engine.lifecycle import Desk
 from kvweave.engine.loading import Loading
-from kvweave.engine.placing import Placing
+from kvweave.engine.page_manager import Placing
 from kvweave.engine.prefixes import Cost, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
+from kvweave.engine.sequence import Live
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.worker import Worker
 from kvweave.errors import EngineClosed

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvweave.engine.leaving import Leaving
+from kvweave.engine.offload import Leaving
 from kvweave.engine.pages import PageAllocator
 from kvweave.kernels.host import on_device
 from kvweave.kv.tree import Pages, TreeTier

@@ -20,7 +20,7 @@ import torch
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.leaving import MOST_BYTES, POOL_SHARE, Leaving, Post, open_link
+from kvweave.engine.offload import MOST_BYTES, POOL_SHARE, Leaving, Post, open_link
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.engine.live import Live, is_plainly_greedy
 from kvweave.engine.scheduler import Work
+from kvweave.engine.sequence import Live, is_plainly_greedy
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import RecordedDecode, is_decode
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from kvweave.engine.desk import Desk
+from kvweave.engine.lifecycle import Desk
 from kvweave.engine.request import Ticket
 from kvweave.errors import EngineClosed
 

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvweave.engine.counting import Counts, exact_record, joined_record
-from kvweave.engine.generate import check_prompt
-from kvweave.engine.live import Live
+from kvweave.engine.fused_step import prepare, weave
 from kvweave.engine.loading import Loaded, Loading, Way, waits_outside, way_of
-from kvweave.engine.placing import Placing
+from kvweave.engine.page_manager import Placing
 from kvweave.engine.prefixes import path_of
+from kvweave.engine.reference import check_prompt
 from kvweave.engine.request import FusedPart, Ticket
 from kvweave.engine.runner import Ran
 from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Scheduler
-from kvweave.engine.weaving import prepare, weave
+from kvweave.engine.sequence import Live
+from kvweave.engine.stats import Counts, exact_record, joined_record
 from kvweave.errors import RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.model.decoder import Decoder

@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
-from kvweave.engine.live import Live
 from kvweave.engine.loading import Way
+from kvweave.engine.sequence import Live
 from kvweave.fuse.record import TREE, ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 

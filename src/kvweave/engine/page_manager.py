@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.leaving import Post
-from kvweave.engine.live import Live
+from kvweave.engine.offload import Post
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Cost, Prefixes
+from kvweave.engine.sequence import Live
 from kvweave.engine.sparse_rows import SparseRows
 from kvweave.fuse.prepared import Prepared
 from kvweave.kv.tree import TreeLease

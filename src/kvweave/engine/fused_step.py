@@ -7,9 +7,9 @@ request reads: nothing of it is ever offered to the tree.
 
 import torch
 
-from kvweave.engine.live import Live
-from kvweave.engine.placing import Placing
+from kvweave.engine.page_manager import Placing
 from kvweave.engine.request import FusedPart
+from kvweave.engine.sequence import Live
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import Around, Prefilled, StoredPrompt
 from kvweave.fuse.prepared import Prepared
