@@ -30,8 +30,8 @@ from rich.table import Table
 
 from common import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
-from kvweave.plan.altpath import AlternativePaths
 from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
+from kvweave.plan.other_paths import AlternativePaths
 from kvweave.types import ChunkId
 
 KNOWN, SHARED = 0.6, 0.3  # the rest is unique

@@ -30,7 +30,7 @@ from kvweave.kv.config import (
 )
 from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
-from kvweave.plan.paid import UNCHECKED
+from kvweave.plan.loading_cost import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, load_profile
 from kvweave.planning_facts import (

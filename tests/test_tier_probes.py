@@ -11,7 +11,7 @@ from kvweave.kv.places import make_place
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
-from kvweave.plan.paid import Paid
+from kvweave.plan.loading_cost import Paid
 from kvweave.plan.profile import Link
 from kvweave.tier_probes import FIRST_REST_S, WAIT_S, TierProbes
 from kvworld import LAYERS, make_chunk, make_config, make_key

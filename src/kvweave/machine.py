@@ -28,7 +28,7 @@ from kvweave.kv.format.layout import Shape
 from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
-from kvweave.plan.cross import SAMPLES, grid_of, measure_cross
+from kvweave.plan.grid_sampling import SAMPLES, grid_of, measure_cross
 from kvweave.plan.profile import VERSION, Link, MachineProfile, load_profile
 
 log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from kvweave.kv.tree.behind import TreeBehind
 from kvweave.library import Library
 from kvweave.machine import profile_path, save
 from kvweave.model.decoder import Decoder
-from kvweave.plan.altpath import AlternativePaths
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
+from kvweave.plan.other_paths import AlternativePaths
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import MachineProfile, link_name

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.plan.altpath import AlternativePaths
+from kvweave.plan.other_paths import AlternativePaths
 from kvweave.types import ChunkId
 from treeworld import World, refs
 

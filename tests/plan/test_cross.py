@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvweave.plan.cross import SAMPLES, Cross, grid_of, measure_cross
+from kvweave.plan.grid_sampling import SAMPLES, Cross, grid_of, measure_cross
 
 XS, YS = (0, 512, 2048), (16, 64, 256, 1024)
 

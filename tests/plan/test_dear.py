@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.dear import AtLeast, dear_links, too_dear
 from kvweave.plan.hits import find_hits
 from kvweave.plan.layout import lay_out
+from kvweave.plan.load_or_compute import AtLeast, dear_links, too_dear
 from kvweave.plan.options import Candidate, Limits, price_fused
 from kvweave.plan.plan import Option, Reason
 from kvweave.plan.profile import Grid, Link, MachineProfile

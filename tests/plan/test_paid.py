@@ -3,7 +3,7 @@
 import pytest
 
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.paid import FORGET_S, MOST, UNCHECKED, WINDOW, Load, Paid
+from kvweave.plan.loading_cost import FORGET_S, MOST, UNCHECKED, WINDOW, Load, Paid
 from kvweave.plan.plan import Plan, Reason
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, Link, MachineProfile

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import ConfigError
-from kvweave.plan.paid import Paid
+from kvweave.plan.loading_cost import Paid
 from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile, measure_grid
 
 XS, YS = (0, 128, 512), (32, 64, 256)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvweave.plan.loading_cost import WINDOW
 from kvweave.plan.ordering import OrderPermission
-from kvweave.plan.paid import WINDOW
 from kvweave.plan.plan import Plan, PlanRequest, Reason, Reuse
 from kvweave.plan.planner import Planner
 from kvweave.plan.trial import EVERY, MOST_LOSS

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvweave.plan.paid import Load
+    from kvweave.plan.loading_cost import Load
     from kvweave.plan.plan import Decision, Option, Plan
 
 

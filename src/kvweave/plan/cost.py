@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvweave.errors import ConfigError
 from kvweave.kv.tree.node import HOST
-from kvweave.plan.paid import UNCHECKED, Load
+from kvweave.plan.loading_cost import UNCHECKED, Load
 from kvweave.plan.pipe import Arrival, Pipe
 from kvweave.plan.profile import Link, MachineProfile, tier_of
 

@@ -4,8 +4,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.plan.cost import CostModel, Loaded, StrategyInfo
-from kvweave.plan.dear import Dear, dear_links, too_dear
 from kvweave.plan.layout import Layout, Stored
+from kvweave.plan.load_or_compute import Dear, dear_links, too_dear
 from kvweave.plan.plan import Span
 from kvweave.plan.profile import link_name
 

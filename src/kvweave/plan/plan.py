@@ -5,8 +5,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef
+from kvweave.plan.loading_cost import Load
 from kvweave.plan.ordering import OrderPermission
-from kvweave.plan.paid import Load
 from kvweave.types import ChunkId
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvweave.kv.tree.node import ChunkRef, Node
-from kvweave.plan.dear import AtLeast
+from kvweave.plan.load_or_compute import AtLeast
 from kvweave.plan.one_order import Facts, OneOrder, Priced, price_of
 from kvweave.plan.options import Candidate
 from kvweave.plan.ordering import AccessTable, Ordering, OrderPermission, choose_order

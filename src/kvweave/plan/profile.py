@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import ConfigError
-from kvweave.plan.paid import Paid
+from kvweave.plan.loading_cost import Paid
 
 GAIN = 0.1  # weight of the newest observation in every moving estimate
 VERSION = 2  # of what is measured: a profile of another one is measured anew

@@ -8,9 +8,9 @@ clearly were loading as cheap as it can be. The plan says that it is a trial.
 
 from collections.abc import Collection, Sequence
 
+from kvweave.plan.loading_cost import Load
 from kvweave.plan.one_order import OneOrder, price_of
 from kvweave.plan.options import Candidate
-from kvweave.plan.paid import Load
 from kvweave.plan.plan import Option, Reason
 
 EVERY = 50  # requests, of which one at most is a trial
