@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.cli import COMMANDS
 from kvweave.engine.config import EngineConfig
-from kvweave.serve.wire import ChatRequest
+from kvweave.serve.wire.chat import ChatRequest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvweave.serve.chores import Chores
 from kvweave.serve.limits import Limits
+from kvweave.serve.uploads.chores import Chores
 
 
 class Gate:

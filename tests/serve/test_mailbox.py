@@ -7,10 +7,10 @@ import pytest
 
 from kvweave.app import Answer, Answering, Piece
 from kvweave.serve.bridge import Job
-from kvweave.serve.chat import ChatForm
 from kvweave.serve.mailbox import Mailbox
-from kvweave.serve.prometheus import ServerMetrics
-from kvweave.serve.wire import ChatRequest
+from kvweave.serve.observe.prometheus import ServerMetrics
+from kvweave.serve.routes.chat import ChatForm
+from kvweave.serve.wire.chat import ChatRequest
 from serving import user
 
 ANSWER = Answer("abc", "stop", 5, 3, ttft_ms=1.0, total_ms=2.0)

@@ -17,9 +17,9 @@ import pytest
 
 from kvweave.app import Weave
 from kvweave.libraries import Libraries, LibrariesConfig
-from kvweave.serve.forms import FormFile, FormFiles
 from kvweave.serve.limits import Limits
-from kvweave.serve.spool import Spool
+from kvweave.serve.uploads.forms import FormFile, FormFiles
+from kvweave.serve.uploads.spool import Spool
 from serving import serving
 from tiny_corpus import WordEmbedder
 

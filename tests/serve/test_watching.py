@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
-from kvweave.serve.logs import HumanLines, JsonLines
-from kvweave.serve.scraping import engine_metrics
+from kvweave.serve.observe.logs import HumanLines, JsonLines
+from kvweave.serve.observe.scraping import engine_metrics
 from kvweave.serve.server import Server
 from serving import GatedDecoder, Shelf, make_weave, raw_request, serving, user, wait_for_health
 
@@ -286,6 +286,6 @@ def test_spans_tell_where_the_time_went(shelf: Shelf) -> None:
 
 
 def test_without_a_configured_provider_there_is_no_tracer() -> None:
-    from kvweave.serve.spans import find_tracer
+    from kvweave.serve.observe.spans import find_tracer
 
     assert find_tracer() is None

@@ -78,7 +78,7 @@ def command(
     _need_extra()
     from kvweave.libraries import Libraries, LibrariesConfig
     from kvweave.serve.auth import read_keys
-    from kvweave.serve.logs import configure_logs
+    from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.server import Prepare, Server
 
     keys, limits = read_keys(api_key_file), make_limits(numbers)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from kvweave.app import Answer
 from kvweave.serve.bridge import Bridge, Job, Start
 from kvweave.serve.errors import ApiError
-from kvweave.serve.sse import EventStream, as_events
+from kvweave.serve.wire.sse import EventStream, as_events
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from kvweave.serve.bridge import Start
 from kvweave.serve.drawing import check_model, check_neutral, samplings
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
-from kvweave.serve.wire import ChatMessage, ChatRequest
+from kvweave.serve.wire.chat import ChatMessage, ChatRequest
 
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
 MOST_CHUNKS = 1000  # that `k` may ask for

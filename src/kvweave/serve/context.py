@@ -7,9 +7,9 @@ from fastapi import Request
 from kvweave.app import Weave
 from kvweave.libraries import Libraries
 from kvweave.serve.bridge import Bridge
-from kvweave.serve.chores import Chores
 from kvweave.serve.limits import Limits
-from kvweave.serve.prometheus import ServerMetrics
+from kvweave.serve.observe.prometheus import ServerMetrics
+from kvweave.serve.uploads.chores import Chores
 
 
 @dataclass(slots=True)

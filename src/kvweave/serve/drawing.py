@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvweave.app import Sampling, Weave
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
-from kvweave.serve.wire import Drawing
+from kvweave.serve.wire.chat import Drawing
 
 MOST_STOPS = 4
 

@@ -11,21 +11,21 @@ from kvweave import __version__
 from kvweave.app import Weave
 from kvweave.libraries import Libraries
 from kvweave.serve.auth import ApiKeys, Keys
-from kvweave.serve.body_limit import BodyLimit
 from kvweave.serve.bridge import Bridge
-from kvweave.serve.chores import Chores
 from kvweave.serve.context import Context
 from kvweave.serve.drain import Drain
 from kvweave.serve.errors import ApiError, install_error_handlers
 from kvweave.serve.limits import Limits
-from kvweave.serve.logs import RequestLog
-from kvweave.serve.prometheus import ServerMetrics
-from kvweave.serve.routes_kb import kb_routes
-from kvweave.serve.routes_openai import openai_routes
-from kvweave.serve.schema import install_schema, refusals
-from kvweave.serve.scraping import Live
-from kvweave.serve.spans import AnswerSpans, Spans, find_tracer
-from kvweave.serve.wire_replies import Health, Ready
+from kvweave.serve.observe.logs import RequestLog
+from kvweave.serve.observe.prometheus import ServerMetrics
+from kvweave.serve.observe.scraping import Live
+from kvweave.serve.observe.spans import AnswerSpans, Spans, find_tracer
+from kvweave.serve.routes.kb import kb_routes
+from kvweave.serve.routes.openai import openai_routes
+from kvweave.serve.uploads.body_limit import BodyLimit
+from kvweave.serve.uploads.chores import Chores
+from kvweave.serve.wire.explain import Health, Ready
+from kvweave.serve.wire.schema import install_schema, refusals
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

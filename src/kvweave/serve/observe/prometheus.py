@@ -8,8 +8,8 @@ the engine   whatever `engine.stats()` says
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvweave.app import Answer
-from kvweave.serve.scraping import Live
-from kvweave.serve.spans import AnswerSpans
+from kvweave.serve.observe.scraping import Live
+from kvweave.serve.observe.spans import AnswerSpans
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from kvweave.serve.wire import ErrorReply
-from kvweave.serve.wire_kb import TextIn
+from kvweave.serve.wire.chat import ErrorReply
+from kvweave.serve.wire.kb import TextIn
 
 Responses = dict[int | str, dict[str, Any]]
 

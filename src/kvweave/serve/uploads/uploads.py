@@ -19,10 +19,10 @@ from starlette.requests import ClientDisconnect
 
 from kvweave.libraries import FileBytes, Later, TextSource
 from kvweave.serve.errors import ApiError, describe
-from kvweave.serve.forms import WANTS, FormFile, FormFiles
 from kvweave.serve.limits import Limits
-from kvweave.serve.spool import Spool
-from kvweave.serve.wire_kb import TextIn
+from kvweave.serve.uploads.forms import WANTS, FormFile, FormFiles
+from kvweave.serve.uploads.spool import Spool
+from kvweave.serve.wire.kb import TextIn
 
 LONGEST_NAME = 200
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")

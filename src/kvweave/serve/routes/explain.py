@@ -3,7 +3,7 @@
 import math
 
 from kvweave.app import Answer
-from kvweave.serve.wire_replies import ChunkOut, DecisionOut, Explain, OptionOut, Timeline
+from kvweave.serve.wire.explain import ChunkOut, DecisionOut, Explain, OptionOut, Timeline
 
 
 def explain(answer: Answer, queue_s: float) -> Explain:

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 from kvweave.libraries import IngestProgress, IngestReport, OnProgress
-from kvweave.serve.chores import Admission
-from kvweave.serve.wire_kb import IngestOut, ProgressOut, SkippedOut
+from kvweave.serve.uploads.chores import Admission
+from kvweave.serve.wire.kb import IngestOut, ProgressOut, SkippedOut
 
 
 class Ingesting:

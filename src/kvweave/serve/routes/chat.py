@@ -8,9 +8,9 @@ from typing import Any
 
 from kvweave.app import Answer, TokenLogprob
 from kvweave.serve.bridge import Job
-from kvweave.serve.explain import explain
 from kvweave.serve.interleave import interleave
-from kvweave.serve.wire import (
+from kvweave.serve.routes.explain import explain
+from kvweave.serve.wire.chat import (
     ChatRequest,
     ContentLogprob,
     Logprobs,
@@ -19,7 +19,7 @@ from kvweave.serve.wire import (
     TopLogprob,
     Usage,
 )
-from kvweave.serve.wire_replies import ChatReply
+from kvweave.serve.wire.explain import ChatReply
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
 

@@ -6,20 +6,20 @@ from fastapi import APIRouter, Request, Response
 
 from kvweave.serve.answers import reply
 from kvweave.serve.asking import read_chat
-from kvweave.serve.chat import ChatForm
-from kvweave.serve.completions import CompletionForm, read_completion
 from kvweave.serve.context import Context, tenant_of
-from kvweave.serve.embeddings import embeddings
 from kvweave.serve.errors import ApiError
-from kvweave.serve.schema import ANSWER_ERRORS, ERRORS, or_events
-from kvweave.serve.wire import ChatRequest
-from kvweave.serve.wire_completions import (
+from kvweave.serve.routes.chat import ChatForm
+from kvweave.serve.routes.completions import CompletionForm, read_completion
+from kvweave.serve.routes.embeddings import embeddings
+from kvweave.serve.wire.chat import ChatRequest
+from kvweave.serve.wire.completions import (
     CompletionReply,
     CompletionRequest,
     EmbeddingReply,
     EmbeddingRequest,
 )
-from kvweave.serve.wire_replies import ChatReply, ModelCard, ModelList
+from kvweave.serve.wire.explain import ChatReply, ModelCard, ModelList
+from kvweave.serve.wire.schema import ANSWER_ERRORS, ERRORS, or_events
 
 
 def openai_routes(context: Context) -> APIRouter:

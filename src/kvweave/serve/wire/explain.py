@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from kvweave.serve.wire import Outgoing, ReplyChoice, Usage
+from kvweave.serve.wire.chat import Outgoing, ReplyChoice, Usage
 
 
 class ChunkOut(Outgoing):

@@ -15,13 +15,11 @@ from kvweave.libraries import (
 )
 from kvweave.serve.context import Context, tenant_of
 from kvweave.serve.errors import ApiError
-from kvweave.serve.ingesting import Ingesting, report_out
-from kvweave.serve.schema import KB_ERRORS, UPLOAD_BODY, or_events
-from kvweave.serve.spool import Spool
-from kvweave.serve.sse import EventStream, as_events
-from kvweave.serve.uploads import UploadReader
-from kvweave.serve.wire import NAME_PATTERN
-from kvweave.serve.wire_kb import (
+from kvweave.serve.uploads.ingesting import Ingesting, report_out
+from kvweave.serve.uploads.spool import Spool
+from kvweave.serve.uploads.uploads import UploadReader
+from kvweave.serve.wire.chat import NAME_PATTERN
+from kvweave.serve.wire.kb import (
     DocumentList,
     DocumentOut,
     HitList,
@@ -32,6 +30,8 @@ from kvweave.serve.wire_kb import (
     RemovedOut,
     SearchRequest,
 )
+from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
+from kvweave.serve.wire.sse import EventStream, as_events
 
 MOST_HITS = 1000
 

@@ -8,12 +8,12 @@ from functools import partial
 
 from kvweave.app import Answer, TokenLogprob, Weave
 from kvweave.serve.bridge import Job, Start
-from kvweave.serve.chat import Event, usage
 from kvweave.serve.drawing import check_model, check_neutral, samplings
 from kvweave.serve.errors import ApiError
 from kvweave.serve.interleave import interleave
 from kvweave.serve.limits import Limits
-from kvweave.serve.wire_completions import (
+from kvweave.serve.routes.chat import Event, usage
+from kvweave.serve.wire.completions import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,

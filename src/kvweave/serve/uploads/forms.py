@@ -10,7 +10,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from kvweave.serve.errors import ApiError
-from kvweave.serve.spool import Spool
+from kvweave.serve.uploads.spool import Spool
 
 LONGEST_HEADERS = 16 << 10  # bytes of one part
 WANTS = "send a form with files, or JSON with text and title"

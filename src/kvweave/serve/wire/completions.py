@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvweave.serve.wire import Drawing, Incoming, Outgoing, Text, Usage
+from kvweave.serve.wire.chat import Drawing, Incoming, Outgoing, Text, Usage
 
 Ids = list[int]
 

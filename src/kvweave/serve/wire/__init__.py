@@ -1,0 +1,1 @@
+"""The JSON that goes in and out, as models."""
