@@ -89,7 +89,7 @@ class Lab:
         return {**found, "set": question.set_name, "number": question.number}  # type: ignore[dict-item]
 
     def work(self, request: FuseRequest, name: str, cell: Cell) -> float:
-        """Rows through layers, probe included, as a share of full prefill's (see calibrate/measure.py).
+        """Rows through layers, probe included, as a share of full prefill's (calibrate/measure.py).
 
         The batched pass gives selectors in flight their rows at once; what counts is what `fuse`
         would run, every hit in the layers before they choose.

@@ -32,8 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common import finish, read_jsonl, result_header
-from kvweave.answering import Note
-from kvweave.asking import Asking, Way, exact_request, keep_record
+from kvweave.app.answer.answering import Note
+from kvweave.app.answer.engine_client import Asking, Way, exact_request, keep_record
+from kvweave.app.answer.speculation import Mode, Speculation, SpeculationConfig
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -42,7 +43,6 @@ from kvweave.engine.sampling import Sampling
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.plan.search_pace import MAX_STAGES
-from kvweave.speculation import Mode, Speculation, SpeculationConfig
 from kvweave.text.prompt import lay_out
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit

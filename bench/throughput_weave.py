@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from common import CACHE, read_jsonl
-from kvweave.app import Sampling, Weave
+from kvweave.app.library.library import Library
+from kvweave.app.weave import Sampling, Weave
 from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Cell, Table, is_within
 from kvweave.calibrate.profiles import Profile, load_profile
 from kvweave.engine.config import EngineConfig
@@ -26,7 +27,6 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.reference import generate
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.kv.store import KVStore
-from kvweave.library import Library
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM, lay_out

@@ -30,7 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from common import finish, result_header
-from kvweave.app import AUTO
+from kvweave.app.weave import AUTO
 from kvweave.calibrate.gate import BOUND
 from ttft_cpu_world import STAGES, TIERS, Way, World
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import read_jsonl
-from kvweave.app import AUTO, Sampling, Weave
+from kvweave.app.auto.facts import CalibratedGate
+from kvweave.app.library.encoder_setup import KV_FOLDER, make_encoder
+from kvweave.app.library.library import Library
+from kvweave.app.weave import AUTO, Sampling, Weave
 from kvweave.calibrate.profiles import user_path
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoders import KV_FOLDER, make_encoder
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
@@ -26,10 +28,8 @@ from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.strategy import NAMES, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
-from kvweave.library import Library
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.planning_facts import CalibratedGate
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 

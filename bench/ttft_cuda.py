@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from common import finish, result_header
+from kvweave.app.auto.machine import copy_bytes_per_s
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.request import classify
@@ -28,7 +29,6 @@ from kvweave.fuse.stitched import Stitched
 from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
-from kvweave.machine import copy_bytes_per_s
 from kvweave.model.rows import Rows
 from shapes import SHAPES, eager_seconds
 from ttft_summary import summarise

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvweave.app.library.encoder_setup import remove_with_kv
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoders import remove_with_kv
 
 
 def remove(kb_folder: Path, document: str) -> None:

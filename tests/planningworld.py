@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app import Answer, Sampling
+from kvweave.app.auto.auto_planner import Planning
+from kvweave.app.auto.machine import profile_path
+from kvweave.app.library.encoder_setup import make_encoder
+from kvweave.app.library.library import Library
+from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
-from kvweave.encoders import make_encoder
 from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.kv.store import KVStore
-from kvweave.library import Library
-from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, Link, MachineProfile
-from kvweave.planning import Planning
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import make_text, open_kb

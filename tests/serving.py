@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import httpx
 from torch import Tensor
 
-from kvweave.app import Weave
-from kvweave.libraries import Libraries, LibrariesConfig
+from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
+from kvweave.app.weave import Weave
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
-from kvweave.app import Document, Sampling
+from kvweave.app.library.encoder_setup import key_context
+from kvweave.app.weave import Document, Sampling
 from kvweave.calibrate.profiles import user_path
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoders import key_context
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed, RequestError
 from kvweave.ingest import IngestOptions
@@ -48,7 +48,8 @@ def weave(tmp_path: Path, chat_model_folder: Path) -> Iterator[Weave]:
 
 
 @pytest.mark.parametrize(
-    "part", ["kvweave.library.make_encoder", "kvweave.corpus.embedder.SentenceEmbedder._embed"]
+    "part",
+    ["kvweave.app.library.library.make_encoder", "kvweave.corpus.embedder.SentenceEmbedder._embed"],
 )
 def test_a_knowledge_base_that_does_not_open_leaves_nothing_open(
     tmp_path: Path, chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch, part: str

@@ -14,8 +14,12 @@ import pytest
 import torch
 
 from killing import kill_at
+from kvweave.app.library.encoder_setup import make_encoder, open_store, remove_with_kv
+from kvweave.app.library.kv_sync import Upkeep
+from kvweave.app.library.library import Library
+from kvweave.app.library.neighbours import open_table
+from kvweave.app.library.stored_kv import KeptKV
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoders import make_encoder, open_store, remove_with_kv
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
@@ -25,20 +29,16 @@ from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import State
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.kept_kv import KeptKV
 from kvweave.kv.format.headers import parse_header
 from kvweave.kv.keys import parse_key
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
-from kvweave.library import Library
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from kvweave.neighbourhood import open_table
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
-from kvweave.upkeep import Upkeep
 from running import Run, run  # noqa: F401  (a fixture)
 from tiny_corpus import WordEmbedder
 from tiny_models import make_chat_model_folder
@@ -205,7 +205,7 @@ def test_nothing_is_embedded_or_computed_twice(
 def test_an_interrupted_second_pass_goes_on_where_it_stopped(
     opened: Open, docs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.neighbourhood.BATCH", 2)
+    monkeypatch.setattr("kvweave.app.library.neighbours.BATCH", 2)
     encode = NeighbourEncoder.encode
     computed: list[int] = []
 
@@ -330,7 +330,7 @@ def test_ratio_one_over_kv_behind_neighbours_is_full_prefill(
 def test_ratio_one_is_full_prefill_to_the_last_bit_that_floats_have(
     opened: Open, docs: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.encoders.CODEC", "raw")
+    monkeypatch.setattr("kvweave.app.library.encoder_setup.CODEC", "raw")
     with opened() as library:
         ingest(library, docs)
         chunks = list(chunks_of(library).values())
@@ -709,8 +709,10 @@ def test_the_command_line_encodes_asks_refreshes_and_removes(
 ) -> None:
     for module in ("ingest", "docs"):
         monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda _: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.SentenceEmbedder", lambda *_, **__: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.locate", Path)
+    monkeypatch.setattr(
+        "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
+    )
+    monkeypatch.setattr("kvweave.app.library.library.locate", Path)
     where = ["--kb", tmp_path / "kb"]
     ingest = ["ingest", docs, *where, "--model", model_folder, "--chunk-tokens", "64"]
     refused = run(*ingest, "--refresh-neighbours")

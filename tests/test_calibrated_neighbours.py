@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.app.library.neighbours import nearest_by_tokens
 from kvweave.calibrate.profiles import Profile, load_profile, save_profile, user_path
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.neighbourhood import nearest_by_tokens
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from planningworld import QUESTION, TEXTS, World
@@ -105,8 +105,10 @@ def near_kb(
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     for module in ("ingest", "knowledge_bases"):
         monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda _: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.SentenceEmbedder", lambda *_, **__: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.locate", Path)
+    monkeypatch.setattr(
+        "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
+    )
+    monkeypatch.setattr("kvweave.app.library.library.locate", Path)
     (tmp_path / "texts").mkdir()
     for title, text in TEXTS:
         (tmp_path / "texts" / f"{title}.txt").write_text(text)

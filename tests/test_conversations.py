@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave import Weave
-from kvweave.app import Answer, Sampling
-from kvweave.conversations import Conversations
+from kvweave.app.answer.conversations import Conversations
+from kvweave.app.weave import Answer, Sampling
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -127,8 +127,8 @@ def weave(
     tmp_path: Path, folder: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Weave]:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("kvweave.machine.PREFILL_BUDGET_S", 0.2)
-    monkeypatch.setattr("kvweave.machine.RECOMPUTE_BUDGET_S", 0.2)
+    monkeypatch.setattr("kvweave.app.auto.machine.PREFILL_BUDGET_S", 0.2)
+    monkeypatch.setattr("kvweave.app.auto.machine.RECOMPUTE_BUDGET_S", 0.2)
     with open_weave(tmp_path / "kb", (decoder, Tokenizer(folder))) as weave:
         yield weave
 

@@ -41,8 +41,10 @@ def decoder(model_folder: Path) -> Decoder:
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda _: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.SentenceEmbedder", lambda *_, **__: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.locate", Path)
+    monkeypatch.setattr(
+        "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
+    )
+    monkeypatch.setattr("kvweave.app.library.library.locate", Path)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from engineworld import SMALL, alone, ids, with_chunks
-from kvweave.app import Sampling, Weave
+from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.tombstones import Tombstones

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app import Sampling, Weave
-from kvweave.conversations import Conversations
+from kvweave.app.answer.conversations import Conversations
+from kvweave.app.library.encoder_setup import remove_with_kv
+from kvweave.app.library.kv_sync import Upkeep
+from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoders import remove_with_kv
 from kvweave.ingest.pipeline import ingest
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.keys import ChunkKey
@@ -24,7 +25,6 @@ from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
-from kvweave.upkeep import Upkeep
 from serving import Interrupted
 from tiny_corpus import WordEmbedder
 

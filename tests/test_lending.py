@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app import Sampling, Weave
+from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
+from kvweave.app.libraries.open_cache import AllInUse, Lending
+from kvweave.app.weave import Sampling, Weave
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed
-from kvweave.lending import AllInUse, Lending
-from kvweave.libraries import Libraries, LibrariesConfig, TextSource
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from serving import serving, user

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.app.library.encoder_setup import make_encoder
+from kvweave.app.library.library import Library
+from kvweave.app.library.neighbours import open_table
+from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoders import make_encoder
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.encode.save_log import Saves
-from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
-from kvweave.library import Library
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.neighbourhood import open_table
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
-from kvweave.app import Answer
-from kvweave.ask import Ask, AskOptions, PlanOptions
+from kvweave.app.answer.router import NOT_MEASURED, NOTHING_STORED, OTHER_PREAMBLE
+from kvweave.app.auto.facts import (
+    CalibratedGate,
+    is_lossless,
+    layer_bytes_per_token,
+    plain_bytes,
+    strategy_info,
+)
+from kvweave.app.auto.machine import profile_path
+from kvweave.app.auto.tier_probes import STALE_S
+from kvweave.app.question import Ask, AskOptions, PlanOptions
+from kvweave.app.weave import Answer
 from kvweave.calibrate.gate import BOUND
 from kvweave.cli import planning as cli_planning
 from kvweave.cli.plan_view import plan_document
@@ -28,22 +38,12 @@ from kvweave.kv.config import (
     FaultPlan,
     FaultyTierConfig,
 )
-from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.plan.loading_cost import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, Link, load_profile
-from kvweave.planning_facts import (
-    CalibratedGate,
-    is_lossless,
-    layer_bytes_per_token,
-    plain_bytes,
-    strategy_info,
-)
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.tier_probes import STALE_S
-from kvweave.ways import NOT_MEASURED, NOTHING_STORED, OTHER_PREAMBLE
 from planningworld import (
     GREEDY,
     QUESTION,

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from killing import kill_at
+from kvweave.app.library.encoder_setup import make_encoder, open_store, remove_with_kv
+from kvweave.app.library.library import Library
+from kvweave.app.library.stored_kv import KeptKV
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoders import make_encoder, open_store, remove_with_kv
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.sources import TextSource
-from kvweave.kept_kv import KeptKV
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
-from kvweave.library import Library
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM

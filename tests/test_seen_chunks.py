@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app import Answer, Sampling
-from kvweave.encoders import key_context
+from kvweave.app.library.encoder_setup import key_context
+from kvweave.app.library.promotion import SeenChunks
+from kvweave.app.weave import Answer, Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
@@ -16,7 +17,6 @@ from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.seen_chunks import SeenChunks
 from kvweave.text.tokenizer import Tokenizer
 from tiny_corpus import make_text
 from tiny_models import make_chat_model_folder

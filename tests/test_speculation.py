@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.answering import Answer
-from kvweave.asking import plain_request
-from kvweave.encoders import make_encoder
+from kvweave.app.answer.answering import Answer
+from kvweave.app.answer.engine_client import plain_request
+from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.auto.machine import profile_path
+from kvweave.app.library.encoder_setup import make_encoder
+from kvweave.app.library.library import Library
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
@@ -23,12 +26,9 @@ from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import Node
-from kvweave.library import Library
-from kvweave.machine import profile_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, Link, MachineProfile
-from kvweave.speculation import SpeculationConfig
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit

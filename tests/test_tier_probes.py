@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.app.auto.tier_probes import FIRST_REST_S, WAIT_S, TierProbes
 from kvweave.kv.config import FaultPlan
 from kvweave.kv.places import make_place
 from kvweave.kv.store import KVStore
@@ -13,7 +14,6 @@ from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.plan.loading_cost import Paid
 from kvweave.plan.profile import Link
-from kvweave.tier_probes import FIRST_REST_S, WAIT_S, TierProbes
 from kvworld import LAYERS, make_chunk, make_config, make_key
 from treeworld import Clock
 

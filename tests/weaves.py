@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from kvweave import Weave
-from kvweave.encoders import make_encoder
+from kvweave.app.library.encoder_setup import make_encoder
+from kvweave.app.library.library import Library
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
-from kvweave.library import Library
 from kvweave.model.decoder import Decoder
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer

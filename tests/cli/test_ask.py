@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app import Document, Sampling, Weave
+from kvweave.app.weave import Document, Sampling, Weave
 from kvweave.cli.ask import LARGEST_FILE_BYTES
 from kvweave.text.prompt import SYSTEM
 from running import Ran, Run

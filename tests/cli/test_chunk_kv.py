@@ -66,8 +66,10 @@ class World:
 @pytest.fixture
 def world(run: Run, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda _: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.SentenceEmbedder", lambda *_, **__: WordEmbedder())
-    monkeypatch.setattr("kvweave.library.locate", Path)
+    monkeypatch.setattr(
+        "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
+    )
+    monkeypatch.setattr("kvweave.app.library.library.locate", Path)
     return World(run, tmp_path, model_folder)
 
 
@@ -237,7 +239,7 @@ def test_chunk_kv_that_could_not_be_saved_is_said(
         disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
         return KVStore(StoreConfig(tiers=(HostTierConfig(), disk)))
 
-    monkeypatch.setattr("kvweave.encoders.open_store", broken_store)
+    monkeypatch.setattr("kvweave.app.library.encoder_setup.open_store", broken_store)
     ran = world.stored("--encoding", "isolated", "--json")
     chunk_kv = json.loads(ran.out)["chunk_kv"]
     assert (chunk_kv["saved"], chunk_kv["dropped"]) == (0, 2)
@@ -252,7 +254,9 @@ def test_chunk_kv_in_memory_alone_is_not_saved(
 ) -> None:
     (tmp_path / "file").touch()
     tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
-    monkeypatch.setattr("kvweave.encoders.open_store", lambda _: KVStore(StoreConfig(tiers=tiers)))
+    monkeypatch.setattr(
+        "kvweave.app.library.encoder_setup.open_store", lambda _: KVStore(StoreConfig(tiers=tiers))
+    )
     ran = world.stored("--encoding", "isolated")
     assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
 

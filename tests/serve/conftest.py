@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from kvweave.app import Weave
+from kvweave.app.weave import Weave
 from serving import Shelf, make_libraries, make_weave, serving
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from kvweave.app import Weave
+from kvweave.app.weave import Weave
 from kvweave.errors import ConfigError
 from kvweave.serve.auth import digest, parse_keys, read_keys
 from serving import make_libraries, serving, user

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kvweave.app import Document, Sampling, Weave
+from kvweave.app.weave import Document, Sampling, Weave
 from serving import user
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0.0, "max_tokens": 24}

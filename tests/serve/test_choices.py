@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from kvweave.app import Sampling, Weave
+from kvweave.app.weave import Sampling, Weave
 from kvweave.serve.drawing import seeds
 from serving import user
 

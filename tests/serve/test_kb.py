@@ -12,9 +12,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kvweave.libraries import SEARCHERS, Libraries, LibrariesConfig, Place
+from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, Place
 from kvweave.serve.limits import Limits
-from kvweave.speculation import SpeculationConfig
 from serving import Shelf, make_libraries, make_weave, serving, user
 from tiny_corpus import WordEmbedder, make_text
 
@@ -300,7 +300,7 @@ def test_tenants_have_other_keys_for_the_same_chunk(weave: Any, tmp_path: Path) 
 
 
 def _greedy() -> Any:
-    from kvweave.app import Sampling
+    from kvweave.app.weave import Sampling
 
     return Sampling(max_tokens=6)
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvweave.app import Answer, Answering, Piece
+from kvweave.app.weave import Answer, Answering, Piece
 from kvweave.serve.bridge import Job
 from kvweave.serve.mailbox import Mailbox
 from kvweave.serve.observe.prometheus import ServerMetrics

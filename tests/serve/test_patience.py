@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app import Weave
+from kvweave.app.weave import Weave
 from kvweave.engine.config import EngineConfig
 from kvweave.model.load import load_decoder
 from kvweave.serve.limits import Limits

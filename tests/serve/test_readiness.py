@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app import Weave
-from kvweave.libraries import Libraries
-from kvweave.machine import find_machine
+from kvweave.app.auto.machine import find_machine
+from kvweave.app.libraries.libraries import Libraries
+from kvweave.app.weave import Weave
 from kvweave.model.load import load_decoder
 from kvweave.serve.server import Prepare, Server
 from kvweave.text.tokenizer import Tokenizer

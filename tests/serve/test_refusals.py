@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from kvweave.app import Weave
+from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
 from serving import serving, user
 

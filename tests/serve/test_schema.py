@@ -14,7 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import CHECKS
 
-from kvweave.app import Weave
+from kvweave.app.weave import Weave
 from kvweave.serve.http import build_http
 from serving import make_libraries, serving
 

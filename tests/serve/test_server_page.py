@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvweave.app import Weave
+from kvweave.app.weave import Weave
 from kvweave.serve.http import build_http
 from serving import Shelf
 

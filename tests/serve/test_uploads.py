@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app import Weave
-from kvweave.libraries import Libraries, LibrariesConfig
+from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
+from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
 from kvweave.serve.uploads.forms import FormFile, FormFiles
 from kvweave.serve.uploads.spool import Spool

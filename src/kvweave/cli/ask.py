@@ -16,7 +16,7 @@ from kvweave.cli.planning import planning_options
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
-    from kvweave.app import Answer, Document, Sampling, Weave
+    from kvweave.app.weave import Answer, Document, Sampling, Weave
 
 LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it is tokenised
 
@@ -129,7 +129,7 @@ def command(
 
 
 def _check_reuse(reuse: str | None, ratio: float | None, kb_folder: Path | None) -> None:
-    from kvweave.app import REUSES
+    from kvweave.app.weave import REUSES
 
     if kb_folder is None and (ratio is not None or reuse not in (None, "full")):
         name = "--ratio" if reuse in (None, "full") else "--reuse"
@@ -144,7 +144,7 @@ def _check_reuse(reuse: str | None, ratio: float | None, kb_folder: Path | None)
 
 def read_document(name: str) -> "Document":
     """The text of a file, or of stdin for "-". Raises CorpusError if it is no text."""
-    from kvweave.app import Document
+    from kvweave.app.weave import Document
 
     title = "stdin" if name == "-" else Path(name).name
     data = _read_bytes(name)
@@ -177,7 +177,7 @@ def _read_bytes(name: str) -> bytes:
 
 def _sampling(drawing: dict[str, Any]) -> "Sampling":
     """Only what was given: the defaults are Sampling's own."""
-    from kvweave.app import Sampling
+    from kvweave.app.weave import Sampling
 
     return Sampling(**{name: value for name, value in drawing.items() if value is not None})
 

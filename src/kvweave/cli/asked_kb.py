@@ -54,7 +54,7 @@ class AskedKB:
 
     def nearest(self, size: int) -> "Nearest":
         """Who stands in front of a chunk behind `size` neighbours."""
-        from kvweave.neighbourhood import nearest_by_tokens
+        from kvweave.app.library.neighbours import nearest_by_tokens
 
         return nearest_by_tokens(self._kb, self._table, size)
 
@@ -65,9 +65,9 @@ def open_asked_kb(folder: Path | None, tokenizer: "Tokenizer") -> Iterator[Asked
     if folder is None:
         yield None
         return
+    from kvweave.app.library.neighbours import open_table
     from kvweave.cli.knowledge_bases import find_embedder
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.neighbourhood import open_table
 
     with KnowledgeBase.open(folder) as listing:
         embedder = find_embedder(listing.settings.embedder)

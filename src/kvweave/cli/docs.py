@@ -86,7 +86,9 @@ def rm_command(
         ids = {document.id for reference in references for document in kb.find(reference)}
         gone = len(ids)
         if (kb_folder / "kv").is_dir():
-            from kvweave.encoders import remove_with_kv  # brings torch: only where there is KV
+            from kvweave.app.library.encoder_setup import (
+                remove_with_kv,  # brings torch: only where there is KV
+            )
 
             orphaned = remove_with_kv(kb, sorted(ids)).orphaned
         else:

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvweave.app import Weave
+    from kvweave.app.weave import Weave
 
 
 def url_of(host: str, port: int) -> str:

@@ -154,7 +154,7 @@ def _encoding(
     """
     if not wanted and not (kb.folder / "kv").is_dir():
         return nullcontext((None, None))
-    from kvweave.encoders import chunk_encoder, upkeep_without_model
+    from kvweave.app.library.encoder_setup import chunk_encoder, upkeep_without_model
 
     if not wanted:
         return upkeep_without_model(kb)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from kvweave.app import Weave
+    from kvweave.app.weave import Weave
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -43,6 +43,6 @@ def open_weave(*, model: str, **settings: Any) -> "Weave":
 
 
 def _open(model: str, settings: dict[str, Any]) -> "Weave":
-    from kvweave.app import Weave  # brings torch, which takes a second
+    from kvweave.app.weave import Weave  # brings torch, which takes a second
 
     return Weave.open(model=model, **settings)

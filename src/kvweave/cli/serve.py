@@ -15,8 +15,8 @@ from kvweave.cli.serve_options import limit_options, make_limits, parse_folders
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvweave.app import Weave
-    from kvweave.libraries import Libraries
+    from kvweave.app.libraries.libraries import Libraries
+    from kvweave.app.weave import Weave
     from kvweave.serve.server import Server
 
 
@@ -76,7 +76,7 @@ def command(
 ) -> None:
     """Serve an OpenAI-compatible API."""
     _need_extra()
-    from kvweave.libraries import Libraries, LibrariesConfig
+    from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
     from kvweave.serve.auth import read_keys
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.server import Prepare, Server

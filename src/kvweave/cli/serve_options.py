@@ -10,7 +10,7 @@ from kvweave.cli.numbers import Amount
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvweave.libraries import Place
+    from kvweave.app.libraries.libraries import Place
     from kvweave.serve.limits import Limits
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -72,8 +72,8 @@ def make_limits(numbers: Mapping[str, float]) -> "Limits":
 
 def parse_folders(given: Sequence[str]) -> "dict[Place, Path]":
     """NAME=DIR or TENANT/NAME=DIR. Raises ConfigError."""
+    from kvweave.app.libraries.libraries import Place, check_name, check_tenant
     from kvweave.errors import RequestError
-    from kvweave.libraries import Place, check_name, check_tenant
 
     folders: dict[Place, Path] = {}
     for text in given:

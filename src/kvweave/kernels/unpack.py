@@ -1,9 +1,9 @@
 """Chunk KV as it travelled, to keys and values in their places: decoded, turned and laid at once.
 
-A layer of many chunks lies in one buffer of bytes, each chunk encoded by itself (see kv/format/codec.py):
-keys, then values, plain or as group codes with fp16 parameters. Every token finds its bytes through
-a table (where its chunk starts, its number in it, how long it is), so chunks of any lengths take
-one launch. Keys are turned in float32 and rounded once.
+A layer of many chunks lies in one buffer of bytes, each chunk encoded by itself (see
+kv/format/codec.py): keys, then values, plain or as group codes with fp16 parameters. Every token
+finds its bytes through a table (where its chunk starts, its number in it, how long it is), so
+chunks of any lengths take one launch. Keys are turned in float32 and rounded once.
 
 Shapes: N stored tokens, T rows of the request's KV, Hk KV heads, D head dim, r rotary dims.
 """

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from kvweave.app import Answer
+from kvweave.app.weave import Answer
 from kvweave.serve.bridge import Bridge, Job, Start
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.sse import EventStream, as_events

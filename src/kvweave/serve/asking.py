@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from functools import partial
 
-from kvweave.app import BOUND, TOP_K, Answering, Document, Sampling, Weave
+from kvweave.app.libraries.libraries import Libraries, check_name
+from kvweave.app.weave import BOUND, TOP_K, Answering, Document, Sampling, Weave
 from kvweave.errors import ConfigError, RequestError
-from kvweave.libraries import Libraries, check_name
 from kvweave.serve.bridge import Start
 from kvweave.serve.drawing import check_model, check_neutral, samplings
 from kvweave.serve.errors import ApiError

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvweave.app.libraries.libraries import check_tenant
 from kvweave.errors import ConfigError
-from kvweave.libraries import check_tenant
 from kvweave.serve.errors import ApiError, reply
 
 VARIABLE = "KVWEAVE_API_KEYS"

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import NamedTuple, Protocol
 
-from kvweave.app import Answer, Answering
+from kvweave.app.weave import Answer, Answering
 from kvweave.serve.errors import ApiError, busy
 from kvweave.serve.limits import Limits
 from kvweave.serve.mailbox import Mailbox

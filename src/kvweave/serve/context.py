@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from kvweave.app import Weave
-from kvweave.libraries import Libraries
+from kvweave.app.libraries.libraries import Libraries
+from kvweave.app.weave import Weave
 from kvweave.serve.bridge import Bridge
 from kvweave.serve.limits import Limits
 from kvweave.serve.observe.prometheus import ServerMetrics

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvweave.app import Sampling, Weave
+from kvweave.app.weave import Sampling, Weave
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
 from kvweave.serve.wire.chat import Drawing

@@ -15,8 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from kvweave.app.libraries.libraries import AllInUse, NoSuchKnowledgeBase
 from kvweave.errors import EngineClosed, KVWeaveError, RequestError
-from kvweave.libraries import AllInUse, NoSuchKnowledgeBase
 
 log = logging.getLogger(__name__)
 

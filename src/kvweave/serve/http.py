@@ -8,8 +8,8 @@ from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvweave import __version__
-from kvweave.app import Weave
-from kvweave.libraries import Libraries
+from kvweave.app.libraries.libraries import Libraries
+from kvweave.app.weave import Weave
 from kvweave.serve.auth import ApiKeys, Keys
 from kvweave.serve.bridge import Bridge
 from kvweave.serve.context import Context

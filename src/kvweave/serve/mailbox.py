@@ -7,7 +7,7 @@ messages, never a stalled worker.
 import asyncio
 import threading
 
-from kvweave.app import Answer, Piece
+from kvweave.app.weave import Answer, Piece
 
 
 class Mailbox:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import uvicorn
 
-from kvweave.app import Weave
+from kvweave.app.libraries.libraries import Libraries
+from kvweave.app.weave import Weave
 from kvweave.errors import EngineClosed
-from kvweave.libraries import Libraries
 from kvweave.serve.auth import Keys
 from kvweave.serve.context import Context
 from kvweave.serve.http import build_http

@@ -7,7 +7,7 @@ the engine   whatever `engine.stats()` says
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from kvweave.app import Answer
+from kvweave.app.weave import Answer
 from kvweave.serve.observe.scraping import Live
 from kvweave.serve.observe.spans import AnswerSpans
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvweave.libraries import Libraries
+from kvweave.app.libraries.libraries import Libraries
 
 
 class CountsLike(Protocol):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.app import Answer
+from kvweave.app.weave import Answer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvweave.app import Answer, TokenLogprob
+from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.bridge import Job
 from kvweave.serve.interleave import interleave
 from kvweave.serve.routes.explain import explain

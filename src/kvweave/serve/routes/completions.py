@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvweave.app import Answer, TokenLogprob, Weave
+from kvweave.app.weave import Answer, TokenLogprob, Weave
 from kvweave.serve.bridge import Job, Start
 from kvweave.serve.drawing import check_model, check_neutral, samplings
 from kvweave.serve.errors import ApiError

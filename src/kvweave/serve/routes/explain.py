@@ -2,7 +2,7 @@
 
 import math
 
-from kvweave.app import Answer
+from kvweave.app.weave import Answer
 from kvweave.serve.wire.explain import ChunkOut, DecisionOut, Explain, OptionOut, Timeline
 
 

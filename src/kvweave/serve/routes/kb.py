@@ -5,7 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter, Path, Request, Response
 
-from kvweave.libraries import (
+from kvweave.app.libraries.libraries import (
     IngestProgress,
     IngestReport,
     Later,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
-from kvweave.libraries import IngestProgress, IngestReport, OnProgress
+from kvweave.app.libraries.libraries import IngestProgress, IngestReport, OnProgress
 from kvweave.serve.uploads.chores import Admission
 from kvweave.serve.wire.kb import IngestOut, ProgressOut, SkippedOut
 

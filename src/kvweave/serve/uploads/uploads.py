@@ -17,7 +17,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from kvweave.libraries import FileBytes, Later, TextSource
+from kvweave.app.libraries.libraries import FileBytes, Later, TextSource
 from kvweave.serve.errors import ApiError, describe
 from kvweave.serve.limits import Limits
 from kvweave.serve.uploads.forms import WANTS, FormFile, FormFiles

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvweave.app import Weave
-from kvweave.conversations import Conversations
+from kvweave.app.answer.conversations import Conversations
+from kvweave.app.libraries.embedders import Embedded, Embedders
+from kvweave.app.libraries.open_cache import AllInUse, Counts, Lending, Loan
+from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
+from kvweave.app.weave import Weave
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
-from kvweave.embedders import Embedded, Embedders
 from kvweave.errors import ConfigError, CorpusError, RequestError
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.kv.config import GIB
-from kvweave.lending import AllInUse, Counts, Lending, Loan
-from kvweave.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.metrics import Metrics
 from kvweave.types import Hit
 

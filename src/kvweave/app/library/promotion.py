@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from kvweave.answering import Answers
+from kvweave.app.answer.answering import Answers
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.plan.ordering import PROMOTION, AccessTable

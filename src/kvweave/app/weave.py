@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvweave.answering import Answer, Answering, Piece, TokenLogprob
-from kvweave.ask import AUTO, BOUND, REUSES, TOP_K, Ask, AskOptions, PlanOptions
+from kvweave.app.answer.answering import Answer, Answering, Piece, TokenLogprob
+from kvweave.app.opened import Opened
+from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, Ask, AskOptions, PlanOptions
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
-from kvweave.opened import Opened
 from kvweave.text.detokenizer import texts_of
 from kvweave.text.prompt import Document, Prompt
 

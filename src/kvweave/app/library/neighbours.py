@@ -9,6 +9,7 @@ encoder, which computes behind it.
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from kvweave.app.library.stored_kv import KV_FOLDER, KeptKV
 from kvweave.calibrate.neighbour_context import Nearest, TokenIds
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -17,7 +18,6 @@ from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import FILE, NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.report import IngestProgress, OnProgress
-from kvweave.kept_kv import KV_FOLDER, KeptKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import Provenance
 from kvweave.types import ChunkId

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from kvweave.asking import Asking, Choices, OnFirst, Way
+from kvweave.app.answer.engine_client import Asking, Choices, OnFirst, Way
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError

@@ -13,9 +13,9 @@ from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvweave.answering import Note
-from kvweave.ask import AUTO, Ask
-from kvweave.asking import Asking, OnFirst, Way, exact_request, keep_record
+from kvweave.app.answer.answering import Note
+from kvweave.app.answer.engine_client import Asking, OnFirst, Way, exact_request, keep_record
+from kvweave.app.question import AUTO, Ask
 from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
@@ -32,11 +32,11 @@ from kvweave.text.prompt import Prompt
 from kvweave.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvweave.library import Library
+    from kvweave.app.auto.auto_planner import Planning
+    from kvweave.app.library.library import Library
+    from kvweave.app.library.promotion import SeenChunks
     from kvweave.plan.plan import Plan
     from kvweave.plan.profile import MachineProfile
-    from kvweave.planning import Planning
-    from kvweave.seen_chunks import SeenChunks
 
 WITH_RATIO = "weave"  # what a ratio alone means; see bench/results/quality-h200.json
 NO_LIBRARY = "no knowledge base is open"
@@ -135,7 +135,7 @@ class Ways:
         if not self._library.has_kv(prompt.chunks):
             return NOTHING_STORED
         if self.planning is None:
-            from kvweave.machine import find_machine
+            from kvweave.app.auto.machine import find_machine
 
             if self._asking.measured is None and find_machine(self._decoder) is None:
                 return NOT_MEASURED
@@ -164,7 +164,7 @@ class Ways:
 
     def _planned(self, prompt: Prompt, ask: Ask, note: Note) -> Way:
         """Planned when its turn comes, by what the engine's tree holds then."""
-        from kvweave.planning import Wish
+        from kvweave.app.auto.auto_planner import Wish
 
         self.library.check_preamble(prompt)
         eos_ids, order = self._tokenizer.eos_ids, OrderPermission(ask.order)
@@ -182,8 +182,8 @@ class Ways:
 
     def _open_machine(self) -> "MachineProfile":
         """What things cost here, a copy of one's own. On the engine thread: may measure."""
-        from kvweave.encoders import CODEC
-        from kvweave.machine import find_machine, new_machine
+        from kvweave.app.auto.machine import find_machine, new_machine
+        from kvweave.app.library.encoder_setup import CODEC
 
         asking = self._asking
         kept = find_machine(self._decoder)  # with what answers taught it since
@@ -196,7 +196,7 @@ class Ways:
     def _open_planning(self) -> "Planning":
         """On the engine thread: the first time may measure the machine, with the decoder."""
         if self.planning is None:
-            from kvweave.planning import Planning
+            from kvweave.app.auto.auto_planner import Planning
 
             self.planning = Planning(
                 self.library,

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from kvweave.ask import TOP_K
-from kvweave.asking import Asking
+from kvweave.app.answer.answerer import LookUp, Replying, at_once
+from kvweave.app.answer.conversations import Conversations, Part
+from kvweave.app.answer.engine_client import Asking
+from kvweave.app.question import TOP_K
 from kvweave.calibrate.profiles import Profile
-from kvweave.conversations import Conversations, Part
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.fuse.strategy import ModelFacts
@@ -20,13 +21,12 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.plan.ordering import PROMOTION
-from kvweave.replying import LookUp, Replying, at_once
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvweave.library import Library, OpenEmbedder
-    from kvweave.speculation import Mode, SpeculationConfig
+    from kvweave.app.answer.speculation import Mode, SpeculationConfig
+    from kvweave.app.library.library import Library, OpenEmbedder
     from kvweave.types import Hit
 
 
@@ -112,8 +112,8 @@ class Opened:
         name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
         if kb is None:
             return cls(decoder, tokenizer, name, system)
-        from kvweave.library import Library
-        from kvweave.speculation import SpeculationConfig
+        from kvweave.app.answer.speculation import SpeculationConfig
+        from kvweave.app.library.library import Library
 
         guessing = SpeculationConfig(speculate)
         library = Library.open(Path(kb), decoder, tokenizer, system, embedder, encoding, extras)
@@ -139,7 +139,7 @@ class Opened:
         The two share an engine. Close this one last. `look_up` and `conversations` as for one by
         itself; `host_bytes` is what its host tier may have, None the usual.
         """
-        from kvweave.library import Library
+        from kvweave.app.library.library import Library
 
         library = Library.open(
             folder,

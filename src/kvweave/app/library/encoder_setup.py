@@ -11,6 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from kvweave.app.library.kv_sync import Upkeep, remove_documents
+from kvweave.app.library.neighbours import neighbours_of, open_table
+from kvweave.app.library.stored_kv import KV_FOLDER as KV_FOLDER
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -20,7 +23,6 @@ from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
-from kvweave.kept_kv import KV_FOLDER as KV_FOLDER
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.keys import KeyContext
@@ -28,11 +30,9 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.neighbourhood import neighbours_of, open_table
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import DocumentId
-from kvweave.upkeep import Upkeep, remove_documents
 
 log = logging.getLogger(__name__)
 

@@ -12,25 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvweave.answering import Answering, Note
-from kvweave.ask import Ask
-from kvweave.asking import Asking, Way, plain_request
-from kvweave.conversations import Conversations, Part
-from kvweave.deletions import Deletions
+from kvweave.app.answer.answering import Answering, Note
+from kvweave.app.answer.conversations import Conversations, Part
+from kvweave.app.answer.engine_client import Asking, Way, plain_request
+from kvweave.app.answer.prompting import Find, Prompting
+from kvweave.app.answer.router import Ways
+from kvweave.app.library.removal_watch import Deletions
+from kvweave.app.question import Ask
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import KVWeaveError
 from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import PROMOTION
-from kvweave.prompting import Find, Prompting
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
-from kvweave.ways import Ways
 
 if TYPE_CHECKING:
-    from kvweave.library import Library
+    from kvweave.app.answer.speculation import Speculation, SpeculationConfig
+    from kvweave.app.library.library import Library
+    from kvweave.app.library.promotion import SeenChunks
     from kvweave.plan.plan import Plan
-    from kvweave.seen_chunks import SeenChunks
-    from kvweave.speculation import Speculation, SpeculationConfig
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class Replying:
         self._deletions: Deletions | None = None
         self._library = library
         if library is not None:
-            from kvweave import speculation as speculating
-            from kvweave.seen_chunks import watch
+            from kvweave.app.answer import speculation as speculating
+            from kvweave.app.library.promotion import watch
 
             library.encoder.alone = lambda job: asking.engine.run_alone(job)
             library.forgotten = asking.forget

@@ -13,11 +13,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from kvweave.asking import exact_request
+from kvweave.app.answer.engine_client import exact_request
+from kvweave.app.library.encoder_setup import calibrated, make_encoder, open_store
+from kvweave.app.library.kv_sync import Forgotten, Upkeep, remove_documents
+from kvweave.app.library.neighbours import open_table
+from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
-from kvweave.encoders import calibrated, make_encoder, open_store
 from kvweave.engine.request import EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
@@ -30,17 +33,14 @@ from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
-from kvweave.kept_kv import KV_FOLDER
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
-from kvweave.neighbourhood import open_table
 from kvweave.plan.plan import Reason
 from kvweave.text.prompt import SYSTEM, Prompt
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
-from kvweave.upkeep import Forgotten, Upkeep, remove_documents
 
 log = logging.getLogger(__name__)
 

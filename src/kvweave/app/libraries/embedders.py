@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvweave.app.library.library import OpenEmbedder
 from kvweave.corpus.embedder import Embedder, Vectors
-from kvweave.library import OpenEmbedder
 
 
 class Embedded(NamedTuple):

@@ -6,8 +6,8 @@ Part of the composition root: only `replying.py` uses it. Any thread.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvweave.ask import Ask, refuse_empty
-from kvweave.conversations import Conversations, IsGone, Part, Talk
+from kvweave.app.answer.conversations import Conversations, IsGone, Part, Talk
+from kvweave.app.question import Ask, refuse_empty
 from kvweave.text.prompt import Document, Prompt, build_prompt, chunk_text, lay_out, past_messages
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit

@@ -11,8 +11,19 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvweave.answering import Note
-from kvweave.asking import exact_request
+from kvweave.app.answer.answering import Note
+from kvweave.app.answer.engine_client import exact_request
+from kvweave.app.auto.facts import (
+    CalibratedGate,
+    StoredChunkPeek,
+    fusing_strategies,
+    strategy_info,
+)
+from kvweave.app.auto.lessons import Lessons
+from kvweave.app.auto.machine import profile_path, save
+from kvweave.app.auto.tier_probes import TierProbes
+from kvweave.app.library.library import Library
+from kvweave.app.library.promotion import SeenChunks
 from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -23,8 +34,6 @@ from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.behind import TreeBehind
-from kvweave.library import Library
-from kvweave.machine import profile_path, save
 from kvweave.model.decoder import Decoder
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
@@ -32,16 +41,7 @@ from kvweave.plan.other_paths import AlternativePaths
 from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import MachineProfile, link_name
-from kvweave.planning_facts import (
-    CalibratedGate,
-    StoredChunkPeek,
-    fusing_strategies,
-    strategy_info,
-)
-from kvweave.planning_lessons import Lessons
-from kvweave.seen_chunks import SeenChunks
 from kvweave.text.prompt import Prompt
-from kvweave.tier_probes import TierProbes
 from kvweave.types import ChunkId
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from kvweave.answering import Answers, Note
+from kvweave.app.answer.answering import Answers, Note
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine

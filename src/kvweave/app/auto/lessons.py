@@ -3,6 +3,7 @@
 Part of the composition root: only `planning.py` uses it, which guards it with its lock.
 """
 
+from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.engine.loading import Way
 from kvweave.engine.request import Ticket
 from kvweave.fuse import recorded_layers
@@ -14,7 +15,6 @@ from kvweave.model.decoder import Decoder
 from kvweave.plan.plan import Plan, SpanKind
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import GAIN, MachineProfile, tier_of
-from kvweave.tier_probes import TierProbes
 
 
 class Lessons:

@@ -14,17 +14,17 @@ both the knowledge base and the encoder.
 import logging
 from collections.abc import Callable, Collection, Sequence
 
+from kvweave.app.library.encoded import EncodedNotes
+from kvweave.app.library.neighbours import Neighbourhood
+from kvweave.app.library.stored_kv import KeptKV
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.encoded import EncodedNotes
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.report import OnProgress
-from kvweave.kept_kv import KeptKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
-from kvweave.neighbourhood import Neighbourhood
 from kvweave.types import ChunkId, DocumentId
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""What a user holds in hand: `Weave`, and everything it wires together."""

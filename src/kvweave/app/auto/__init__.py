@@ -1,0 +1,1 @@
+"""`reuse="auto"`: the planner wired to a model, a store and this machine."""

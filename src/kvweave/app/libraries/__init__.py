@@ -1,0 +1,1 @@
+"""Many knowledge bases, by name and tenant, for the server."""

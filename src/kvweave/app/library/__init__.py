@@ -1,0 +1,1 @@
+"""A knowledge base together with its chunk KV."""
