@@ -16,6 +16,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 @pytest.fixture(scope="session")
 def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer and a chat template; shared, so only for reading."""
-    from tiny_models import make_chat_model_folder
+    from worlds.tiny_models import make_chat_model_folder
 
     return make_chat_model_folder(tmp_path_factory.mktemp("chat"))

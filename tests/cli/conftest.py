@@ -1,5 +1,5 @@
 """The `run` and `run_alone` fixtures."""
 
-from running import run, run_alone
+from worlds.running import run, run_alone
 
 __all__ = ["run", "run_alone"]

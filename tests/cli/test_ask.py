@@ -13,7 +13,7 @@ import pytest
 from kvweave.app.weave import Document, Sampling, Weave
 from kvweave.cli.ask import LARGEST_FILE_BYTES
 from kvweave.text.prompt import SYSTEM
-from running import Ran, Run
+from worlds.running import Ran, Run
 
 
 def refused(ran: Ran) -> str:

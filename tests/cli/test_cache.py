@@ -17,7 +17,7 @@ from kvweave.kv.format import headers
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tiers.disk import DiskReader, DiskTier
 from kvweave.kv.tiers.quarantine import Quarantine
-from kvworld import CHUNK_BYTES, make_chunk, make_context, make_key
+from worlds.kv import CHUNK_BYTES, make_chunk, make_context, make_key
 
 
 def make_store(root: Path, num_chunks: int = 3) -> DiskTier:

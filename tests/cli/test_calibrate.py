@@ -13,9 +13,9 @@ from kvweave.fuse.encode.preparation import Preparation, write_preparation
 from kvweave.ingest.pipeline import ingest
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
-from running import Ran, Run
-from tiny_corpus import WordEmbedder, make_folder, open_kb
-from tiny_models import make_chat_model_folder
+from worlds.running import Ran, Run
+from worlds.tiny_corpus import WordEmbedder, make_folder, open_kb
+from worlds.tiny_models import make_chat_model_folder
 
 SENTENCES = (
     "Drain the node, then restart it.",

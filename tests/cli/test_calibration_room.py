@@ -17,7 +17,7 @@ from kvweave.fuse.encode.contexts import filler_ids, parse_variant
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
-from tiny_corpus import open_kb
+from worlds.tiny_corpus import open_kb
 
 KB_CHUNK = 48
 TEXTS = ("Drain the node.", "The quick brown fox jumps over the lazy dog.")

@@ -19,9 +19,9 @@ from kvweave.kv.config import (
 )
 from kvweave.kv.store import KVStore
 from kvweave.plan.plan import Reason
-from running import Ran, Run
-from tiny_corpus import WordEmbedder
-from tiny_models import make_chat_model_folder
+from worlds.running import Ran, Run
+from worlds.tiny_corpus import WordEmbedder
+from worlds.tiny_models import make_chat_model_folder
 
 TEXTS = {
     "drain": "To drain a node, cordon the node and evict each pod on the node.",

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from kvweave.cli import cli
 from kvweave.errors import CorpusError
-from tiny_corpus import WordEmbedder, make_folder, make_tokenizer
+from worlds.tiny_corpus import WordEmbedder, make_folder, make_tokenizer
 
 
 @pytest.fixture

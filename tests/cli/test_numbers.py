@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from running import Run
+from worlds.running import Run
 
 
 @pytest.mark.parametrize("number", ["inf", "-inf", "nan", "1e300"])

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from running import Run
+from worlds.running import Run
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NO_MODEL = "smollm2 is not on this machine; run: make models"

@@ -16,7 +16,7 @@ from kvweave.kv.config import (
     TierConfig,
 )
 from kvweave.kv.tiers import Tier, open_tier
-from servers import running_redis, running_s3
+from worlds.servers import running_redis, running_s3
 
 MIB = 1 << 20
 TIERS = ["host", "disk", "disk direct", "redis", "s3", "faulty host", "faulty disk"]

@@ -12,7 +12,7 @@ from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import new_memory
 from kvweave.kv.tiers import Reader, Tier
-from kvworld import make_chunk, make_context, make_key
+from worlds.kv import make_chunk, make_context, make_key
 
 
 class _Vanished(Exception):

@@ -29,8 +29,8 @@ from kvweave.kv.tiers.host import HostTier
 from kvweave.kv.tiers.quarantine import Quarantine
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.tiers.s3 import S3Tier
-from kvworld import CHUNK_BYTES, make_chunk, make_key
-from servers import free_port, make_certificates, running_redis, running_tls_front
+from worlds.kv import CHUNK_BYTES, make_chunk, make_key
+from worlds.servers import free_port, make_certificates, running_redis, running_tls_front
 
 
 def fail_with(code: int) -> object:

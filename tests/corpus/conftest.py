@@ -1,7 +1,7 @@
 import pytest
 
 from kvweave.text.tokenizer import Tokenizer
-from tiny_corpus import make_tokenizer
+from worlds.tiny_corpus import make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvweave.corpus.chunker import CLOSE, MIN_CHUNK_TOKENS, Chunker, make_chunk_id
 from kvweave.errors import ConfigError
 from kvweave.text.tokenizer import Tokenizer
-from tiny_corpus import make_text
+from worlds.tiny_corpus import make_text
 
 PIECES = st.one_of(
     st.sampled_from(

@@ -11,7 +11,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError, CorpusError, RequestError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
-from tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
+from worlds.tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
 
 PAIRS = [
     ("Drain", "Cordon the node, then evict its pods."),

@@ -13,7 +13,7 @@ from kvweave.corpus.migrations import MIGRATIONS
 from kvweave.corpus.removals import RemovalReader
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
-from tiny_corpus import WordEmbedder, open_kb
+from worlds.tiny_corpus import WordEmbedder, open_kb
 
 WORDS = ["drain", "taint", "volume", "quota"]
 

@@ -11,7 +11,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
-from tiny_corpus import WordEmbedder, make_folder, open_kb
+from worlds.tiny_corpus import WordEmbedder, make_folder, open_kb
 
 URL = "qdrant://vectors.example:6333/notes"
 pytestmark = pytest.mark.filterwarnings("ignore:Local mode performs exact")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engineworld import make_decoder
-from fusedworld import World
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from tiny_models import make_model_folder
+from worlds.engine import make_decoder
+from worlds.fused import World
+from worlds.tiny_models import make_model_folder
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from engineworld import SMALL, alone, ids, plain, tokens, with_chunks
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, Ticket
@@ -17,7 +16,8 @@ from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, EngineClosed, RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
-from serving import GatedDecoder
+from worlds.engine import SMALL, alone, ids, plain, tokens, with_chunks
+from worlds.serving import GatedDecoder
 
 TINY = replace(SMALL, pool_tokens=4 * 24)  # pages run out
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from engineworld import SMALL, VOCABULARY, alone, ids, plain, with_chunks
-from fusedworld import CHUNKS, PREAMBLE, QUESTION, RNG, World, answer, at_rest, shuffled
 from kvweave.engine.engine import Engine
 from kvweave.engine.loading import Way, waits_outside, way_of
 from kvweave.engine.request import EngineRequest, LoadCost
@@ -23,8 +21,10 @@ from kvweave.kv.residency import Miss
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from serving import GatedDecoder
-from tiny_models import make_model_folder
+from worlds.engine import SMALL, VOCABULARY, alone, ids, plain, with_chunks
+from worlds.fused import CHUNKS, PREAMBLE, QUESTION, RNG, World, answer, at_rest, shuffled
+from worlds.serving import GatedDecoder
+from worlds.tiny_models import make_model_folder
 
 
 @pytest.fixture(scope="module")

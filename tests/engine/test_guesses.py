@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 
-from engineworld import SMALL, alone, ids, plain, tokens, with_chunks
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
 from kvweave.engine.scheduler import Scheduler, Seq
 from kvweave.errors import ConfigError
 from kvweave.model.decoder import Decoder
+from worlds.engine import SMALL, alone, ids, plain, tokens, with_chunks
 
 CFG = EngineConfig(page_tokens=4, step_rows=8, alone_rows=32, guess_rows=4)
 

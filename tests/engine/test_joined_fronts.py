@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from engineworld import SMALL, plain, with_chunks
-from fusedworld import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest
 from kvweave.engine import lifecycle as desk
 from kvweave.engine.engine import Engine
 from kvweave.engine.loading import Way
+from worlds.engine import SMALL, plain, with_chunks
+from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest
 
 
 @pytest.mark.parametrize("front", [1, 2, 3])

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from engineworld import SMALL, VOCABULARY, alone, ids, plain, with_chunks
-from fusedworld import CHUNKS, PREAMBLE, World, answer, at_rest, shuffled
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
-from serving import GatedDecoder
+from worlds.engine import SMALL, VOCABULARY, alone, ids, plain, with_chunks
+from worlds.fused import CHUNKS, PREAMBLE, World, answer, at_rest, shuffled
+from worlds.serving import GatedDecoder
 
 SLICED = ["reuse", "weave", "fusionrag", "qcfuse", "epic", "prophetkv", "random"]
 LONG = [*CHUNKS, CHUNKS[2], CHUNKS[0], CHUNKS[2]]  # 87 tokens

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engineworld import SMALL, alone, ids, plain, tokens
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.pages import PageAllocator
@@ -30,7 +29,8 @@ from kvweave.model.recorded_decode import (
     padded_rows,
 )
 from kvweave.model.rows import Rows
-from recordings import without_kernels
+from worlds.engine import SMALL, alone, ids, plain, tokens
+from worlds.recordings import without_kernels
 
 TINY = replace(SMALL, pool_tokens=4 * 24)  # pages run out
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuseworld import World, assert_same_kv, make_ids, prefilled
 from kvweave.fuse import drift
 from kvweave.fuse.drift import DOUBT, Drift
 from kvweave.fuse.fused_pass import fused_pass
@@ -16,7 +15,8 @@ from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import QKV, Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.sequence_kv import SequenceKV
-from tiny_models import make_model_folder
+from worlds.fuse import World, assert_same_kv, make_ids, prefilled
+from worlds.tiny_models import make_model_folder
 
 LAYER, STRENGTH = 1, 0.5
 CHUNKS = make_ids(6, 8, 12, 10, 9)

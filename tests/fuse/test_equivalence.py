@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuseworld import (
+from kvweave.fuse.drift import Drift
+from kvweave.fuse.encode.chunk_pass import encode_chunks
+from kvweave.fuse.encode.contexts import neighbour_prefix
+from kvweave.fuse.fuse import fuse
+from kvweave.fuse.fused_pass import LayerLook, Mask, fused_pass
+from kvweave.fuse.request import State, budget
+from kvweave.fuse.strategy import NAMES
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.model.rows import Rows
+from worlds.fuse import (
     CHUNKS,
     PREAMBLE,
     SELECTING,
@@ -26,17 +36,7 @@ from fuseworld import (
     make_ids,
     prefilled,
 )
-from kvweave.fuse.drift import Drift
-from kvweave.fuse.encode.chunk_pass import encode_chunks
-from kvweave.fuse.encode.contexts import neighbour_prefix
-from kvweave.fuse.fuse import fuse
-from kvweave.fuse.fused_pass import LayerLook, Mask, fused_pass
-from kvweave.fuse.request import State, budget
-from kvweave.fuse.strategy import NAMES
-from kvweave.model.decoder import Decoder
-from kvweave.model.load import load_decoder
-from kvweave.model.rows import Rows
-from tiny_models import VARIANTS, make_model_folder
+from worlds.tiny_models import VARIANTS, make_model_folder
 
 IN_FLIGHT = ["cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare"]  # all rows run 0 and 1
 DENSE = ["llama", "llama-yarn", "qwen2", "qwen3"]

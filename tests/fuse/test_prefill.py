@@ -27,8 +27,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
-from kvworld import make_context
-from tiny_models import VARIANTS, make_model_folder
+from worlds.kv import make_context
+from worlds.tiny_models import VARIANTS, make_model_folder
 
 RNG = random.Random(3)
 PREAMBLE = [RNG.randrange(97) for _ in range(6)]

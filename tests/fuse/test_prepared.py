@@ -7,16 +7,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engineworld import make_decoder
-from fuseworld import CHUNKS, SELECTING, Prefilled, World, assert_same_kv, full_prefill, make_ids
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.prepared import SliceMover
 from kvweave.model.access import PagedAccess
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import PagedKV
 from kvweave.model.rows import Rows
-from slices import InPages, make_pool
-from tiny_models import make_model_folder
+from worlds.engine import make_decoder
+from worlds.fuse import CHUNKS, SELECTING, Prefilled, World, assert_same_kv, full_prefill, make_ids
+from worlds.slices import InPages, make_pool
+from worlds.tiny_models import make_model_folder
 
 IN_FLIGHT = ("cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare")
 SLICED = ["reuse", *(name for name in SELECTING if name not in IN_FLIGHT)]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuseworld import World, assert_same, make_ids
 from kvweave.fuse import layer_steps, recorded_layers
 from kvweave.fuse.layer_steps import Plain, steps_of
 from kvweave.fuse.recorded_layers import (
@@ -29,7 +28,8 @@ from kvweave.fuse.recorded_layers import (
 from kvweave.kernels import recording
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from tiny_models import make_model_folder
+from worlds.fuse import World, assert_same, make_ids
+from worlds.tiny_models import make_model_folder
 
 
 @pytest.fixture(scope="module", params=["llama-biases", "qwen3"])

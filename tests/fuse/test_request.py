@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from fuseworld import SELECTING, World, assert_same, assert_same_kv
 from kvweave.fuse.request import FuseRequest, State, classify
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import Document, Prompt, build_prompt
 from kvweave.text.tokenizer import Tokenizer
-from tiny_models import make_chat_model_folder
+from worlds.fuse import SELECTING, World, assert_same, assert_same_kv
+from worlds.tiny_models import make_chat_model_folder
 
 A, B, C = (ChunkKey(bytes([i]) * 32) for i in range(3))
 

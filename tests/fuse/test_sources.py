@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fuseworld import CHUNKS, Packed, World, assert_same, key_of
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.sources import ChunkLost, StoredChunks
 from kvweave.fuse.stitched import Stitched
@@ -16,7 +15,8 @@ from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from tiny_models import make_model_folder
+from worlds.fuse import CHUNKS, Packed, World, assert_same, key_of
+from worlds.tiny_models import make_model_folder
 
 
 @pytest.fixture(scope="module")

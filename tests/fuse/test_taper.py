@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engineworld import make_decoder
-from fuseworld import CHUNKS, World, assert_same, assert_same_kv, make_ids
 from kvweave.fuse.fuse import select_rows
 from kvweave.fuse.selectors.weave import weave
 from kvweave.fuse.strategy import ModelFacts, open_strategy
@@ -15,8 +13,10 @@ from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Leave, Rows
 from kvweave.model.sequence_kv import SequenceKV
-from slices import InPages, make_pool
-from tiny_models import make_model_folder
+from worlds.engine import make_decoder
+from worlds.fuse import CHUNKS, World, assert_same, assert_same_kv, make_ids
+from worlds.slices import InPages, make_pool
+from worlds.tiny_models import make_model_folder
 
 NUM_LAYERS = 7
 EXACT = 1e-10  # float64

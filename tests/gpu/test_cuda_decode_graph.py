@@ -17,7 +17,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
-from engineworld import ids, plain, tokens, with_chunks
 from kvweave.engine import engine as engine_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -27,8 +26,9 @@ from kvweave.model.load import load_decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode
 from kvweave.model.rows import Rows
-from recordings import without_graphs
-from tiny_models import make_model_folder
+from worlds.engine import ids, plain, tokens, with_chunks
+from worlds.recordings import without_graphs
+from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
 

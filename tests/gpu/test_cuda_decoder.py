@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuseworld import Packed
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.fused_pass import fused_pass
 from kvweave.fuse.request import classify
@@ -22,7 +21,8 @@ from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from tiny_models import VARIANTS, make_model_folder
+from worlds.fuse import Packed
+from worlds.tiny_models import VARIANTS, make_model_folder
 
 pytestmark = pytest.mark.gpu
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuseworld import SELECTING, World, make_ids
 from kvweave.kernels.column_scores import (
     causal_column_mass,
     column_scores,
     layer_column_scores,
 )
 from kvweave.model.load import load_decoder
-from slices import InPages, make_pool
-from tiny_models import make_model_folder
+from worlds.fuse import SELECTING, World, make_ids
+from worlds.slices import InPages, make_pool
+from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuseworld import SELECTING, World, make_ids
 from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.config import HostTierConfig, StoreConfig
@@ -17,7 +16,8 @@ from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder
-from tiny_models import make_model_folder
+from worlds.fuse import SELECTING, World, make_ids
+from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engineworld import ids, tokens, with_chunks
 from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -24,7 +23,8 @@ from kvweave.kv.tree import Pages, TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.paged_kv import KVPool
-from tiny_models import make_model_folder
+from worlds.engine import ids, tokens, with_chunks
+from worlds.tiny_models import make_model_folder
 
 pytestmark = [
     pytest.mark.gpu,

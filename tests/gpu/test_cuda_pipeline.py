@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuseworld import SELECTING, World, make_ids
 from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.probe import FrontOnly, probe
 from kvweave.fuse.prompt_chunks import PromptChunk
@@ -28,7 +27,8 @@ from kvweave.kv.memory import new_memory
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder
-from tiny_models import make_model_folder
+from worlds.fuse import SELECTING, World, make_ids
+from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
 

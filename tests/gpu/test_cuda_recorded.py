@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuseworld import World, assert_same, make_ids
 from kvweave.fuse import layer_steps, probe, recorded_layers
 from kvweave.fuse.layer_steps import Plain
 from kvweave.fuse.recorded_layers import KEPT, MOST_ROWS, Recordings, recordings_of
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from tiny_models import make_model_folder
+from worlds.fuse import World, assert_same, make_ids
+from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
 

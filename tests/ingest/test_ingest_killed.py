@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from killed_ingest import count_events, run, run_and_die
 
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.text.tokenizer import Tokenizer
-from tiny_corpus import WordEmbedder, make_folder, make_text
+from worlds.killed_ingest import count_events, run, run_and_die
+from worlds.tiny_corpus import WordEmbedder, make_folder, make_text
 
 Kill = Callable[[int, Path], bool]
 QUERIES = ["drain node", "quota budget", "image registry probe"]
@@ -58,7 +58,7 @@ def kill_at(world: World, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPat
     shutil.copy(tokenizer._folder / "tokenizer.json", tokenizer_folder)
     # a server that has imported everything and started no thread: each child is a cheap fork
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["killed_ingest", "faiss", "kvweave.corpus.index.files"])
+    context.set_forkserver_preload(["worlds.killed_ingest", "faiss", "kvweave.corpus.index.files"])
 
     def kill(after_events: int, folder: Path) -> bool:
         shutil.copytree(world.before, folder)

@@ -18,7 +18,7 @@ from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, 
 from kvweave.ingest.sources import Selection, TextSource
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, PlacedChunk
-from tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
+from worlds.tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
 
 
 def counts(report: IngestReport) -> tuple[int, int, int, int]:

@@ -8,7 +8,7 @@ import torch
 from kvweave.errors import UnsupportedModel
 from kvweave.kernels.rope import make_angles, per_head, rotate
 from kvweave.model.rope import frequencies, read_rope
-from tiny_models import LLAMA3, YARN
+from worlds.tiny_models import LLAMA3, YARN
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10_000.0},

@@ -18,7 +18,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
-from kvworld import CHUNK_BYTES, LAYERS, make_chunk, make_config, make_key, make_layers
+from worlds.kv import CHUNK_BYTES, LAYERS, make_chunk, make_config, make_key, make_layers
 
 NUM_THREADS = 32
 NUM_CHUNKS = 24

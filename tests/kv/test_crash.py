@@ -19,7 +19,7 @@ from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
-from kvworld import is_layer_of, make_config, make_key
+from worlds.kv import is_layer_of, make_config, make_key
 
 TESTS = Path(__file__).parents[1]
 SRC = TESTS.parent / "src"
@@ -29,7 +29,7 @@ FRESH_EVERY = 25  # trials per folder: verifying all that piled up takes longer 
 @pytest.fixture(scope="module")
 def writer() -> Iterator["subprocess.Popen[str]"]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SRC), str(TESTS)])}
-    script = str(Path(__file__).with_name("crash_writer.py"))
+    script = str(TESTS / "worlds" / "crash_writer.py")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, script], env=env, text=True, **pipes) as process:
         yield process

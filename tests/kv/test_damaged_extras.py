@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from extrasworld import CHUNK, EXTRAS, HEADER, KEY, UNREAD, World, damage, on_disk, wait_until
 from kvweave.errors import TierError
 from kvweave.kv.config import RedisTierConfig, StoreConfig
 from kvweave.kv.places import make_place
@@ -14,8 +13,9 @@ from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.transfers import Transfer
-from kvworld import CHUNK_BYTES, LAYERS, is_layer_of, make_config
-from servers import running_redis
+from worlds.extras import CHUNK, EXTRAS, HEADER, KEY, UNREAD, World, damage, on_disk, wait_until
+from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_config
+from worlds.servers import running_redis
 
 BAD = HEADER.extras["anchors"].offset + 8999
 

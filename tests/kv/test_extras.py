@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from extrasworld import (
+from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
+from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.places import make_place
+from kvweave.kv.provenance import carries
+from kvweave.kv.residency import Miss
+from kvweave.kv.store import KVStore
+from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.faulty import FaultyTier
+from worlds.extras import (
     CHUNK,
     EXTRAS,
     HEADER,
@@ -19,16 +27,8 @@ from extrasworld import (
     wait_for,
     wait_until,
 )
-from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.format.layout import ALIGN
-from kvweave.kv.places import make_place
-from kvweave.kv.provenance import carries
-from kvweave.kv.residency import Miss
-from kvweave.kv.store import KVStore
-from kvweave.kv.tiers import open_tier
-from kvweave.kv.tiers.faulty import FaultyTier
-from kvworld import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
-from servers import running_redis
+from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
+from worlds.servers import running_redis
 
 
 @pytest.mark.parametrize("host_chunks", [None, 0, 16])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from extrasworld import CHUNK, KEY, on_disk, wait_until
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.gone import Gone
 from kvweave.kv.keys import ChunkKey
@@ -14,7 +13,8 @@ from kvweave.kv.provenance import CHUNK as WHOSE
 from kvweave.kv.provenance import Provenance
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
-from kvworld import make_chunk, make_config, make_key
+from worlds.extras import CHUNK, KEY, on_disk, wait_until
+from worlds.kv import make_chunk, make_config, make_key
 
 
 def files(root: Path) -> list[Path]:

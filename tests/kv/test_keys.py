@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.keys import context_of, make_chunk_key, parse_key
-from kvworld import make_context, make_key
+from worlds.kv import make_context, make_key
 
 SRC = Path(__file__).parents[2] / "src"
 

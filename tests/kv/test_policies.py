@@ -7,7 +7,7 @@ import pytest
 from kvweave.errors import ConfigError
 from kvweave.kv.policies import GDSF, LFU, LRU, PGDSF, Ranking, Usage, UsageRecord, open_policy
 from kvweave.kv.usage import UsageBook
-from kvworld import make_key
+from worlds.kv import make_key
 
 
 def make_usage(

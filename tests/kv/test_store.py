@@ -16,7 +16,7 @@ from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.usage import UsageBook
-from kvworld import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
+from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 
 def make_store(root: Path | None, saved: range = range(0), **changes: object) -> KVStore:

@@ -13,8 +13,8 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.base import Reader
 from kvweave.kv.tiers.faulty import FaultyTier
-from kvworld import is_layer_of, make_chunk, make_config, make_key
-from servers import running_redis
+from worlds.kv import is_layer_of, make_chunk, make_config, make_key
+from worlds.servers import running_redis
 
 LAYERS = 8
 KEY = make_key(0)

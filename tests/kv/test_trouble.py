@@ -20,8 +20,16 @@ from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.writer import Ticket, Writer
 from kvweave.metrics import Metrics
-from kvworld import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key, make_layers
-from servers import running_redis
+from worlds.kv import (
+    CHUNK_BYTES,
+    LAYERS,
+    is_layer_of,
+    make_chunk,
+    make_config,
+    make_key,
+    make_layers,
+)
+from worlds.servers import running_redis
 
 KEY = make_key(0)
 

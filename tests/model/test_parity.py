@@ -10,7 +10,7 @@ from torch import Tensor
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from tiny_models import VARIANTS, make_model_folder, reference_logits
+from worlds.tiny_models import VARIANTS, make_model_folder, reference_logits
 
 PROMPT = random.Random(7).choices(range(97), k=70)
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.plan.dedup import ChunkMap
-from treeworld import refs
+from worlds.tree import refs
 
 
 def test_a_chunk_of_an_earlier_turn_is_not_sent_again() -> None:

@@ -20,7 +20,7 @@ from kvweave.plan.ordering import (
 )
 from kvweave.plan.overlap import overlap
 from kvweave.types import ChunkId
-from treeworld import World, refs
+from worlds.tree import World, refs
 
 FREE, KEEP = OrderPermission.FREE, OrderPermission.KEEP
 

@@ -10,7 +10,7 @@ from kvweave.plan.options import Limits
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Judged, PlanRequest, Reason, Reuse, SpanKind
 from kvweave.types import ChunkId
-from planworld import (
+from worlds.plan import (
     EPIC,
     FAST,
     TOKEN_BYTES,
@@ -22,7 +22,7 @@ from planworld import (
     price,
     why,
 )
-from treeworld import PREAMBLE, World, refs
+from worlds.tree import PREAMBLE, World, refs
 
 
 def test_nothing_stored_means_the_preamble_and_the_rest_computed() -> None:

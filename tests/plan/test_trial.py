@@ -7,7 +7,7 @@ from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import Plan, PlanRequest, Reason, Reuse
 from kvweave.plan.planner import Planner
 from kvweave.plan.trial import EVERY, MOST_LOSS
-from planworld import ask, make_planner, on_disk, price, why
+from worlds.plan import ask, make_planner, on_disk, price, why
 
 NAMES = ("a300", "b300")
 

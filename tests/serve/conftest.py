@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app.weave import Weave
-from serving import Shelf, make_libraries, make_weave, serving
+from worlds.serving import Shelf, make_libraries, make_weave, serving
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ from openai import OpenAI
 from kvweave.app.weave import Weave
 from kvweave.errors import ConfigError
 from kvweave.serve.auth import digest, parse_keys, read_keys
-from serving import make_libraries, serving, user
+from worlds.serving import make_libraries, serving, user
 
 KEYS = parse_keys(["sk-nobody", "sk-acme-1:acme", "sk-acme-2:acme", "sk-other:other"])
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import Shelf
+from worlds.serving import Shelf
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

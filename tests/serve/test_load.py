@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from kvweave.errors import ConfigError
 from kvweave.serve.limits import Limits
-from serving import (
+from worlds.serving import (
     FailingDecoder,
     GatedDecoder,
     health,

@@ -11,7 +11,7 @@ from kvweave.serve.mailbox import Mailbox
 from kvweave.serve.observe.prometheus import ServerMetrics
 from kvweave.serve.routes.chat import ChatForm
 from kvweave.serve.wire.chat import ChatRequest
-from serving import user
+from worlds.serving import user
 
 ANSWER = Answer("abc", "stop", 5, 3, ttft_ms=1.0, total_ms=2.0)
 

@@ -15,7 +15,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.model.load import load_decoder
 from kvweave.serve.limits import Limits
 from kvweave.text.tokenizer import Tokenizer
-from serving import (
+from worlds.serving import (
     GatedDecoder,
     health,
     make_weave,

@@ -16,7 +16,7 @@ from kvweave.app.weave import Weave
 from kvweave.model.load import load_decoder
 from kvweave.serve.server import Prepare, Server
 from kvweave.text.tokenizer import Tokenizer
-from serving import GatedDecoder, make_libraries, make_weave, user
+from worlds.serving import GatedDecoder, make_libraries, make_weave, user
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
 

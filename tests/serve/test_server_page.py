@@ -10,7 +10,7 @@ import pytest
 
 from kvweave.app.weave import Weave
 from kvweave.serve.http import build_http
-from serving import Shelf
+from worlds.serving import Shelf
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)

@@ -1,6 +1,6 @@
 """What the OpenAPI schema says beside the models: refusals, event streams, uploads.
 
-`tests/serve/test_schema.py` has schemathesis hold the server to it.
+`tests/serve/wire/test_schema.py` has schemathesis hold the server to it.
 """
 
 from typing import Any

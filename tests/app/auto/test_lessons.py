@@ -1,0 +1,104 @@
+"""What answers teach the planner: from trials, and from requests that others run beside."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvweave import Weave
+from kvweave.engine.loading import Way
+from kvweave.engine.request import EngineRequest
+from kvweave.engine.sampling import Sampling
+from kvweave.kv.config import DiskTierConfig
+from kvweave.plan.plan import Plan, Reason
+from kvweave.plan.profile import Link
+from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, world
+
+__all__ = ["model", "world"]
+
+LINK = "disk/int8"
+
+
+@pytest.fixture
+def weave(world: World, tmp_path: Path) -> Iterator[Weave]:
+    """With chunk KV on disk alone, and a strategy that reuses all of it."""
+    world.tier = DiskTierConfig(tmp_path / "disk")
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        assert weave.library.store.flush()
+        world.set_machine()
+        weave.plan(QUESTION)  # opens the planning
+        yield weave
+
+
+def load_in(weave: Weave, seconds: float) -> Plan:
+    """Have the planner think that the chunks take so long to load."""
+    links = load_links(weave)
+    links[LINK] = Link(1e12, seen_s=time.time())
+    size_bytes = weave.plan(QUESTION).chosen.load_bytes
+    links[LINK] = Link(size_bytes / seconds, seen_s=time.time())
+    return weave.plan(QUESTION)
+
+
+@contextmanager
+def company(weave: Weave) -> Iterator[None]:
+    """Somebody else is being answered all the while."""
+    request = EngineRequest((5, 6, 7), Sampling(max_tokens=3000), frozenset())
+    ticket = weave.engine.submit(request)
+    next(ticket)
+    yield
+    assert not ticket.is_done, "it was to last longer than the answers beside it"
+    ticket.cancel()
+
+
+def test_a_server_that_is_always_busy_learns_what_its_requests_pay(weave: Weave) -> None:
+    load_in(weave, 1.0)
+    paid = load_links(weave)[LINK]
+    with company(weave):
+        answer = ask(weave)
+    assert answer.explain is not None
+    assert answer.explain.way == Way.JOINED
+    assert answer.explain.counts["reused"]
+    assert paid.paid.shares == [], "it was not alone"
+    (share,) = paid.paid_beside.shares
+    waited_s = answer.explain.stages.load / 1e3
+    assert share == pytest.approx(waited_s, rel=0.01), "of a second, whatever its steps took"
+    ask(weave)
+    assert (len(paid.paid.shares), len(paid.paid_beside.shares)) == (1, 1)
+
+
+def test_beside_others_the_price_is_what_those_beside_others_paid(weave: Weave) -> None:
+    load_in(weave, 1.0)
+    load_links(weave)[LINK].paid_beside.shares = [3.0] * 5
+    load_links(weave)[LINK].paid_beside.at_s = time.time()
+    alone = weave.plan(QUESTION).chosen.load
+    assert alone is not None
+    assert alone.share != 3.0
+    with company(weave):
+        beside = ask(weave).decision
+    assert beside is not None
+    assert beside.plan.chosen.load is not None
+    assert beside.plan.chosen.load.share == 3.0
+
+
+def test_a_tier_that_loses_is_tried_and_its_answer_teaches(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.plan.trial.EVERY", 2)
+    work_s = load_in(weave, 1.0).chosen.load.work_s  # type: ignore[union-attr]
+    exact_s = next(o.predicted_s for o in weave.plan(QUESTION).options if o.name == "prefix")
+    assert exact_s is not None
+    seconds = (1.02 * exact_s - work_s) / 1.25
+    assert load_in(weave, seconds).strategy is None, "it loses"
+    other = weave.ask("And?", documents=["Nodes."], reuse="auto", sampling=Sampling(max_tokens=1))
+    assert other.decision is not None, "one that sets out before"
+    tried = ask(weave)
+    assert tried.decision is not None
+    assert tried.decision.plan.chosen.reason is Reason.TRIAL
+    assert tried.explain is not None
+    assert tried.explain.counts["reused"]
+    assert len(load_links(weave)[LINK].paid.shares) == 1
+    assert weave.plan(QUESTION).strategy is None, "the next one is none"

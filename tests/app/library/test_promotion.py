@@ -1,0 +1,161 @@
+"""A document that comes with questions is stored once it comes back, and found in any context."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvweave import Weave
+from kvweave.app.library.encoder_setup import key_context
+from kvweave.app.library.promotion import SeenChunks
+from kvweave.app.weave import Answer, Sampling
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.kv.config import HostTierConfig, StoreConfig
+from kvweave.kv.residency import Residency
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.text.tokenizer import Tokenizer
+from worlds.tiny_corpus import make_text
+from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import open_weave
+
+TEXTS = [make_text(40, seed=i) for i in range(4)]
+GREEDY = Sampling(max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
+    folder = make_chat_model_folder(tmp_path_factory.mktemp("seen"), max_position_embeddings=4096)
+    return load_decoder(folder, device="cpu"), Tokenizer(folder)
+
+
+@pytest.fixture
+def weave(tmp_path: Path, model: tuple[Decoder, Tokenizer]) -> Iterator[Weave]:
+    with open_weave(tmp_path / "kb", model) as weave:
+        yield weave
+
+
+def ask(weave: Weave, *texts: str) -> Answer:
+    answer = weave.ask("What is it?", documents=texts, reuse="reuse", sampling=GREEDY)
+    assert weave._replying.seen is None or weave._replying.seen.wait(30)
+    return answer
+
+
+def reused(answer: Answer) -> int:
+    assert answer.explain is not None
+    return answer.explain.counts["reused"] + answer.explain.counts["exact"]
+
+
+def num_stored(weave: Weave) -> int:
+    """Objects in the store; each chunk has one isolated and one behind filler."""
+    return sum(weave.library.store.used_bytes().values())
+
+
+def test_a_document_seen_twice_is_found_in_any_other_context(weave: Weave) -> None:
+    preamble = len(weave.library.encoder.preamble_ids)
+    assert reused(ask(weave, TEXTS[0], TEXTS[1])) == preamble
+    assert reused(ask(weave, TEXTS[2], TEXTS[1])) == preamble, "stored behind its second answer"
+    third = ask(weave, TEXTS[3], TEXTS[0], TEXTS[1])
+    tokens = len(weave.build_prompt("x", [TEXTS[1]]).chunks[0])
+    assert reused(third) == preamble + tokens
+    assert third.explain is not None
+    assert [c.tier for c in third.explain.chunks] == [None, None, "host"]
+
+
+def test_there_is_one_copy_per_unique_chunk(weave: Weave) -> None:
+    for others in ((), (TEXTS[1],)):
+        ask(weave, *others, TEXTS[0])
+    once = num_stored(weave)
+    assert once > 0
+    for _ in range(3):
+        ask(weave, TEXTS[0])
+    assert num_stored(weave) == once
+    encoder = weave.library.encoder
+    (chunk,) = weave.build_prompt("x", [TEXTS[0]]).chunks
+    peeks = weave.library.store.peek([encoder.key(chunk), encoder.exact_key(chunk)])
+    assert [peek.residency for peek in peeks] == [Residency.HERE] * 2
+
+
+def test_promotion_zero_keeps_nothing_of_a_request(
+    tmp_path: Path, model: tuple[Decoder, Tokenizer]
+) -> None:
+    with open_weave(tmp_path / "kb", model, promotion=0) as weave:
+        for _ in range(3):
+            ask(weave, TEXTS[0])
+        assert num_stored(weave) == 0
+
+
+def test_full_prefill_stores_nothing(weave: Weave) -> None:
+    for _ in range(3):
+        weave.ask("What is it?", documents=TEXTS[:1], reuse="full", sampling=GREEDY)
+    assert weave._replying.seen is not None
+    assert weave._replying.seen.wait(10)
+    assert num_stored(weave) == 0
+
+
+def test_encoding_waits_while_an_answer_is_in_the_making(weave: Weave) -> None:
+    assert weave._replying.seen is not None
+    ask(weave, TEXTS[0])
+    under_way = weave.stream("Is it so?", documents=["x"], sampling=GREEDY)
+    pieces = iter(under_way)
+    next(pieces)
+    asked = weave.ask("Why?", documents=TEXTS[:1], reuse="reuse", sampling=GREEDY)
+    assert asked.text is not None
+    assert not weave._replying.seen.wait(0.3), "somebody is being answered"
+    assert num_stored(weave) == 0
+    for _ in pieces:
+        pass
+    assert weave._replying.seen.wait(30)
+    assert num_stored(weave) > 0
+
+
+def test_a_failure_beside_the_answers_is_logged_and_harms_nobody(
+    weave: Weave, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(chunks: object) -> None:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(weave.library.encoder, "encode", fail)
+    for _ in range(2):
+        ask(weave, TEXTS[0])
+    assert "which requests brought, is not stored" in caplog.text
+    monkeypatch.undo()
+    ask(weave, TEXTS[0])
+    assert num_stored(weave) > 0, "the next time it is seen it is tried again"
+
+
+def test_closing_does_not_wait_for_what_was_not_begun(
+    tmp_path: Path, model: tuple[Decoder, Tokenizer]
+) -> None:
+    before = set(threading.enumerate())
+    weave = open_weave(tmp_path / "kb", model)
+    for _ in range(2):
+        ask(weave, TEXTS[0])
+    weave.close()
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "seen-chunks"]
+
+
+@pytest.mark.parametrize("encoding", ["isolated", "filler:4", "neighbours:2"])
+def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
+    model: tuple[Decoder, Tokenizer], encoding: str
+) -> None:
+    decoder, tokenizer = model
+    preparation, context = Preparation.parse(encoding), key_context(decoder, tokenizer)
+    texts = Texts.of(tokenizer, preparation)
+    chunk = tuple(tokenizer.encode_text(TEXTS[0]))
+    behind = len(texts.filler) if encoding.startswith("filler") else 0
+    needed = len(context.preamble_ids) + behind + len(chunk)
+    for max_context in (needed - 1, needed):
+        with KVStore(StoreConfig(tiers=(HostTierConfig(1 << 26),))) as store:
+            encoder = ChunkEncoder(
+                decoder, store, context, preparation, texts, neighbours_of=lambda _: None
+            )
+            seen = SeenChunks(encoder, max_context, lambda work: work(), threshold=1)
+            seen.saw([chunk])
+            assert seen.wait(30)
+            seen.close()
+            (peek,) = store.peek([encoder.exact_key(chunk)])
+            assert (peek.residency is Residency.HERE) == (max_context == needed)

@@ -1,0 +1,100 @@
+"""Every bench script still imports and says what its options are.
+
+Nothing else runs most of them: a name that moves in src/ would break one and nobody would see it
+until its figures were wanted again. All of them are asked in one process of their own, so that
+torch is imported once and what a bench sets up stays there.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+BENCH = REPO / "bench"
+HELPERS = sorted(p.stem for p in BENCH.glob("*.py") if "__main__" not in p.read_text())
+SCRIPTS = sorted({p.stem for p in BENCH.glob("*.py")} - set(HELPERS))
+ASKED = [
+    *(f"{name} --help" for name in SCRIPTS),
+    "ttft --device cuda --help",  # a script of its own behind the same name
+    *HELPERS,
+]
+# Prints for each of its arguments, a module with or without options, what went wrong with it.
+ASK_ALL = """
+import contextlib, importlib, io, json, sys, traceback
+for asked in sys.argv[1:]:
+    name, *options = asked.split()
+    sys.argv = [name + ".py", *options]
+    trouble, said = "", io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            module = importlib.import_module(name)
+            if options:
+                module.main()
+                trouble = "went on behind --help"
+    except SystemExit as end:
+        if end.code or "usage:" not in said.getvalue():
+            trouble = f"exit code {end.code}, said {said.getvalue()!r}"
+    except Exception:  # whatever it is: the test of this one goes red with it
+        trouble = traceback.format_exc()
+    print(json.dumps([asked, trouble]))
+"""
+
+
+@cache
+def troubles() -> dict[str, str]:
+    """What went wrong with each of ASKED; "" is nothing."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ASK_ALL, *ASKED],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), str(REPO / "src")])},
+        check=False,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return dict(json.loads(line) for line in ran.stdout.splitlines())
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_bench_imports_and_a_script_tells_its_options(asked: str) -> None:
+    assert troubles()[asked] == ""
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *HELPERS])
+def test_what_a_bench_takes_from_kvweave_is_there(name: str) -> None:
+    """Imports inside functions too, which only a run (or a GPU with Triton) would reach."""
+    lost = [
+        f"{node.module}.{each.name}, line {node.lineno}"
+        for node in ast.walk(ast.parse((BENCH / f"{name}.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvweave"
+        for each in node.names
+        if each.name not in names_in(node.module or "")
+    ]
+    assert not lost
+
+
+@cache
+def names_in(module: str) -> set[str]:
+    """What can be imported from a module of ours: read, not run."""
+    folder = REPO / "src" / Path(*module.split("."))
+    file = folder.with_suffix(".py")  # a folder of the same name beside it holds data
+    if not file.is_file():
+        file = folder / "__init__.py"
+    names = {each.stem for each in folder.glob("*") if (each / "__init__.py").is_file()}
+    names |= {each.stem for each in folder.glob("*.py")}
+    if not file.is_file():
+        return names
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {each.asname or each.name for each in node.names}
+        else:
+            names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return names

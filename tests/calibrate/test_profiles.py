@@ -1,0 +1,159 @@
+"""Profiles: what is written is what is read, and everything else is refused in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvweave.calibrate import profiles
+from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.layer_profile import LayerProfile
+from kvweave.calibrate.profiles import Profile, find_profile, load_profile, save_profile, user_path
+from kvweave.errors import ConfigError
+
+LAYERS = LayerProfile(
+    4, 2000.5, (0.1, 0.3), (0.0, 0.2), (0.2, 0.4), (1, 0), (0.3, 0.31), 0.25, 0.35, (1,)
+)
+CELL = Cell("weave", 0.15, 0.2, 0.01, 0.008, 0.012, 0.03, 0.2, 0.0, 0.98, -0.01, 0.6, None, 0.5)
+
+
+def make_table(
+    encoding: str = "isolated", revision: str = "r1", kl: float = 0.01, preamble: str = "p1"
+) -> Table:
+    cell = Cell("reuse", 0.0, 0.05, kl, kl, kl, kl, kl, 0.0, 1.0, 0.0)
+    names = ("float32", "q.txt", "cafe", "2026-01-01")
+    where = (encoding, encoding, preamble, revision)
+    return Table(*where, *names, 24, 3, 9000, 812.25, 1e-8, 0.5, None, (cell, CELL))
+
+
+PROFILE = Profile("tiny", "abc" * 10, "def" * 10, LAYERS, (make_table(),))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_profile(tmp_path / "p.json", PROFILE)
+    return tmp_path / "p.json"
+
+
+def load(path: Path) -> Profile:
+    return load_profile(path, PROFILE.weights, PROFILE.tokenizer)
+
+
+def test_a_profile_comes_back_as_it_was_and_leaves_no_other_file(path: Path) -> None:
+    assert load(path) == PROFILE
+    assert [p.name for p in path.parent.iterdir()] == ["p.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(ConfigError, match=r"cannot write the profile .*p\.json: No space"):
+            save_profile(path, Profile("other", "w", "t"))
+    assert load(path) == PROFILE
+    assert [p.name for p in path.parent.iterdir()] == ["p.json"]
+
+
+def change(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_another_format_is_refused_with_the_way_out(path: Path) -> None:
+    change(path, format=6)
+    with pytest.raises(ConfigError, match="has format 6, this kvweave reads 5; make it again with"):
+        load(path)
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_tables_of_another_weave_are_not_read(path: Path, version: int) -> None:
+    change(path, format=version)
+    assert load(path) == profiles.replace(PROFILE, calibration=())
+
+
+def test_of_format_1_the_layers_are_read_and_the_tables_are_not(path: Path) -> None:
+    old = profiles.asdict(make_table())
+    for name in ("context", "preamble", "num_chunk_tokens"):
+        del old[name]
+    change(path, format=1, calibration=[old])
+    assert load(path) == profiles.replace(PROFILE, calibration=())
+
+
+def test_a_profile_of_other_weights_or_tokenizer_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="other weights"):
+        load_profile(path, "another", PROFILE.tokenizer)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        load_profile(path, PROFILE.weights, "another")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": {"recall": [0.1]}},
+        {"calibration": [{"encoding": "isolated"}]},
+        {"calibration": 3},
+        {"surprise": 1},
+        {"weights": 7},
+        {"layers": {**profiles.asdict(LAYERS), "all_layers": "much"}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": ["x"]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": [-7]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": [0.5]}},
+        {"layers": {**profiles.asdict(LAYERS), "critical": 3}},
+        {"layers": {**profiles.asdict(LAYERS), "recall": ["x"]}},
+        {"calibration": [{**profiles.asdict(make_table()), "num_questions": "many"}]},
+    ],
+)
+def test_a_damaged_profile_is_refused_in_one_line(path: Path, changes: dict[str, object]) -> None:
+    change(path, **changes)
+    with pytest.raises(ConfigError, match=r"p\.json is damaged \(") as refused:
+        load(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "no json"])
+def test_what_is_no_profile_is_refused(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="no profile of kvweave"):
+        load(path)
+
+
+def test_a_fresh_table_replaces_the_one_of_its_decoder_and_encoding() -> None:
+    more = PROFILE.with_tables(make_table(kl=0.5), make_table("filler:4:aa"))
+    assert [t.encoding for t in more.calibration] == ["isolated", "filler:4:aa"]
+    table = more.table("r1", "isolated", "p1")
+    assert table is not None
+    assert table.cells[0].kl == 0.5
+    assert more.table("another decoder", "isolated", "p1") is None
+    assert more.table("r1", "filler:4:bb", "p1") is None
+    assert more.table("r1", "isolated", "p2") is None
+    both = more.with_tables(make_table(preamble="p2"))
+    assert len(both.calibration) == 3
+    assert both.table("r1", "isolated", "p2") is not None
+
+
+def test_the_users_profile_wins_over_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    assert find_profile(PROFILE.weights, PROFILE.tokenizer) is None
+    save_profile(user_path(PROFILE.weights), PROFILE)
+    assert find_profile(PROFILE.weights, PROFILE.tokenizer) == PROFILE
+
+
+def test_facts_carry_the_critical_layers() -> None:
+    assert PROFILE.facts(2).critical_layers == (1,)
+    assert Profile("tiny", "w", "t").facts(2).critical_layers == ()
+
+
+def test_embedded_models_come_with_a_profile_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    packaged = sorted((Path(profiles.__file__).parent / "packaged").glob("*.json"))
+    assert [path.name.split("-")[0] for path in packaged] == ["smollm2"]
+    stored = json.loads(packaged[0].read_text())
+    profile = find_profile(stored["weights"], stored["tokenizer"])
+    assert profile is not None
+    assert profile.model == "smollm2"
+    assert profile.layers is not None
+    assert profile.facts(30).critical_layers
+    assert stored["format"] == profiles.FORMAT

@@ -1,0 +1,161 @@
+"""Recording the question: its scratch memory is its own, and a failure costs no answer.
+
+What CUDA does is left out: here it is only told when recording begins. See tests/gpu for the rest.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import ref
+
+import pytest
+import torch
+
+from kvweave.fuse import recorded_probe as captured_probe
+from kvweave.fuse.recorded_probe import Recordings
+from kvweave.kernels import recording
+from kvweave.kv.format.codec import LayerKV
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from worlds.tiny_models import make_model_folder
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = make_model_folder(tmp_path_factory.mktemp("models"), "llama")
+    made: Decoder = load_decoder(folder, device="cpu", dtype="float32")
+    return made
+
+
+class Graph:
+    def replay(self) -> None:
+        """Nothing was recorded."""
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded runs once, and a replay answers the same again."""
+
+    @contextmanager
+    def record(graph: Graph, **_: str) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def make_front(decoder: Decoder, num_tokens: int) -> tuple[LayerKV, ...]:
+    spec = decoder.spec
+    shape = (spec.num_layers, 2, num_tokens, spec.num_kv_heads, spec.head_dim)
+    return tuple(LayerKV(k, v) for k, v in torch.randn(shape))
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+def test_the_lowest_layer_alone_is_asked_for_behind_a_preamble(decoder: Decoder) -> None:
+    """As `weave` does in a model of one layer: nothing of the preamble is ever looked at."""
+    recordings, front = Recordings(), make_front(decoder, 7)
+    found = [recordings.probe(decoder, [5, 6, 7], 7, [0], front) for _ in range(2)][-1]
+    assert found is not None
+    assert len(found[0][0]) == 3
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+def test_a_recording_shows_the_preamble_it_is_given_and_keeps_none_alive(decoder: Decoder) -> None:
+    """What the tree has of a prompt is copied for each request: it would be held for good."""
+    recordings, front = Recordings(), make_front(decoder, 7)
+    for _ in range(2):
+        recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    (recording,) = recordings._graphs.values()
+    assert recording is not None
+    assert torch.equal(recording._front[1, 0], front[1].k)
+    recording._front.zero_()
+    recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    assert not recording._front.any(), "the same is not copied again"
+    other = make_front(decoder, 7)
+    recordings.probe(decoder, [5, 6, 7], 7, [2], other)
+    assert torch.equal(recording._front[1, 1], other[1].v)
+    gone = ref(other[0].k)
+    del other
+    assert gone() is None
+
+
+def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that was there before would be somebody else's at the first replay."""
+    before, inside = decoder._scratch, []
+
+    @contextmanager
+    def record(graph: Graph, **_: str) -> Iterator[None]:
+        inside.append(len(decoder._scratch))
+        yield
+        inside.append(len(decoder._scratch))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    recordings = Recordings()
+    with torch.inference_mode():
+        assert recordings.probe(decoder, [5, 6, 7], 0, [1]) is None, "the first one warms up"
+        found = recordings.probe(decoder, [5, 6, 7], 0, [1])
+    assert found is not None
+    assert len(found[1][0]) == 3
+    assert inside[0] == 0
+    assert inside[1] > 0
+    assert decoder._scratch is before
+
+
+def test_a_question_that_cannot_be_recorded_is_named_once_and_probed_all_the_same(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured_probe, "_Recording", fails)
+    recordings = Recordings()
+    with caplog.at_level(logging.WARNING):
+        assert [recordings.probe(decoder, [5, 6, 7], 0, [1]) for _ in range(4)] == [None] * 4
+    assert caplog.text.count("cannot be recorded") == 1
+
+
+def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "PAUSE", 2)
+    tried: list[int] = []
+
+    class Short:
+        def __init__(self, decoder: Decoder, kind: captured_probe._Kind) -> None:
+            tried.append(kind.num_rows)
+            if tried == [16]:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+        def play(self, *_: object) -> dict[int, object]:
+            return {}
+
+    monkeypatch.setattr(captured_probe, "_Recording", Short)
+    recordings = Recordings()
+
+    def plays(count: int) -> bool:
+        return recordings.probe(decoder, [5] * count, 0, [1]) is not None
+
+    assert [plays(3), plays(3)] == [False, False]
+    assert [plays(20), plays(20)] == [False, True]
+    assert [plays(3) for _ in range(3)] == [False, False, True]
+    assert tried == [16, 32, 16]
+    assert recordings.refusals.num_without_memory == 1
+
+
+def test_a_front_with_chunks_in_it_takes_no_recordings_place(decoder: Decoder) -> None:
+    spec = decoder.spec
+    shape = (captured_probe.MOST_FRONT + 1, spec.num_kv_heads, spec.head_dim)
+    long = [LayerKV(torch.zeros(shape), torch.zeros(shape))] * spec.num_layers
+    short = [LayerKV(kv.k[1:], kv.v[1:]) for kv in long]
+    recordings = Recordings()
+    assert recordings.probe(decoder, [5], 0, [1], long) is None
+    assert not recordings._graphs
+    assert recordings.probe(decoder, [5], 0, [1], short) is None
+    assert len(recordings._graphs) == 1

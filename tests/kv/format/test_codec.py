@@ -1,0 +1,161 @@
+"""Codecs: sizes known beforehand, decoding into the caller's memory, no copy for raw."""
+
+import pytest
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.kv.format import objects
+from kvweave.kv.format.codec import CODECS, LayerKV, dtype_name, open_codec
+from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
+from worlds.kv import make_key, make_layers
+
+TOLERANCE = {"raw": 0.0, "fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "fp8": 0.2, "int4": 0.3}
+# bytes per element of 256 tokens of SmolLM2's shape, parameters included
+BYTES_PER_ELEMENT = {"raw": 4, "fp16": 2, "bf16": 2, "int8": 1.0625, "fp8": 1.03125, "int4": 0.5625}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_gives_back_about_what_it_got(codec: str, dtype: str) -> None:
+    layers = make_layers(num_tokens=70, dtype=dtype)
+    chunk = pack_chunk(make_key(), layers, codec)
+    for i, want in enumerate(layers):
+        got = layer_of(chunk.header, chunk.memory, i).decode()
+        assert got.k.dtype == want.k.dtype
+        torch.testing.assert_close(got.k, want.k, rtol=0.01, atol=TOLERANCE[codec])
+        torch.testing.assert_close(got.v, want.v, rtol=0.01, atol=TOLERANCE[codec])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_decoding_into_given_memory_equals_decoding_into_fresh(codec: str) -> None:
+    chunk = pack_chunk(make_key(), make_layers(), codec)
+    encoded = layer_of(chunk.header, chunk.memory, 1)
+    kv = torch.full((2, 20, 2, 8), -1.0)  # a request's buffer: the chunk goes to rows 10..15
+    out = LayerKV(kv[0, 10:15], kv[1, 10:15])
+    fresh, given = encoded.decode(), encoded.decode(out)
+    assert given.k is out.k
+    assert torch.equal(fresh.k, kv[0, 10:15])
+    assert torch.equal(fresh.v, kv[1, 10:15])
+    assert (kv[:, :10] == -1).all()
+    assert (kv[:, 15:] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_chunks_decoded_together_equal_chunks_decoded_one_by_one(codec: str, dtype: str) -> None:
+    """Lengths of one group, of whole groups, and with a short group in the middle."""
+    chunks = [pack_chunk(make_key(), make_layers(n, num_tokens=n, dtype=dtype), codec)
+              for n in (1, 64, 70, 130, 5)]  # fmt: skip
+    layers = [layer_of(chunk.header, chunk.memory, 1) for chunk in chunks]
+    apart = [layer.decode() for layer in layers]
+    room = torch.full((2, 272, 2, 8), -1.0, dtype=apart[0].k.dtype)
+    decode_joined(layers, LayerKV(room[0, 1:271], room[1, 1:271]))
+    assert torch.equal(room[0, 1:271], torch.cat([kv.k for kv in apart]))
+    assert torch.equal(room[1, 1:271], torch.cat([kv.v for kv in apart]))
+    assert (room[:, [0, 271]] == -1).all()
+
+
+def test_neighbours_stored_in_different_ways_decode_together() -> None:
+    chunks = [
+        pack_chunk(make_key(), make_layers(n, num_tokens=n), codec)
+        for n, codec in ((70, "int8"), (3, "int8"), (9, "raw"), (80, "int4"), (66, "int8"))
+    ]
+    layers = [layer_of(chunk.header, chunk.memory, 0) for chunk in chunks]
+    out = LayerKV(torch.empty(228, 2, 8), torch.empty(228, 2, 8))
+    decode_joined(layers, out)
+    assert torch.equal(out.k, torch.cat([layer.decode().k for layer in layers]))
+    assert torch.equal(out.v, torch.cat([layer.decode().v for layer in layers]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "want"),
+    [
+        ([], []),
+        ([300], [[300]]),
+        ([128] * 9, [[128] * 8, [128]]),  # as many as stay in the cache
+        ([9, 129, 9, 9, 200, 200, 1], [[9], [129], [9, 9], [200], [200], [1]]),
+    ],
+)
+def test_only_small_layers_are_decoded_together(tokens: list[int], want: list[list[int]]) -> None:
+    """Of large ones the copy and the repeated parameters cost more than the steps."""
+    no_bytes, codec = torch.empty(0, dtype=torch.uint8), open_codec("int8")
+    layers = [EncodedLayer(no_bytes, Shape(n, 8, 128, "float32"), codec) for n in tokens]
+    assert [[layer.shape.num_tokens for layer in run] for run in runs_of(layers)] == want
+
+
+def test_chunks_decoded_in_several_runs_equal_chunks_decoded_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(objects, "SMALL", 70 * 16)
+    monkeypatch.setattr(objects, "TOGETHER", 100 * 16)
+    chunks = [pack_chunk(make_key(), make_layers(n, num_tokens=n), "int8")
+              for n in (66, 34, 1, 130, 70, 71, 3)]  # fmt: skip
+    layers = [layer_of(chunk.header, chunk.memory, 0) for chunk in chunks]
+    assert [len(run) for run in runs_of(layers)] == [2, 1, 1, 1, 1, 1]
+    out = LayerKV(torch.empty(375, 2, 8), torch.empty(375, 2, 8))
+    decode_joined(layers, out)
+    assert torch.equal(out.k, torch.cat([layer.decode().k for layer in layers]))
+    assert torch.equal(out.v, torch.cat([layer.decode().v for layer in layers]))
+
+
+def test_raw_decodes_without_a_copy() -> None:
+    chunk = pack_chunk(make_key(), make_layers())
+    encoded = layer_of(chunk.header, chunk.memory, 0)
+    assert encoded.decode().k.data_ptr() == encoded.data.data_ptr()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sizes_are_known_from_the_shape(codec: str) -> None:
+    shape = Shape(256, 3, 64, "float32")
+    size = open_codec(codec).num_bytes(shape)
+    assert size / (2 * 256 * 3 * 64) == BYTES_PER_ELEMENT[codec]
+
+
+def test_what_fp16_cannot_hold_is_refused() -> None:
+    layers = make_layers()
+    layers[1].k[0, 0, 0] = 1e5
+    with pytest.raises(ValueError, match="use raw or bf16"):
+        pack_chunk(make_key(), layers, "fp16")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", [(1, 1, 6), (3, 1, 2), (1, 3, 10)])
+def test_odd_numbers_of_code_bytes_decode(codec: str, shape: tuple[int, int, int]) -> None:
+    kv = LayerKV(torch.randn(shape), torch.randn(shape))
+    chunk = pack_chunk(make_key(), [kv], codec)
+    got = layer_of(chunk.header, chunk.memory, 0).decode()
+    torch.testing.assert_close(got.k, kv.k, rtol=0.07, atol=TOLERANCE[codec])
+    torch.testing.assert_close(got.v, kv.v, rtol=0.07, atol=TOLERANCE[codec])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_chunk_without_tokens_is_refused(codec: str) -> None:
+    empty = LayerKV(torch.randn(0, 1, 8), torch.randn(0, 1, 8))
+    with pytest.raises(ValueError, match="nothing to store"):
+        pack_chunk(make_key(), [empty], codec)
+
+
+def test_int4_refuses_an_odd_head_dim() -> None:
+    odd = LayerKV(torch.randn(4, 1, 7), torch.randn(4, 1, 7))
+    with pytest.raises(ValueError, match="even head dim"):
+        pack_chunk(make_key(), [odd], "int4")
+
+
+def test_unknown_codecs_and_dtypes_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="no codec 'zip'; known: raw"):
+        open_codec("zip")
+    with pytest.raises(ConfigError, match="float64"):
+        dtype_name(torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_gpu_encodes_and_decodes_like_a_cpu(codec: str) -> None:
+    layers = make_layers(num_tokens=70)
+    here = pack_chunk(make_key(), layers, codec)
+    there = pack_chunk(make_key(), [LayerKV(k.cuda(), v.cuda()) for k, v in layers], codec)
+    assert bytes(here.view) == bytes(there.view)
+    encoded = layer_of(here.header, here.memory, 0)
+    on_gpu = encoded._replace(data=encoded.data.cuda()).decode()
+    torch.testing.assert_close(on_gpu.k.cpu(), encoded.decode().k, rtol=1e-6, atol=1e-6)

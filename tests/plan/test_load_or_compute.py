@@ -1,0 +1,117 @@
+"""Loading that nothing hides is held against computing, tier by tier."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvweave.plan.cost import CostModel, StrategyInfo
+from kvweave.plan.hits import find_hits
+from kvweave.plan.layout import lay_out
+from kvweave.plan.load_or_compute import AtLeast, dear_links, too_dear
+from kvweave.plan.options import Candidate, Limits, price_fused
+from kvweave.plan.plan import Option, Reason
+from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.types import ChunkId
+from worlds.plan import on_disk
+from worlds.tree import World, refs
+
+POOL = ["a300", "b200", "c100", "d64", "e400"]
+
+
+def make_costs(shares: dict[str, float] | None = None, **speeds: float) -> CostModel:
+    """A millisecond per token."""
+    grid = Grid((0,), (1, 1000), [[0.001, 1.0]])
+    links = {name: Link(speed) for name, speed in speeds.items()}
+    profile = MachineProfile("m", "test", 10, grid, grid, links)
+    return CostModel(profile, shares=shares or {})
+
+
+def test_a_link_is_too_dear_when_loading_costs_more_than_the_rows_it_saves() -> None:
+    costs = make_costs(disk=1.25e7)  # 0.08 s for a megabyte, paid for with a quarter more
+    dear = dear_links(costs, 1000, 10, {"disk": 100}, {"disk": 1_000_000})
+    assert dear[0].times == pytest.approx(1.0)
+    assert too_dear(dear, 0.0) == set(), "the same: loaded"
+    assert too_dear(dear, 0.1) == {"disk"}, "a tenth of its rows is computed anyway"
+
+
+def test_a_link_that_is_hidden_is_never_too_dear() -> None:
+    costs = make_costs({"disk": 0.9}, disk=1.0)
+    assert dear_links(costs, 1000, 10, {"disk": 100}, {"disk": 1_000_000}) == ()
+
+
+def test_without_the_slowest_link_the_next_one_is_waited_for() -> None:
+    """Each alone is too dear; to compute the slowest alone saves next to nothing."""
+    costs = make_costs(disk=5e6, remote=4.9e6)
+    tokens, loads = dict.fromkeys(("disk", "remote"), 100), {"disk": 10**6, "remote": 10**6}
+    dear = dear_links(costs, 1000, 10, tokens, loads)
+    assert [each.link for each in dear] == ["remote", "disk"]
+    assert dear[0].times < 0.1 < 1 < dear[1].times
+    assert too_dear(dear, 0.15) == set()
+
+
+@given(
+    names=st.lists(st.sampled_from(POOL), min_size=2, max_size=5, unique=True),
+    remote=st.sets(st.sampled_from(POOL)),
+    stored=st.sets(st.sampled_from(POOL), min_size=2),
+    disk=st.sampled_from([1e5, 1e6, 2e6, 1e9]),
+    away=st.sampled_from([1e5, 5e5, 1.5e6, 1e7]),
+    share=st.sampled_from([0.3, 1.0, 1.25, 3.0]),
+    ratio=st.sampled_from([0.0, 0.15, 0.5]),
+    first=st.booleans(),
+)
+def test_no_way_is_priced_below_what_it_cannot_be_below(
+    names: list[str],
+    remote: set[str],
+    stored: set[str],
+    disk: float,
+    away: float,
+    share: float,
+    ratio: float,
+    first: bool,
+) -> None:
+    costs = make_costs({"disk": share}, disk=disk, remote=away)
+    here = on_disk(*stored - remote, first=first) | on_disk(*stored & remote, tier="remote")
+    tree, parts = World(device_tokens=700).tree, tuple(refs(names))
+    found = {ChunkId(name): [copy] for name, copy in here.items()}
+    match = tree.match([part.id for part in parts])
+    layout = lay_out(tree.root, match, parts, found, 10, costs.can_load, 0)
+    for strategy in (
+        StrategyInfo("epic"),
+        StrategyInfo("q", probe_layers=3, waits_for_all=True),
+        StrategyInfo("w", depth=0.4),
+    ):
+        hits = find_hits(costs, layout, strategy)
+        outcome = price_fused(costs, layout, hits, strategy, ratio, Limits())
+        if isinstance(outcome, Candidate):
+            assert outcome.option.predicted_s is not None
+            above_s = outcome.option.predicted_s + 1e-9
+            assert AtLeast(costs, layout).is_below(strategy, ratio, above_s)
+
+
+def test_rows_that_leave_early_are_paid_for_as_parts_of_rows() -> None:
+    """A way at 0.4 whose rows run through half of the layers costs what one at 0.2 does; it still
+    holds twice the rows."""
+    costs = make_costs(disk=1e9)
+    tree, parts = World(device_tokens=700).tree, tuple(refs(["a300", "b200", "e400"]))
+    found = {ChunkId(name): [copy] for name, copy in on_disk("a300", "b200", "e400").items()}
+    match = tree.match([part.id for part in parts])
+    layout = lay_out(tree.root, match, parts, found, 10, costs.can_load, 0)
+
+    def priced(strategy: StrategyInfo, ratio: float, limits: Limits) -> Option:
+        hits = find_hits(costs, layout, strategy)
+        outcome = price_fused(costs, layout, hits, strategy, ratio, limits)
+        assert isinstance(outcome, Candidate)
+        return outcome.option
+
+    half, whole = StrategyInfo("half", depth=0.5), StrategyInfo("whole")
+    ours, plain = priced(half, 0.4, Limits()), priced(whole, 0.2, Limits())
+    assert ours.predicted_s == pytest.approx(plain.predicted_s)
+    assert ours.rows == priced(whole, 0.4, Limits()).rows > plain.rows
+    least = AtLeast(costs, layout)
+    limit_s = plain.predicted_s or 0.0
+    assert least.is_below(half, 0.4, limit_s + 1e-9)
+    assert not least.is_below(whole, 0.4, limit_s + 1e-9)
+    tight = Limits(free_bytes=plain.rows * 100, row_bytes=100)
+    assert price_fused(costs, layout, find_hits(costs, layout, half), half, 0.4, tight) is (
+        Reason.NO_MEMORY
+    )

@@ -1,0 +1,391 @@
+"""Knowledge bases over HTTP: upload, list, search, delete, and answers from stored chunk KV."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, Place
+from kvweave.serve.limits import Limits
+from worlds.serving import Shelf, make_libraries, make_weave, serving, user
+from worlds.tiny_corpus import WordEmbedder, make_text
+
+DRAIN = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}
+QUOTA = {"title": "Quota", "text": "A quota limits the pods and volumes of a namespace."}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+
+
+def post(url: str, path: str, **how: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/kb/{path}", timeout=60, **how)
+
+
+def ask(url: str, question: str = "How do I drain a node?", **fields: Any) -> dict[str, Any]:
+    body = {"messages": user(question), "explain": True, **GREEDY, **fields}
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+@pytest.fixture(scope="module")
+def filled(shelf: Shelf) -> Shelf:
+    for document in (DRAIN, QUOTA):
+        assert post(shelf.url, "cluster/documents", json=document).status_code == 200
+    return shelf
+
+
+def test_an_uploaded_text_is_listed_found_and_removed(shelf: Shelf) -> None:
+    report = post(shelf.url, "life/documents", json=DRAIN).json()
+    assert (report["added"], report["new_chunks"], report["skipped"]) == (1, 1, [])
+    (document,) = httpx.get(f"{shelf.url}/v1/kb/life/documents").json()["data"]
+    assert (document["title"], document["chunks"]) == ("Drain", 1)
+    (hit,) = post(shelf.url, "life/search", json={"query": "cordon a node"}).json()["data"]
+    assert hit["title"] == "Drain"
+    assert "evict its pods" in hit["text"]
+    again = post(shelf.url, "life/documents", json=DRAIN).json()
+    assert (again["added"], again["unchanged"]) == (0, 1)
+    gone = httpx.delete(f"{shelf.url}/v1/kb/life/documents/{document['id']}").json()
+    assert gone == {
+        "id": document["id"],
+        "object": "document.deleted",
+        "deleted": True,
+        "chunks": 1,
+    }
+    assert httpx.get(f"{shelf.url}/v1/kb/life/documents").json()["data"] == []
+    assert post(shelf.url, "life/search", json={"query": "cordon"}).json()["data"] == []
+    twice = httpx.delete(f"{shelf.url}/v1/kb/life/documents/{document['id']}")
+    assert twice.status_code == 404
+
+
+def test_files_of_a_form_are_parsed_by_their_ending(shelf: Shelf) -> None:
+    files = [
+        ("file", ("a.md", b"# Taints\n\nA taint keeps pods off a node.")),
+        ("file", ("rows.csv", b"title,text\nOne,First row of pods.\nTwo,Second row of nodes.\n")),
+        ("file", ("bad.exe", b"MZ")),
+    ]
+    report = post(shelf.url, "files/documents", files=files).json()
+    assert report["added"] == 3
+    (skipped,) = report["skipped"]
+    assert skipped["source"] == "upload:bad.exe"
+    assert "no parser for .exe" in skipped["reason"]
+    titles = {d["title"] for d in httpx.get(f"{shelf.url}/v1/kb/files/documents").json()["data"]}
+    assert titles == {"Taints", "One", "Two"}
+    fewer = [("file", ("rows.csv", b"title,text\nOne,First row of pods.\n"))]
+    report = post(shelf.url, "files/documents", files=fewer).json()
+    assert (report["unchanged"], report["removed"]) == (1, 1)  # an update of the same file
+
+
+@pytest.mark.parametrize("name", ["../../evil.md", "/etc/evil.md", "..\\evil.md", "a/b/evil.md"])
+def test_a_file_name_never_becomes_a_path(shelf: Shelf, name: str) -> None:
+    before = set(shelf.root.parent.rglob("*evil*"))
+    form = {"file": (name, b"# Evil\n\nSome text about pods.")}
+    assert post(shelf.url, "names/documents", files=form).status_code == 200
+    sources = [d["source"] for d in httpx.get(f"{shelf.url}/v1/kb/names/documents").json()["data"]]
+    assert sources == ["upload:evil.md"]
+    assert set(shelf.root.parent.rglob("*evil*")) == before
+    assert not Path("/etc/evil.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        ({"json": {"text": " "}}, 400, "'text' is empty"),
+        ({"json": {"title": "t"}}, 400, "'text' is missing"),
+        ({"json": {"text": "t", "url": "u"}}, 400, "'url' is not supported"),
+        ({"json": ["t"]}, 400, "must be a JSON object"),
+        ({"content": b"{", "headers": {"Content-Type": "application/json"}}, 400, "not valid JSON"),
+        ({"content": b"x", "headers": {"Content-Type": "text/plain"}}, 415, "is no upload"),
+        ({"files": {"file": ("..", b"x")}}, 400, "is no name of a file"),
+        ({"files": {"file": ("x.md", b" ")}}, 400, "nothing was taken in"),
+        ({"data": {"a": "b"}, "files": {"file": ("x.md", b"x")}}, 400, "'a' is no file"),
+        (
+            {"content": b"--x", "headers": {"Content-Type": "multipart/form-data"}},
+            400,
+            "does not parse",
+        ),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_an_upload_that_is_none_is_refused(
+    shelf: Shelf, how: dict[str, Any], status: int, says: str
+) -> None:
+    reply = post(shelf.url, "bad/documents", **how)
+    assert reply.status_code == status, reply.text
+    assert says in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "a.b", "@acme", "a%2Fb", "a" * 65, "%00"])
+def test_a_name_that_could_be_a_path_is_refused(shelf: Shelf, name: str) -> None:
+    assert post(shelf.url, f"{name}/documents", json=DRAIN).status_code in (400, 404, 405)
+    assert not (shelf.root / name).exists() or name == ".."
+
+
+def test_progress_comes_as_events_and_ends_with_the_outcome(shelf: Shelf) -> None:
+    document = {"title": "Long", "text": make_text(400, seed=3)}
+    headers = {"Accept": "text/event-stream"}
+    reply = post(shelf.url, "slow/documents", json=document, headers=headers)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in reply.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert {e["object"] for e in events[:-1]} == {"ingest.progress"}
+    assert "encode" in {e["phase"] for e in events[:-1]}
+    assert events[-1]["object"] == "ingest"
+    assert events[-1]["added"] == 1
+
+
+def test_an_upload_beyond_the_limit_is_a_413_and_other_bodies_have_their_own(
+    weave: Any, tmp_path: Path
+) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    limits = Limits(body_bytes=1000, upload_bytes=20_000, upload_files=2)
+    with serving(weave, limits, libraries=libraries) as url:
+        text = {"title": "t", "text": make_text(300, seed=1)}
+        assert post(url, "x/documents", json=text).status_code == 200
+        assert post(url, "x/search", json={"query": "pod " * 400}).status_code == 413
+        large = {"file": ("a.md", b"pods " * 10_000)}
+        assert post(url, "x/documents", files=large).status_code == 413
+        many = [("file", (f"{i}.md", b"pods")) for i in range(3)]
+        refused = post(url, "x/documents", files=many)
+        assert refused.status_code == 400
+        assert "Too many files" in refused.json()["error"]["message"]
+    libraries.close()
+
+
+def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: Shelf) -> None:
+    reply = ask(filled.url, kb="cluster", k=2, reuse={"strategy": "reuse"})
+    told = reply["explain"]
+    assert told["strategy"] == "reuse"
+    assert told["tokens"]["reused"] > 0
+    assert {chunk["tier"] for chunk in told["chunks"]} <= {"host", "disk"}
+    assert sum(told["tokens"].values()) == reply["usage"]["prompt_tokens"]
+    assert told["states"][0][1] == 0
+    assert told["states"][-1][2] == reply["usage"]["prompt_tokens"]
+    assert told["timeline_ms"]["total"] >= told["timeline_ms"]["first_token"] > 0
+    with filled.libraries.use("", "cluster") as over:
+        answer = over.ask("How do I drain a node?", k=2, reuse="reuse", sampling=_greedy())
+    assert reply["choices"][0]["message"]["content"] == answer.text
+
+
+def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: Shelf) -> None:
+    told = ask(filled.url, kb="cluster")["explain"]
+    assert told["decision"]["chosen"] in {o["name"] for o in told["decision"]["options"]}
+    assert all(option["reason"] for option in told["decision"]["options"])
+    for option in told["decision"]["options"]:
+        assert (option["load_ms"] is None) == (option["load_share"] is None), option
+        assert option["load_bytes"] == 0 or option["load_ms"] > 0, option
+    other = [{"role": "system", "content": "Be exact."}, *user("How do I drain a node?")]
+    told = ask(filled.url, kb="cluster", messages=other)["explain"]
+    assert (told["strategy"], told["decision"]) == ("full", None)
+
+
+def test_explain_comes_in_the_last_chunk_of_a_stream(filled: Shelf) -> None:
+    ask(filled.url, kb="cluster", reuse="prefix")  # from here on it is in the knowledge tree
+    whole = ask(filled.url, kb="cluster", reuse="prefix")["explain"]
+    with OpenAI(base_url=f"{filled.url}/v1", api_key="none") as client:
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny",
+                messages=user("How do I drain a node?"),
+                stream=True,
+                extra_body={"kb": "cluster", "reuse": "prefix", "explain": True},
+                **GREEDY,
+            )
+        )
+    told = chunks[-1].model_extra["explain"]
+    assert told["tokens"] == whole["tokens"]
+    assert told["chunks"] == whole["chunks"]
+
+
+def test_documents_beside_a_knowledge_base_find_its_chunk_kv(filled: Shelf) -> None:
+    hits = post(filled.url, "cluster/search", json={"query": "quota", "k": 2}).json()["data"]
+    documents = [{"text": hit["text"]} for hit in hits]
+    told = ask(filled.url, kb="cluster", documents=documents, reuse="reuse")["explain"]
+    assert len(told["chunks"]) == 2
+    assert all(chunk["tier"] for chunk in told["chunks"]), "its text is the chunk's own"
+
+
+def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled: Shelf) -> None:
+    def turn(messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
+        fields = {"kb": "cluster", "k": 1, "reuse": "reuse", "messages": messages, **more}
+        return ask(filled.url, **fields)
+
+    first = user("How do I drain a node?")
+    one = turn(first, conversation_id="c1")
+    said = {"role": "assistant", "content": one["choices"][0]["message"]["content"]}
+    other = turn([*first, said, *user("What does a quota limit?")], conversation_id="c1")
+    chunk, words, new = other["explain"]["chunks"]
+    assert [chunk["start"], chunk["tokens"]] == [
+        one["explain"]["chunks"][0][name] for name in ("start", "tokens")
+    ], "the chunk of the first turn stands where it stood"
+    assert words["start"] == chunk["start"] + chunk["tokens"]
+    assert new["tokens"] > 0
+    same = [*first, said, *user("And how do I drain a node again?")]
+    again = turn(same, conversation_id="c1")
+    assert len(again["explain"]["chunks"]) == 2, "what the history holds is not sent twice"
+    for strangers in ({}, {"conversation_id": "c2"}):
+        words, new = turn(same, **strangers)["explain"]["chunks"]
+        assert new["tokens"] == chunk["tokens"], "nothing is known of another conversation"
+
+
+def test_the_list_has_every_knowledge_base(filled: Shelf) -> None:
+    listed = httpx.get(f"{filled.url}/v1/kb").json()["data"]
+    notes = next(kb for kb in listed if kb["name"] == "cluster")
+    assert (notes["documents"], notes["chunks"]) == (2, 2)
+    assert notes["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"query": " "}, "'query' is empty"),
+        ({"query": "x", "k": 0}, "'k' must be between 1 and 1000"),
+        ({"query": "x", "mode": "magic"}, "'mode' must be 'vector'"),
+    ],
+)
+def test_a_search_that_makes_no_sense_is_refused(
+    filled: Shelf, body: dict[str, Any], says: str
+) -> None:
+    reply = post(filled.url, "cluster/search", json=body)
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"]
+
+
+def test_a_second_start_serves_its_first_fused_answer_without_encoding(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    """Two lives of a server, each with its own model. What is computed is saved, and counted."""
+    question, fields = "How do I drain a node?", {"kb": "notes", "k": 2, "reuse": "reuse"}
+    answers = []
+    for life in (1, 2):
+        weave = make_weave(chat_model_folder)
+        libraries = make_libraries(weave, tmp_path)
+        with serving(weave, libraries=libraries) as url:
+            if life == 1:
+                for document in (DRAIN, QUOTA):
+                    post(url, "notes/documents", json=document)
+            told = ask(url, question, **fields)
+            answers.append(told["choices"][0]["message"]["content"])
+            with libraries.use("", "notes") as over:
+                saved = over.library.store.metrics.value("kv_saves_total", tier="disk")
+            assert saved == (2 if life == 1 else 0), "chunk KV is computed once, in the first life"
+            assert {c["tier"] for c in told["explain"]["chunks"]} == {("host", "disk")[life - 1]}
+            assert all(c["why"] is None for c in told["explain"]["chunks"])
+        libraries.close()
+        weave.close()
+    assert answers[0] == answers[1]
+
+
+def test_tenants_have_other_keys_for_the_same_chunk(weave: Any, tmp_path: Path) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    ids = tuple(range(10, 20))
+    names = [Place("", "a"), Place("", "b"), Place("acme", "a"), Place("other", "a")]
+    keys = []
+    for place in names:
+        with libraries.use(place.tenant, place.name, create=True) as over:
+            keys.append(over.library.encoder.key(ids))
+    assert keys[0] == keys[1], "no tenant: they share"
+    assert len(set(keys)) == 3
+    assert (tmp_path / "@acme" / "a").is_dir()
+    assert libraries.names("acme") == ["a"]
+    assert libraries.names("") == ["a", "b"]
+    libraries.close()
+
+
+def _greedy() -> Any:
+    from kvweave.app.weave import Sampling
+
+    return Sampling(max_tokens=6)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_leased(shelf: Shelf) -> Iterator[None]:
+    yield
+    assert shelf.libraries.num_pinned() == 0
+
+
+def handles_below(folder: Path) -> int:
+    """File handles of this process that are open in a folder."""
+    links = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return sum(link.is_symlink() and str(folder) in os.readlink(link) for link in links)
+
+
+def test_many_who_ask_at_once_do_not_each_open_the_catalogue(filled: Shelf) -> None:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("open files are counted in /proc; Linux has it, as CI does")
+    with ThreadPoolExecutor(24) as clients:
+        asked = [
+            clients.submit(ask, filled.url, f"Who drains {n}?", kb="cluster") for n in range(48)
+        ]
+        assert all(reply.result() for reply in asked)
+    assert handles_below(filled.root / "cluster") <= 3 * (SEARCHERS + Limits().chores + 1)
+
+
+def test_opening_one_knowledge_base_holds_up_nobody(weave: Any, tmp_path: Path) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+
+    def slow_embedder(name: str) -> WordEmbedder:
+        opening.set()
+        assert go_on.wait(60)
+        return WordEmbedder()
+
+    config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
+    libraries = Libraries(weave, config, open_embedder=slow_embedder)
+    with serving(weave, libraries=libraries) as url, ThreadPoolExecutor(1) as client:
+        upload = client.submit(post, url, "slow/documents", json=DRAIN)
+        try:
+            assert opening.wait(60)
+            assert httpx.get(f"{url}/healthz", timeout=5).status_code == 200
+            assert httpx.get(f"{url}/metrics", timeout=5).status_code == 200
+        finally:
+            go_on.set()
+        assert upload.result().status_code == 200
+    libraries.close()
+
+
+def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    weave = make_weave(chat_model_folder)
+    begun, stopped = threading.Event(), threading.Event()
+
+    class Waiting(WordEmbedder):
+        def embed_passages(self, texts: Sequence[str]) -> Any:
+            begun.set()
+            stopped.wait(3)  # one batch goes to its end
+            return super().embed_passages(texts)
+
+    config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
+    libraries = Libraries(weave, config, open_embedder=lambda name: Waiting())
+    with ThreadPoolExecutor(1) as client:
+        with serving(weave, libraries=libraries, patience_s=0.2) as url:
+            upload = client.submit(post, url, "big/documents", json=DRAIN)
+            assert begun.wait(60)
+        reply = upload.result()
+    assert reply.status_code == 503, reply.text
+    assert "send it again" in reply.json()["error"]["message"]
+    stopped.set()
+    with serving(weave, libraries=make_libraries(weave, tmp_path)) as url:
+        assert post(url, "big/documents", json=DRAIN).status_code == 200
+        assert post(url, "big/search", json={"query": "node"}).json()["data"]
+
+
+def test_explain_says_what_was_guessed_while_searching(
+    filled: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loan = filled.libraries.lend("", "cluster")  # it stays open, and so stays the one
+    over = loan.thing
+    monkeypatch.setattr(over._replying._speculation, "_cfg", SpeculationConfig("off"))
+    assert ask(filled.url, kb="cluster", k=1)["explain"]["speculation"] is None
+    monkeypatch.setattr(over._replying._speculation, "_cfg", SpeculationConfig("on"))
+    told = ask(filled.url, kb="cluster", k=1)["explain"]["speculation"]
+    assert told["stages"] >= 1
+    assert told["saved_tokens"] >= 0
+    loan.give_back()

@@ -1,0 +1,1 @@
+"""Small worlds that tests share: tiny models, corpora, stores, servers, and how to start them."""

@@ -1,0 +1,156 @@
+"""A tiny knowledge base with stored chunk KV, a made-up calibration and a made-up machine."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvweave import Weave
+from kvweave.app.auto.auto_planner import Planning
+from kvweave.app.auto.machine import profile_path
+from kvweave.app.library.encoder_setup import make_encoder
+from kvweave.app.library.library import Library
+from kvweave.app.weave import Answer, Sampling
+from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.profiles import Profile, save_profile, user_path
+from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.text.prompt import SYSTEM, split_template
+from kvweave.text.tokenizer import Tokenizer
+from worlds.tiny_corpus import make_text, open_kb
+from worlds.tiny_models import make_chat_model_folder
+
+TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(5)]
+QUESTION = "How do I drain a node and evict its pods?"
+GREEDY = Sampling(max_tokens=6)
+TOKEN_S = 0.01  # what the slow machine takes for a token: fusing is worth a lot
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Tokenizer]:
+    folder = make_chat_model_folder(
+        tmp_path_factory.mktemp("planning"), max_position_embeddings=4096
+    )
+    return load_decoder(folder, device="cpu"), Tokenizer(folder)
+
+
+@dataclass
+class World:
+    """A knowledge base with stored chunk KV, opened as often as wanted."""
+
+    folder: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    tier: TierConfig | None = None
+
+    def open(self) -> Weave:
+        kb = open_kb(self.folder, self.tokenizer, chunk_tokens=256)
+        tiers: tuple[TierConfig, ...] = (
+            HostTierConfig(1 << 26),
+            DiskTierConfig(self.folder / "kv"),
+        )
+        store = KVStore(StoreConfig(tiers=(self.tier,) if self.tier else tiers))
+        preparation = Preparation.parse("filler:1")
+        encoder = make_encoder(self.decoder, self.tokenizer, store, preparation, SYSTEM, kb, None)
+        library = Library(kb, store, self.decoder, encoder)
+        return Weave(self.decoder, self.tokenizer, "tiny", SYSTEM, library)
+
+    def calibrate(
+        self,
+        *cells: tuple[str, float, float],
+        num_questions: int = 100,
+        filler: tuple[int, ...] | None = None,
+        preamble: tuple[int, ...] | None = None,
+    ) -> None:
+        """Write a table of (strategy, ratio, KL), behind the world's own filler and preamble."""
+        variant = Variant("filler", 1)
+        filler = filler_ids(self.tokenizer, 1) if filler is None else filler
+        preamble = split_template(self.tokenizer, SYSTEM)[0] if preamble is None else preamble
+        table = Table(
+            encoding="filler:1",
+            context=variant_name(variant, filler),
+            preamble=digest_ids(preamble),
+            num_chunk_tokens=90000,
+            revision=self.decoder.revision,
+            dtype="float32",
+            data="made up",
+            data_hash="0",
+            date="2026-01-01",
+            num_questions=num_questions,
+            num_with_answers=0,
+            mean_prompt_tokens=1000.0,
+            noise=0.0,
+            full_f1=None,
+            full_em=None,
+            cells=tuple(make_cell(*cell) for cell in cells),
+        )
+        weights = self.decoder.weights.fingerprint
+        profile = Profile("tiny", weights, self.tokenizer.fingerprint, calibration=(table,))
+        save_profile(user_path(weights), profile)
+
+    def set_machine(self, token_s: float = TOKEN_S) -> Path:
+        """Write a machine profile on which a token takes this long, whatever stands in front."""
+        grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
+        again = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
+        links = {"host": Link(1e9), "disk": Link(1e9, seen_s=time.time())}
+        decoder = self.decoder
+        profile = MachineProfile(
+            decoder.revision, "test", decoder.spec.num_layers, grid, again, links
+        )
+        profile.save(profile_path(decoder))
+        return profile_path(decoder)
+
+
+def make_cell(strategy: str, ratio: float, kl: float) -> Cell:
+    return Cell(
+        strategy, ratio, work=ratio, kl=kl, kl_low=kl, kl_high=kl, kl_p95=kl, kl_max=kl,
+        flips=0.0, top1=1.0, nll_gap=0.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[Decoder, Tokenizer]
+) -> World:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    return World(tmp_path / "kb", *model)
+
+
+@pytest.fixture
+def weave(world: World) -> Iterator[Weave]:
+    with world.open() as weave:
+        weave.ingest(*TEXTS, chunk_kv=True)
+        yield weave
+
+
+def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
+    return weave.ask(QUESTION, reuse=reuse, sampling=GREEDY, **settings)  # type: ignore[arg-type]
+
+
+def planning_of(weave: Weave) -> Planning:
+    """What `auto` is planned with. It opens with the first plan."""
+    planning = weave._replying.ways.planning
+    assert planning is not None
+    return planning
+
+
+def load_links(weave: Weave) -> dict[str, Link]:
+    return planning_of(weave).machine.links
+
+
+def probed(weave: Weave, link: str) -> dict[str, Link]:
+    """Open the planning and wait until `link` was looked at: what is written there then stays."""
+    give_up_s = time.monotonic() + 60
+    weave.plan(QUESTION)
+    while link not in load_links(weave):
+        assert time.monotonic() < give_up_s, f"{link} was never looked at"
+        time.sleep(0.05)
+        weave.plan(QUESTION)
+    return load_links(weave)

@@ -1,0 +1,89 @@
+"""A small world for tests of fused requests in the engine: a store with the KV of a few chunks."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from kvweave.engine.engine import Engine
+from kvweave.engine.request import EngineRequest, FusedPart, Ticket
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.prefill import prefill_from_store
+from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.taper import Taper
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
+from kvweave.types import Chunk, ChunkId
+from worlds.engine import ids, with_chunks
+
+RNG = random.Random(0)
+PREAMBLE = ids(RNG, 6)
+CHUNKS = [ids(RNG, n) for n in (11, 1, 19, 7)]
+QUESTION = ids(RNG, 5)
+
+
+class World:
+    """A decoder, a store with the chunks' KV, and requests over both."""
+
+    def __init__(self, decoder: Decoder, folder: Path, encoding: Decoder | None = None) -> None:
+        """`encoding` computes the chunks' KV if `decoder` is of a precision that is not stored."""
+        self.decoder = decoder
+        tiers = (HostTierConfig(1 << 20), DiskTierConfig(folder))
+        self.store = KVStore(StoreConfig(tiers=tiers))
+        context = KeyContext("m", "float32", "raw", "t", PREAMBLE, "r")
+        extras = Preparation.parse("isolated", ("anchors:kvzip",))
+        self.encoder = ChunkEncoder(
+            encoding or decoder, self.store, context, extras, Texts(repeat=(1, 2, 3))
+        )
+        self.encoder.encode([Chunk(ChunkId(repr(c)), "", "", tuple(c)) for c in CHUNKS])
+        assert self.store.flush()
+
+    def part(self, chunks: list[tuple[int, ...]], strategy: str, ratio: float) -> FusedPart:
+        encoder = self.encoder
+        named = tuple(PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in chunks)
+        facts = ModelFacts(self.decoder.spec.num_layers, (1, 2))
+        preamble = encoder.preamble
+        way = open_strategy(strategy, facts)
+        if way.taper is not None:  # of so few layers the real one would leave none out
+            way = replace(way, taper=Taper(1, 0.4))
+        return FusedPart(self.store, lambda: preamble, named, way, ratio)
+
+    def request(
+        self, chunks: list[tuple[int, ...]], strategy: str = "weave", ratio: float = 0.3
+    ) -> EngineRequest:
+        exact = with_chunks(PREAMBLE, chunks, QUESTION, use_tree=False, max_tokens=6)
+        return replace(exact, fused=self.part(chunks, strategy, ratio))
+
+    def alone(self, request: EngineRequest) -> list[int]:
+        """Woven into a buffer of its own, then decoded one by one."""
+        decoder, part = Decoder(self.decoder.spec, self.decoder.weights), request.fused
+        assert part is not None
+        kv = decoder.new_kv(1)
+        logits = prefill_from_store(
+            decoder, part.preamble(), part.chunks, request.question, self.store, kv,
+            part.strategy, part.ratio,
+        ).logits  # fmt: skip
+        tokens, at = [int(logits.argmax())], len(request.prompt_ids)
+        while len(tokens) < request.sampling.max_tokens:
+            logits = decoder.forward([Rows([tokens[-1]], [at], kv, [0])])[0]
+            tokens.append(int(logits.argmax()))
+            at += 1
+        return tokens
+
+
+def answer(ticket: Ticket) -> list[int]:
+    return [choice.token_id for choice in ticket]
+
+
+def shuffled(rng: random.Random) -> list[tuple[int, ...]]:
+    return rng.sample(CHUNKS, rng.randint(1, len(CHUNKS)))
+
+
+def at_rest(engine: Engine, world: World) -> None:
+    engine.run_alone(engine.check_integrity)
+    assert world.store.num_pinned() == 0
+    assert engine.stats()["running"] == engine.stats()["waiting"] == 0
