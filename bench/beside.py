@@ -32,7 +32,7 @@ from common import finish, result_header
 from kvweave.engine import lifecycle as desk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import Way, way_of
+from kvweave.engine.loading import PrefillMode, way_of
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -48,7 +48,7 @@ from kvweave.types import Chunk, ChunkId
 PREAMBLE, QUESTION, CHUNK = 32, 40, 256
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-RULES = {"own step": lambda *_, **__: Way.STREAMED, "joined": way_of}
+RULES = {"own step": lambda *_, **__: PrefillMode.STREAMED, "joined": way_of}
 
 
 class World:

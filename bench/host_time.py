@@ -28,7 +28,7 @@ from common import finish, result_header
 from kvweave.fuse import fuse, fused_pass, prefill
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.request import Span
+from kvweave.fuse.request import ChunkSpan
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import Layers
@@ -143,7 +143,7 @@ def watching(clock: Clock) -> Iterator[None]:
 
 @contextmanager
 def through_ring(
-    decoder: Decoder, placed: Sequence[Span], layers: Layers, strategy: Strategy
+    decoder: Decoder, placed: Sequence[ChunkSpan], layers: Layers, strategy: Strategy
 ) -> Iterator[pipeline.PipelinedChunks]:
     """As `open_source` does it for a GPU."""
     needs = strategy.needs(SPEC.num_layers)

@@ -19,7 +19,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from kvweave.plan.profile import Grid, Link, MachineProfile, measure_grid, profile_from
+from kvweave.plan.profile import Grid, MachineProfile, TierLink, measure_grid, profile_from
 
 CACHED = (0, 256, 512, 1024, 2048)
 NEW = (32, 128, 512, 1024)
@@ -56,12 +56,12 @@ def recompute(decoder: Decoder, total: int, rows: int) -> None:
     decoder.forward([Rows([1] * rows, places, kv, [rows - 1])])
 
 
-def host_link(megabytes: int = 64) -> Link:
+def host_link(megabytes: int = 64) -> TierLink:
     """Copies inside host memory: what loading from the host tier costs on a CPU."""
     source = torch.empty(megabytes << 20, dtype=torch.uint8).random_()
     target = torch.empty_like(source)
     grid = measure_grid(lambda _, __: target.copy_(source), (0,), (1,), repeats=5)
-    return Link(bytes_per_s=source.numel() / grid.seconds[0][0])
+    return TierLink(bytes_per_s=source.numel() / grid.seconds[0][0])
 
 
 def main() -> None:

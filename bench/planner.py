@@ -28,7 +28,7 @@ from kvweave.plan.layout import Stored
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import PlanRequest
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.types import ChunkId
 
 TOKEN_BYTES = 46_080
@@ -66,7 +66,7 @@ def make_profile() -> MachineProfile:
     xs, ys = (0, 256, 512, 1024, 2048, 4096), (32, 128, 512, 1024, 4096)
     grid = Grid(xs, ys, [[0.02 + y / 450 + 1e-7 * x * y for y in ys] for x in xs])
     rows = Grid(ys, ys, [[0.02 + y / 430 + 1e-7 * x * y for y in ys] for x in ys])
-    links = {"host": Link(8e9), "disk": Link(1e9, 1e-4), "redis": Link(2e7, 1e-3)}
+    links = {"host": TierLink(8e9), "disk": TierLink(1e9, 1e-4), "redis": TierLink(2e7, 1e-3)}
     return MachineProfile("bench", "made up", 30, grid, rows, links)
 
 

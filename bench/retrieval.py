@@ -35,7 +35,7 @@ from kvweave.corpus.embedder import SentenceEmbedder, Vectors
 from kvweave.corpus.index import VectorIndex, make_index
 from kvweave.corpus.index.files import LocalIndex, load_index, save_index
 from kvweave.corpus.lexical import fuse_ranks, search_words
-from kvweave.types import Chunk, Document, DocumentId, PlacedChunk
+from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
 from vector_cache import cached_vectors
 
 KINDS = ("flat", "ivf", "hnsw")
@@ -159,7 +159,7 @@ def word_catalogue(folder: Path, texts: Sequence[str]) -> tuple[Catalogue, float
     ]
     catalogue.put_vectors([c.id for c in chunks], np.zeros((len(chunks), 1), np.float32))
     placed = [PlacedChunk(chunk, 0, 0) for chunk in chunks]
-    catalogue.put(Document(DocumentId("all"), "bench", "", ""), "", placed)
+    catalogue.put(ParsedDocument(DocumentId("all"), "bench", "", ""), "", placed)
     return catalogue, time.perf_counter() - started
 
 

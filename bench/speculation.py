@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import finish, read_jsonl, result_header
-from kvweave.app.answer.answering import Note
-from kvweave.app.answer.engine_client import Asking, Way, exact_request, keep_record
+from kvweave.app.answer.answering import AnswerNotes
+from kvweave.app.answer.engine_client import EngineClient, Submission, exact_request, keep_record
 from kvweave.app.answer.speculation import Mode, Speculation, SpeculationConfig
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.embedder import Vectors
@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 @dataclass
 class Bench:
     shelf: Shelf
-    asking: Asking
+    asking: EngineClient
     tokenizer: Tokenizer
     k: int
     sampling: Sampling
@@ -78,12 +78,12 @@ class Bench:
     def ask(self, speculation: Speculation, question: str, namespace: str) -> Measured:
         """`namespace` keeps what other ways have computed out of reach."""
 
-        def way_of(hits: Sequence[Hit]) -> Way:
+        def way_of(hits: Sequence[Hit]) -> Submission:
             prompt = lay_out(self.tokenizer, question, [hit.chunk.token_ids for hit in hits])
-            eos_ids, note = self.tokenizer.eos_ids, Note()
+            eos_ids, note = self.tokenizer.eos_ids, AnswerNotes()
             request = exact_request(prompt, self.sampling, eos_ids, use_tree=True)
             request = replace(request, namespace=namespace)
-            return Way(len(prompt.token_ids), request, keep_record(note, prompt), note)
+            return Submission(len(prompt.token_ids), request, keep_record(note, prompt), note)
 
         started_s = time.perf_counter()
         way, choices = speculation.answer(question, self.k, way_of)
@@ -209,7 +209,7 @@ def main() -> None:
     by_text = dict(zip(asked, asked_vectors, strict=True))
     by_text[WARM_UP] = embedder.embed_query(WARM_UP)
     shelf = Shelf(index, passages, tokenizer, by_text)
-    asking = Asking(decoder, EngineConfig(pool_tokens=1 << 15))
+    asking = EngineClient(decoder, EngineConfig(pool_tokens=1 << 15))
     bench = Bench(shelf, asking, tokenizer, args.k, Sampling(max_tokens=6), device)
     others = asked_vectors[args.questions :]
     rows = [bench.level("elsewhere", share, questions, others) for share in args.shares]

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.embedder import Vectors
-from kvweave.corpus.index.base import Hits, Vector
+from kvweave.corpus.index.base import IndexHits, Vector
 from kvweave.corpus.index.ivf import IvfIndex
 from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.text.prompt import Document, chunk_text
@@ -52,7 +52,9 @@ class Shelf:
     searched_s: float = 0.0  # the last plain search
     elsewhere: bool = False
     _chunks: dict[int, Chunk] = field(default_factory=dict)
-    _played: dict[tuple[bytes, float, int], list[tuple[float, Hits]]] = field(default_factory=dict)
+    _played: dict[tuple[bytes, float, int], list[tuple[float, IndexHits]]] = field(
+        default_factory=dict
+    )
 
     @property
     def embedder(self) -> "Shelf":
@@ -88,7 +90,7 @@ class Shelf:
         for _, found in run:
             self._hits(found)  # so that its chunks are tokenised
 
-    def _hits(self, found: Hits) -> list[Hit]:
+    def _hits(self, found: IndexHits) -> list[Hit]:
         return [
             Hit(self._chunk(int(vector_id) - 1), float(score))
             for vector_id, score in zip(found.ids, found.scores, strict=True)

@@ -13,12 +13,12 @@ import torch
 from common import alternate
 from kvweave.kv.format import checksum
 from kvweave.kv.format.codec import CODECS, DTYPES, Codec, LayerKV, open_codec
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 
 
 def bench_codecs(args: argparse.Namespace) -> list[dict[str, object]]:
     """One layer at a time, in memory; GB/s count the model's bytes, not the stored ones."""
-    shape = Shape(args.tokens, args.heads, args.dim, args.dtype)
+    shape = LayerShape(args.tokens, args.heads, args.dim, args.dtype)
     dtype = DTYPES[args.dtype]
     generator = torch.Generator().manual_seed(1)
     size = (args.tokens, args.heads, args.dim)
@@ -60,7 +60,7 @@ def bench_layer0(args: argparse.Namespace) -> list[dict[str, object]]:
 
     decoder = load_decoder(locate(args.model), device="cpu", dtype=args.dtype)
     ids = torch.arange(args.tokens) % decoder.spec.vocab_size
-    shape = Shape(args.tokens, decoder.spec.num_kv_heads, decoder.spec.head_dim, args.dtype)
+    shape = LayerShape(args.tokens, decoder.spec.num_kv_heads, decoder.spec.head_dim, args.dtype)
     with torch.inference_mode(), tempfile.TemporaryDirectory(dir=args.data) as folder:
         made = decoder.qkv(0, decoder.embed(ids))
         out = LayerKV(torch.empty_like(made.k), torch.empty_like(made.v))
@@ -94,7 +94,7 @@ def bring_layer(
     data: torch.Tensor,
     digest: Callable[[memoryview], int],
     codec: Codec,
-    shape: Shape,
+    shape: LayerShape,
     out: LayerKV,
 ) -> None:
     view = memoryview(data.numpy())

@@ -19,7 +19,7 @@ from kvweave.plan.gate import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Plan, PlanRequest, Reason
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import Grid, Link, MachineProfile, link_name
+from kvweave.plan.profile import Grid, MachineProfile, TierLink, link_name
 from kvweave.types import ChunkId
 
 ROUNDS = 12  # requests for the same chunks, one after another
@@ -110,7 +110,7 @@ class Case:
             prompts.num_layers,
             Grid((0,), (total,), [[self._full["ttft_ms"] / 1e3]]),
             Grid((total,), rows, [[cell["ttft_ms"] / 1e3 for cell in passes]]),
-            {"host": Link(host_bytes_per_s), self._link: Link(read["read_gb_s"] * 1e9)},
+            {"host": TierLink(host_bytes_per_s), self._link: TierLink(read["read_gb_s"] * 1e9)},
         )
         preamble = ChunkRef(ChunkId("preamble"), prompts.preamble)
         tree = KnowledgeTree(

@@ -26,7 +26,7 @@ class PlacedChunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class ParsedDocument:
     """One text as a parser found it, before it is cut."""
 
     id: DocumentId

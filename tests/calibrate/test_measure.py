@@ -8,10 +8,10 @@ import pytest
 
 from kvweave.calibrate import measure as measuring
 from kvweave.calibrate.case import Case, hash_cases
-from kvweave.calibrate.encodings import KVZIP, FixedContext, Prefixes
+from kvweave.calibrate.encodings import KVZIP, ContextPrefixes, FixedContext
 from kvweave.calibrate.measure import Answered, Setting, measure
-from kvweave.calibrate.questions import Passage, Record, make_case, repeat_ids
-from kvweave.calibrate.tabulate import Origin, compare, tabulate
+from kvweave.calibrate.questions import Passage, QuestionRecord, make_case, repeat_ids
+from kvweave.calibrate.tabulate import TableOrigin, compare, tabulate
 from kvweave.errors import ConfigError, ModelError
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.sources import ComputedChunks
@@ -29,7 +29,7 @@ SETTINGS = [
     Setting(open_strategy("qcfuse", FACTS), 0.3),
     Setting(open_strategy("weave", FACTS), 0.97),
 ]
-ORIGIN = Origin("revision", "float32", "questions.txt", "hash", "isolated", "preamble", 60)
+ORIGIN = TableOrigin("revision", "float32", "questions.txt", "hash", "isolated", "preamble", 60)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,16 @@ def cases(tokenizer: Tokenizer) -> list[Case]:
         "Größe, naïve, 東京.",
     ]
     passages = tuple(Passage(text, "A note") for text in texts)
-    asked = Record("how do I drain a node?", ("drain it", "restart"), passages)
-    return [make_case(tokenizer, asked), make_case(tokenizer, Record("why?", (), passages[:2]))]
+    asked = QuestionRecord("how do I drain a node?", ("drain it", "restart"), passages)
+    return [
+        make_case(tokenizer, asked),
+        make_case(tokenizer, QuestionRecord("why?", (), passages[:2])),
+    ]
 
 
 @pytest.fixture(scope="module")
 def isolated(decoder: Decoder, tokenizer: Tokenizer) -> FixedContext:
-    return FixedContext(decoder, Prefixes(decoder), "isolated", (), repeat_ids(tokenizer))
+    return FixedContext(decoder, ContextPrefixes(decoder), "isolated", (), repeat_ids(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,9 @@ def answered(
     decoder: Decoder, tokenizer: Tokenizer, cases: list[Case], isolated: FixedContext
 ) -> list[Answered]:
     filler = tokenizer.encode_text("The lazy dog. ")
-    behind = FixedContext(decoder, Prefixes(decoder), "filler:1", filler, repeat_ids(tokenizer))
+    behind = FixedContext(
+        decoder, ContextPrefixes(decoder), "filler:1", filler, repeat_ids(tokenizer)
+    )
     return measure(decoder, tokenizer, cases, [isolated, behind], SETTINGS)
 
 
@@ -154,7 +159,7 @@ def test_a_half_type_whose_rounding_uses_up_the_bound_cannot_be_calibrated_to_it
     chat_model_folder: Path, tokenizer: Tokenizer, cases: list[Case], dtype: str
 ) -> None:
     half = load_decoder(chat_model_folder, device="cpu", dtype=dtype)
-    isolated = FixedContext(half, Prefixes(half), "isolated", (), repeat_ids(tokenizer))
+    isolated = FixedContext(half, ContextPrefixes(half), "isolated", (), repeat_ids(tokenizer))
     answered = measure(half, tokenizer, cases, [isolated], SETTINGS[:1], bound=1e3)
     noise = sum(each.noise["isolated"] for each in answered) / len(answered)
     assert noise > 0.0

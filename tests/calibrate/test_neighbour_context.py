@@ -9,7 +9,7 @@ import torch
 
 from kvweave.calibrate import neighbour_context
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.encodings import KVZIP, FixedContext, Prefixes
+from kvweave.calibrate.encodings import KVZIP, ContextPrefixes, FixedContext
 from kvweave.calibrate.measure import Setting, measure
 from kvweave.calibrate.neighbour_context import NeighbourContext, TokenIds
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
@@ -52,7 +52,7 @@ def nearest(chunks: Sequence[TokenIds]) -> list[Sequence[TokenIds]]:
 
 
 def behind(decoder: Decoder) -> NeighbourContext:
-    prefixes = Prefixes(decoder)
+    prefixes = ContextPrefixes(decoder)
     return NeighbourContext(decoder, prefixes, "neighbours:3", FILLER, REPEAT, nearest)
 
 
@@ -121,7 +121,12 @@ def test_it_is_what_ingest_stores_behind_the_same_neighbours(
             layers = [transfer.wait_layer(i) for i in range(decoder.spec.num_layers)]
             stored = [[layer[key].decode() for layer in layers] for key in keys]
             context = NeighbourContext(
-                decoder, Prefixes(decoder), "neighbours:3", texts.filler, texts.repeat, nearest
+                decoder,
+                ContextPrefixes(decoder),
+                "neighbours:3",
+                texts.filler,
+                texts.repeat,
+                nearest,
             )
             check_equal(decoder, context.prepare(CASE, []), stored)
         assert context.context == encoder.encoding_context  # what the gate looks for
@@ -137,7 +142,7 @@ def test_anchors_lie_beside_every_chunk_and_come_from_behind_its_own_neighbours(
     layers = encode_chunks(decoder, prefix, [D])
     (want,) = compute_extras(decoder, [KVZIP], prefix, [D], layers, REPEAT)
     assert found[CASE.keys[3]] == want[KVZIP]
-    isolated = FixedContext(decoder, Prefixes(decoder), "isolated", (), REPEAT)
+    isolated = FixedContext(decoder, ContextPrefixes(decoder), "isolated", (), REPEAT)
     alone = isolated.prepare(CASE, [KVZIP]).beside(KVZIP)
     assert found[CASE.keys[0]] == alone[CASE.keys[0]]
     assert found[CASE.keys[3]] != alone[CASE.keys[3]]
@@ -164,7 +169,7 @@ def test_neighbours_are_measured_like_any_encoding(
     decoder: Decoder, chat_model_folder: Path
 ) -> None:
     settings = [Setting(open_strategy("reuse", ModelFacts(3)), 0.0)]
-    isolated = FixedContext(decoder, Prefixes(decoder), "isolated", (), REPEAT)
+    isolated = FixedContext(decoder, ContextPrefixes(decoder), "isolated", (), REPEAT)
     encodings = [behind(decoder), isolated]
     (found,) = measure(decoder, Tokenizer(chat_model_folder), [CASE], encodings, settings)
     assert found.noise["neighbours:3"] < 1e-5  # everything recomputed is full prefill

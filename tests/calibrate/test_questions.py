@@ -8,7 +8,7 @@ import pytest
 
 from kvweave.calibrate.questions import (
     Passage,
-    Record,
+    QuestionRecord,
     add_distractors,
     encode_passage,
     make_case,
@@ -44,7 +44,7 @@ def test_a_span_of_any_bytes_is_mapped_to_the_tokens_that_spell_it(
 
 def test_gold_positions_count_from_the_start_of_the_prompt(tokenizer: Tokenizer) -> None:
     passages = (Passage("The quick fox."), Passage(TEXT, "note", (span_of("node"),)))
-    case = make_case(tokenizer, Record("how?", ("node",), passages))
+    case = make_case(tokenizer, QuestionRecord("how?", ("node",), passages))
     prompt = [*case.preamble, *(i for chunk in case.chunks for i in chunk), *case.question]
     assert "node" in tokenizer.decode([prompt[i] for i in case.gold])
     assert len(prompt) == case.num_tokens
@@ -60,7 +60,7 @@ def test_control_tokens_in_a_passage_are_characters(tokenizer: Tokenizer) -> Non
 def test_distractors_fill_up_and_never_spell_an_answer(tokenizer: Tokenizer) -> None:
     texts = [f"passage number {i} of the lazy dog" for i in range(12)]
     texts[5] += " with the answer Node!"
-    records = [Record("q?", ("node",), (Passage(text),)) for text in texts]
+    records = [QuestionRecord("q?", ("node",), (Passage(text),)) for text in texts]
     first, *_ = made = add_distractors(records, tokenizer, 100)
     lengths = [sum(len(encode_passage(tokenizer, p)[0]) for p in r.passages) for r in made]
     assert min(lengths) >= 100
@@ -82,7 +82,7 @@ def test_records_come_from_plain_and_packed_files(tmp_path: Path) -> None:
     line = json.dumps(record) + "\n\n"
     (tmp_path / "a.jsonl").write_text(line)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line.encode()))
-    wanted = Record("who?", ("she",), (Passage("she", "a", ((0, 3),)), Passage("he")))
+    wanted = QuestionRecord("who?", ("she",), (Passage("she", "a", ((0, 3),)), Passage("he")))
     assert list(read_records(tmp_path / "a.jsonl")) == [wanted]
     assert list(read_records(tmp_path / "a.jsonl.gz")) == [wanted]
 
@@ -112,8 +112,11 @@ def test_questions_are_lines_or_objects(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("why?\n\n  how? \n")
     (tmp_path / "q.jsonl").write_text('{"question": "who?", "answers": ["she"]}\n')
     (tmp_path / "bad.jsonl").write_text('{"query": "who?"}\n')
-    assert list(read_questions(tmp_path / "q.txt")) == [Record("why?"), Record("how?")]
-    assert list(read_questions(tmp_path / "q.jsonl")) == [Record("who?", ("she",))]
+    assert list(read_questions(tmp_path / "q.txt")) == [
+        QuestionRecord("why?"),
+        QuestionRecord("how?"),
+    ]
+    assert list(read_questions(tmp_path / "q.jsonl")) == [QuestionRecord("who?", ("she",))]
     with pytest.raises(CorpusError, match="line 1 has no 'question'"):
         list(read_questions(tmp_path / "bad.jsonl"))
     (tmp_path / "broken.txt.gz").write_bytes(b"no gzip")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.encodings import Prefixes
+from kvweave.calibrate.encodings import ContextPrefixes
 from kvweave.calibrate.trials import Trials
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.sources import ComputedChunks
@@ -30,7 +30,7 @@ def prefilled(decoder: Decoder) -> tuple[Trials, torch.Tensor]:
     for number, chunk in enumerate(((5, 6, 7, 8), (9, 10, 11, 12))):
         case = Case((1, 2), (chunk,), (13, 14, 15), (0, 3))
         request = case.request((), first_is_exact=False)
-        kv, preamble = trials.kv(number), Prefixes(decoder).of(case.preamble)
+        kv, preamble = trials.kv(number), ContextPrefixes(decoder).of(case.preamble)
         stitched = Stitched(decoder, request, preamble, ComputedChunks([]), kv)
         logits.append(fuse(decoder, request, stitched, kv).logits)
     return trials, torch.stack(logits)

@@ -8,7 +8,7 @@ import pytest
 
 from kvweave.calibrate.measure import Setting
 from kvweave.calibrate.profiles import Profile
-from kvweave.calibrate.questions import Passage, Record, repeat_ids
+from kvweave.calibrate.questions import Passage, QuestionRecord, repeat_ids
 from kvweave.cli.asked_kb import AskedKB
 from kvweave.cli.calibrating import Subject
 from kvweave.cli.calibration_room import check_contexts
@@ -31,7 +31,7 @@ class World:
         self._kb_folder = kb_folder
         profile = Profile("tiny", "weights", self.tokenizer.fingerprint)
         self._subject = Subject("tiny", self._decoder, self.tokenizer, profile)
-        record = Record("What?", (), tuple(Passage(text) for text in TEXTS))
+        record = QuestionRecord("What?", (), tuple(Passage(text) for text in TEXTS))
         self._case = self._subject.case(record)
         self.longest = max(map(len, self._case.chunks))
         assert self.longest == len(self._case.chunks[1]) < KB_CHUNK

@@ -11,16 +11,16 @@ from click.testing import CliRunner
 
 from kvweave.cli.models import command
 from kvweave.model.files.embedded import MINILM, SMOLLM2, EmbeddedModel
-from kvweave.model.files.model_cache import Origin, Shelf, Step
+from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Step
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelCache:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
-    return Shelf()
+    return ModelCache()
 
 
-def put(shelf: Shelf, origin: Origin, folder_name: str) -> Path:
+def put(shelf: ModelCache, origin: CacheOrigin, folder_name: str) -> Path:
     def fill(folder: Path, scratch: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
@@ -30,7 +30,7 @@ def put(shelf: Shelf, origin: Origin, folder_name: str) -> Path:
     return shelf.make(folder_name, origin, fill, ignore)
 
 
-def put_embedded(shelf: Shelf, model: EmbeddedModel) -> Path:
+def put_embedded(shelf: ModelCache, model: EmbeddedModel) -> Path:
     return put(shelf, model.origin, model.folder_name)
 
 
@@ -52,21 +52,21 @@ def kvweave(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_pulling_what_is_there_is_one_line(shelf: Shelf) -> None:
+def test_pulling_what_is_there_is_one_line(shelf: ModelCache) -> None:
     put_embedded(shelf, SMOLLM2)
     assert run("pull", "smollm2") == "smollm2 is here\n"
 
 
-def test_ls_shows_every_embedded_model_pulled_or_not(shelf: Shelf) -> None:
+def test_ls_shows_every_embedded_model_pulled_or_not(shelf: ModelCache) -> None:
     put_embedded(shelf, SMOLLM2)
     output = run("ls")
     assert "SmolLM2-135M-Instruct" in output
     assert "not pulled" in output
 
 
-def test_ls_json_is_one_document_with_sizes_and_places(shelf: Shelf) -> None:
+def test_ls_json_is_one_document_with_sizes_and_places(shelf: ModelCache) -> None:
     folder = put_embedded(shelf, MINILM)
-    other = Origin("gguf-0123", "x.Q4_K_M.gguf", "GGUF file", "", "01" * 32, 1)
+    other = CacheOrigin("gguf-0123", "x.Q4_K_M.gguf", "GGUF file", "", "01" * 32, 1)
     put(shelf, other, "gguf-0123")
     rows = {row["name"]: row for row in json.loads(run("ls", "--json"))}
     assert list(rows) == ["smollm2", "minilm", "gguf-0123"]
@@ -76,16 +76,16 @@ def test_ls_json_is_one_document_with_sizes_and_places(shelf: Shelf) -> None:
     assert rows["gguf-0123"]["what"] == "x.Q4_K_M.gguf"
 
 
-def test_rm_deletes_and_says_so(shelf: Shelf) -> None:
+def test_rm_deletes_and_says_so(shelf: ModelCache) -> None:
     put_embedded(shelf, SMOLLM2)
-    put(shelf, Origin("gguf-0123", "x.gguf", "GGUF file", "", "01" * 32, 1), "gguf-0123")
+    put(shelf, CacheOrigin("gguf-0123", "x.gguf", "GGUF file", "", "01" * 32, 1), "gguf-0123")
     assert run("rm", "smollm2", "gguf-0123") == "smollm2 is gone\ngguf-0123 is gone\n"
     assert shelf.list() == []
     assert run("rm", "smollm2") == "smollm2 was not here\n"
 
 
 @pytest.mark.parametrize("verb", ["pull", "rm"])
-def test_an_unknown_name_is_one_line_and_exit_code_2(verb: str, shelf: Shelf) -> None:
+def test_an_unknown_name_is_one_line_and_exit_code_2(verb: str, shelf: ModelCache) -> None:
     put_embedded(shelf, SMOLLM2)
     done = kvweave("models", verb, "smollm2", "smollm9")
     assert done.returncode == 2
@@ -98,7 +98,7 @@ def test_an_unknown_name_is_one_line_and_exit_code_2(verb: str, shelf: Shelf) ->
 
 
 def test_a_pull_without_an_index_is_exit_code_2(
-    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: ModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -109,7 +109,7 @@ def test_a_pull_without_an_index_is_exit_code_2(
     assert shelf.list() == []
 
 
-def test_listing_models_loads_no_torch(shelf: Shelf) -> None:
+def test_listing_models_loads_no_torch(shelf: ModelCache) -> None:
     script = (
         "import sys; sys.argv[1:] = ['models', 'ls']\n"
         "from kvweave.cli import main\n"

@@ -85,9 +85,9 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
 def test_smollm2_answers_through_the_server_and_the_example_runs() -> None:
     """The real embedded model, end to end. `make test` pulls it; without it this must fail."""
     from kvweave.model.files.embedded import EMBEDDED, peek
-    from kvweave.model.files.model_cache import Shelf
+    from kvweave.model.files.model_cache import ModelCache
 
-    assert peek(EMBEDDED["smollm2"], Shelf()) is not None, NO_MODEL
+    assert peek(EMBEDDED["smollm2"], ModelCache()) is not None, NO_MODEL
     with started("--model", "smollm2") as (_, address, _):
         with OpenAI(base_url=address, api_key="none", max_retries=0) as client:
             question = [{"role": "user", "content": "What is the capital of France?"}]

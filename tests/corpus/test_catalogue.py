@@ -13,7 +13,7 @@ from kvweave.corpus import migrations
 from kvweave.corpus.catalogue import Catalogue, Written
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.errors import CorpusError
-from kvweave.types import Chunk, Document, DocumentId, PlacedChunk
+from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def make_chunk(*token_ids: int) -> Chunk:
 def put(catalogue: Catalogue, name: str, *chunks: Chunk) -> Written:
     catalogue.put_vectors([c.id for c in chunks], np.eye(len(chunks), 4, dtype=np.float32))
     placed = [PlacedChunk(chunk, n, n + 1) for n, chunk in enumerate(chunks)]
-    return catalogue.put(Document(DocumentId(name), f"{name}.txt", "T", "x"), "f1", placed)
+    return catalogue.put(ParsedDocument(DocumentId(name), f"{name}.txt", "T", "x"), "f1", placed)
 
 
 def test_a_chunk_in_two_documents_is_stored_once_and_goes_with_the_last(

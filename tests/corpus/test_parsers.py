@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.corpus.parsers import ENDINGS, ParseLimits, Record, parse, read_bytes
+from kvweave.corpus.parsers import ENDINGS, ParsedRecord, ParseLimits, parse, read_bytes
 from kvweave.errors import CorpusError
 
 LIMITS = ParseLimits()
 
 
-def read(name: str, data: bytes | str, limits: ParseLimits = LIMITS) -> list[Record]:
+def read(name: str, data: bytes | str, limits: ParseLimits = LIMITS) -> list[ParsedRecord]:
     return parse(Path(name), data.encode() if isinstance(data, str) else data, limits)
 
 
@@ -64,13 +64,13 @@ def make_docx() -> bytes:
 
 
 def test_plain_text_is_taken_as_it_is_and_named_after_the_file() -> None:
-    assert read("notes.txt", "a\r\nb\n") == [Record("", "notes", "a\nb\n")]
+    assert read("notes.txt", "a\r\nb\n") == [ParsedRecord("", "notes", "a\nb\n")]
 
 
 def test_markdown_takes_its_title_from_front_matter_or_the_first_heading() -> None:
     assert read("x.md", "# Drain a node\n\ntext")[0].title == "Drain a node"
     assert read("x.md", '---\ntitle: "Taints"\n---\n# Other\n') == [
-        Record("", "Taints", "# Other\n")
+        ParsedRecord("", "Taints", "# Other\n")
     ]
 
 
@@ -103,12 +103,15 @@ def test_a_pdf_gives_the_text_of_all_its_pages() -> None:
 
 def test_a_table_with_a_text_column_is_a_document_per_row() -> None:
     records = read("x.csv", 'id,title,text\n7,Drain,Cordon first\n8,Taint,"a, b"\n')
-    assert records == [Record("id:7", "Drain", "Cordon first"), Record("id:8", "Taint", "a, b")]
+    assert records == [
+        ParsedRecord("id:7", "Drain", "Cordon first"),
+        ParsedRecord("id:8", "Taint", "a, b"),
+    ]
 
 
 def test_another_table_is_one_document_with_a_line_per_row() -> None:
     (record,) = read("nodes.csv", "name;state\nn1;ready\nn2;\n")
-    assert record == Record("", "nodes", "name: n1; state: ready\nname: n2")
+    assert record == ParsedRecord("", "nodes", "name: n1; state: ready\nname: n2")
 
 
 def test_json_lines_are_a_document_each_and_keep_their_keys_when_others_move() -> None:
@@ -124,7 +127,7 @@ def test_two_equal_lines_are_two_records() -> None:
 
 def test_a_word_document_gives_paragraphs_and_tables_in_order() -> None:
     (record,) = read("x.docx", make_docx())
-    assert record == Record(
+    assert record == ParsedRecord(
         "", "Drain", "# Drain\n\nCordon the node.\n\nnode | ready\n\nThen evict."
     )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import Way, waits_outside, way_of
+from kvweave.engine.loading import PrefillMode, waits_outside, way_of
 from kvweave.engine.request import EngineRequest, LoadCost
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.strategy import ModelFacts, open_strategy
@@ -323,7 +323,7 @@ def test_a_weave_that_fails_fails_alone(
         with pytest.raises(RuntimeError, match="no weaving today"):
             list(engine.submit(world.request(CHUNKS, strategy)))
         stats = engine.stats()
-        assert [stats[f"fused_{how}"] for how in ("begun", *Way)] == [1, 0, 0, 0]
+        assert [stats[f"fused_{how}"] for how in ("begun", *PrefillMode)] == [1, 0, 0, 0]
         assert list(beside) == alone(world.decoder, good)
         at_rest(engine, world)
 
@@ -361,11 +361,13 @@ def test_how_a_fused_prompt_is_computed() -> None:
     sliced, in_flight = open_strategy("weave", facts), open_strategy("cacheblend", facts)
     for lonely, held, arrived, copies in product((True, False), repeat=4):
         facts_of_it = {"alone": lonely, "held": held, "arrived": arrived, "copies": copies}
-        assert way_of(in_flight, **facts_of_it) is Way.WHOLE
+        assert way_of(in_flight, **facts_of_it) is PrefillMode.WHOLE
         streams = lonely and (copies or not arrived or not held)
-        assert way_of(sliced, **facts_of_it) is (Way.STREAMED if streams else Way.JOINED)
+        assert way_of(sliced, **facts_of_it) is (
+            PrefillMode.STREAMED if streams else PrefillMode.JOINED
+        )
     masked = replace(sliced, mask="bottom_right")
-    assert way_of(masked, alone=False, held=False, arrived=True, copies=False) is Way.WHOLE
+    assert way_of(masked, alone=False, held=False, arrived=True, copies=False) is PrefillMode.WHOLE
 
 
 def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:

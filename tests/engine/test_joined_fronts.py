@@ -7,7 +7,7 @@ import pytest
 
 from kvweave.engine import lifecycle as desk
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import Way
+from kvweave.engine.loading import PrefillMode
 from worlds.engine import SMALL, plain, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest
 
@@ -22,7 +22,7 @@ def test_slices_behind_an_exact_front_are_answered_as_one_pass(
     request = replace(request, use_tree=True)
     cfg = replace(SMALL, step_rows=3, alone_rows=3, pool_tokens=4 * 60)
     answers = {}
-    for way in (Way.STREAMED, Way.JOINED):
+    for way in (PrefillMode.STREAMED, PrefillMode.JOINED):
         monkeypatch.setattr(desk, "way_of", lambda *_, way=way, **__: way)
         with Engine(world.decoder, cfg) as engine:
             list(engine.submit(with_chunks(PREAMBLE, chunks[:front], QUESTION, max_tokens=1)))
@@ -37,4 +37,4 @@ def test_slices_behind_an_exact_front_are_answered_as_one_pass(
                 other.cancel()
                 assert other.wait(30)
             at_rest(engine, world)
-    assert answers[Way.JOINED] == answers[Way.STREAMED]
+    assert answers[PrefillMode.JOINED] == answers[PrefillMode.STREAMED]

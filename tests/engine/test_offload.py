@@ -21,7 +21,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.offload import CudaLink
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.prefixes import Prefixes, guessed_cost_s
+from kvweave.engine.prefixes import ExactPrefixes, guessed_cost_s
 from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
@@ -72,7 +72,7 @@ class World:
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.pool = KVPool(decoder.spec, NUM_PAGES, PAGE, torch.float32, torch.device("cpu"))
         self.pages = PageAllocator(NUM_PAGES)
-        self.prefixes = Prefixes(CFG, self.pool, self.pages, guessed_cost_s, self.posted.put)
+        self.prefixes = ExactPrefixes(CFG, self.pool, self.pages, guessed_cost_s, self.posted.put)
         self.overwrite()
 
     def offer(self, *path: ChunkRef) -> list[Tensor]:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse import layer_steps, recorded_layers
-from kvweave.fuse.layer_steps import Plain, steps_of
+from kvweave.fuse.layer_steps import PlainSteps, steps_of
 from kvweave.fuse.recorded_layers import (
     KEPT,
     MOST_ROWS,
     Graphs,
+    LayerRecordings,
     Play,
     Recorded,
-    Recordings,
     Room,
     compute,
     padded_rows,
@@ -90,13 +90,13 @@ def rows(decoder: Decoder, count: int, seed: int) -> tuple[Tensor, list[Tensor]]
 def test_recorded_steps_are_plain_ones_whatever_stood_in_the_buffers(
     decoder: Decoder, recorder: type[Again]
 ) -> None:
-    recordings, layers = Recordings(recorder), decoder.spec.num_layers
+    recordings, layers = LayerRecordings(recorder), decoder.spec.num_layers
     for nth, count in enumerate([40, 5, 37, 16, 5, 33, 1, 40, 130]):
         h, attended = rows(decoder, count, nth)
         steps = recordings.begin(decoder, h)
         assert steps is not None
         got = climb(steps, layers, attended)
-        want = climb(Plain(decoder, h.clone()), layers, attended)
+        want = climb(PlainSteps(decoder, h.clone()), layers, attended)
         for mine, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
     assert recorder.recorded == 2 * layers, "of 48 and 16 rows, which came twice"
@@ -107,9 +107,9 @@ def test_recorded_steps_are_plain_ones_whatever_stood_in_the_buffers(
 def test_rows_that_fill_up_change_nothing_even_if_they_are_no_numbers(
     decoder: Decoder, recorder: type[Again]
 ) -> None:
-    recordings = Recordings(recorder)
+    recordings = LayerRecordings(recorder)
     h, attended = rows(decoder, 19, 1)
-    want = climb(Plain(decoder, h.clone()), decoder.spec.num_layers, attended)
+    want = climb(PlainSteps(decoder, h.clone()), decoder.spec.num_layers, attended)
     for _ in range(3):
         steps = recordings.begin(decoder, h)
         assert steps is not None
@@ -124,7 +124,7 @@ def test_rows_that_fill_up_change_nothing_even_if_they_are_no_numbers(
 def test_rows_that_fill_up_do_not_grow_from_pass_to_pass(
     decoder: Decoder, recorder: type[Again]
 ) -> None:
-    recordings, largest = Recordings(recorder), []
+    recordings, largest = LayerRecordings(recorder), []
     for _ in range(6):
         h, attended = rows(decoder, 3, 0)
         steps = recordings.begin(decoder, h)
@@ -143,7 +143,7 @@ def test_rows_are_filled_up_to_a_multiple_of_16_or_64() -> None:
 
 
 def test_only_so_many_numbers_of_rows_are_kept(decoder: Decoder, recorder: type[Again]) -> None:
-    recordings = Recordings(recorder)
+    recordings = LayerRecordings(recorder)
     for count in [*range(16, 129, 16), *range(192, 192 + 64 * KEPT, 64)]:
         assert recordings.begin(decoder, torch.zeros(count, decoder.spec.hidden_dim)) is not None
     assert len(recordings._sizes) == KEPT
@@ -153,7 +153,7 @@ def test_only_so_many_numbers_of_rows_are_kept(decoder: Decoder, recorder: type[
 def test_steps_that_lost_their_buffers_to_another_pass_say_so(
     decoder: Decoder, recorder: type[Again]
 ) -> None:
-    recordings = Recordings(recorder)
+    recordings = LayerRecordings(recorder)
     h, _ = rows(decoder, 3, 0)
     first = recordings.begin(decoder, h)
     recordings.begin(decoder, h)
@@ -175,9 +175,9 @@ def test_layers_that_cannot_be_recorded_are_named_once_and_computed_all_the_same
         def record(self, decoder: Decoder, work: Play) -> Play:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    recordings = Recordings(Refuses)
+    recordings = LayerRecordings(Refuses)
     h, attended = rows(decoder, 20, 3)
-    want = climb(Plain(decoder, h.clone()), decoder.spec.num_layers, attended)
+    want = climb(PlainSteps(decoder, h.clone()), decoder.spec.num_layers, attended)
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             steps = recordings.begin(decoder, h)
@@ -207,14 +207,14 @@ def test_layers_without_memory_are_recorded_when_there_is_some(
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
             return super().record(decoder, work)
 
-    recordings, layers = Recordings(Short), decoder.spec.num_layers
+    recordings, layers = LayerRecordings(Short), decoder.spec.num_layers
 
     def one_pass(count: int) -> None:
         h, attended = rows(decoder, count, 3)
         steps = recordings.begin(decoder, h)
         assert steps is not None
         got = climb(steps, layers, attended)
-        want = climb(Plain(decoder, h.clone()), layers, attended)
+        want = climb(PlainSteps(decoder, h.clone()), layers, attended)
         for mine, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
@@ -235,17 +235,17 @@ def test_layers_without_memory_are_recorded_when_there_is_some(
 
 
 def test_a_decoder_without_a_gpu_takes_plain_steps(decoder: Decoder) -> None:
-    assert isinstance(steps_of(decoder, torch.zeros(3, decoder.spec.hidden_dim)), Plain)
+    assert isinstance(steps_of(decoder, torch.zeros(3, decoder.spec.hidden_dim)), PlainSteps)
 
 
 @pytest.fixture
 def as_on_a_gpu(
     decoder: Decoder, recorder: type[Again], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], Recordings]:
+) -> Callable[[], LayerRecordings]:
     """Let this decoder take recorded steps from here on."""
 
-    def switch() -> Recordings:
-        recordings = Recordings(recorder)
+    def switch() -> LayerRecordings:
+        recordings = LayerRecordings(recorder)
         monkeypatch.setattr(layer_steps, "recordings_of", lambda _: recordings)
         monkeypatch.setattr(type(decoder), "can_capture", property(lambda _: True))
         # the recorded question is another matter
@@ -266,7 +266,7 @@ class _NoQuestions:
 def test_a_prompt_fused_over_recorded_layers_is_the_one_fused_plainly(
     decoder: Decoder,
     recorder: type[Again],
-    as_on_a_gpu: Callable[[], Recordings],
+    as_on_a_gpu: Callable[[], LayerRecordings],
     name: str,
 ) -> None:
     worlds = [World(decoder, chunks=make_ids(seed, 30, 1, 40, 25), missing={2}) for seed in (1, 2)]

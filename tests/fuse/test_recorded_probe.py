@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvweave.fuse import recorded_probe as captured_probe
-from kvweave.fuse.recorded_probe import Recordings
+from kvweave.fuse.recorded_probe import ProbeRecordings
 from kvweave.kernels import recording
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
@@ -55,7 +55,7 @@ def make_front(decoder: Decoder, num_tokens: int) -> tuple[LayerKV, ...]:
 @torch.inference_mode()
 def test_the_lowest_layer_alone_is_asked_for_behind_a_preamble(decoder: Decoder) -> None:
     """As `weave` does in a model of one layer: nothing of the preamble is ever looked at."""
-    recordings, front = Recordings(), make_front(decoder, 7)
+    recordings, front = ProbeRecordings(), make_front(decoder, 7)
     found = [recordings.probe(decoder, [5, 6, 7], 7, [0], front) for _ in range(2)][-1]
     assert found is not None
     assert len(found[0][0]) == 3
@@ -65,7 +65,7 @@ def test_the_lowest_layer_alone_is_asked_for_behind_a_preamble(decoder: Decoder)
 @torch.inference_mode()
 def test_a_recording_shows_the_preamble_it_is_given_and_keeps_none_alive(decoder: Decoder) -> None:
     """What the tree has of a prompt is copied for each request: it would be held for good."""
-    recordings, front = Recordings(), make_front(decoder, 7)
+    recordings, front = ProbeRecordings(), make_front(decoder, 7)
     for _ in range(2):
         recordings.probe(decoder, [5, 6, 7], 7, [2], front)
     (recording,) = recordings._graphs.values()
@@ -97,7 +97,7 @@ def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    recordings = Recordings()
+    recordings = ProbeRecordings()
     with torch.inference_mode():
         assert recordings.probe(decoder, [5, 6, 7], 0, [1]) is None, "the first one warms up"
         found = recordings.probe(decoder, [5, 6, 7], 0, [1])
@@ -115,7 +115,7 @@ def test_a_question_that_cannot_be_recorded_is_named_once_and_probed_all_the_sam
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(captured_probe, "_Recording", fails)
-    recordings = Recordings()
+    recordings = ProbeRecordings()
     with caplog.at_level(logging.WARNING):
         assert [recordings.probe(decoder, [5, 6, 7], 0, [1]) for _ in range(4)] == [None] * 4
     assert caplog.text.count("cannot be recorded") == 1
@@ -137,7 +137,7 @@ def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
             return {}
 
     monkeypatch.setattr(captured_probe, "_Recording", Short)
-    recordings = Recordings()
+    recordings = ProbeRecordings()
 
     def plays(count: int) -> bool:
         return recordings.probe(decoder, [5] * count, 0, [1]) is not None
@@ -154,7 +154,7 @@ def test_a_front_with_chunks_in_it_takes_no_recordings_place(decoder: Decoder) -
     shape = (captured_probe.MOST_FRONT + 1, spec.num_kv_heads, spec.head_dim)
     long = [LayerKV(torch.zeros(shape), torch.zeros(shape))] * spec.num_layers
     short = [LayerKV(kv.k[1:], kv.v[1:]) for kv in long]
-    recordings = Recordings()
+    recordings = ProbeRecordings()
     assert recordings.probe(decoder, [5], 0, [1], long) is None
     assert not recordings._graphs
     assert recordings.probe(decoder, [5], 0, [1], short) is None

@@ -17,7 +17,7 @@ from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.offload import CudaLink, Leaving, Link
+from kvweave.engine.offload import CudaLink, Offload, OffloadLink
 from kvweave.engine.pages import PageAllocator
 from kvweave.kv.tree import Pages, TreeTier
 from kvweave.model.decoder import Decoder
@@ -46,7 +46,7 @@ class World:
         for part in (self.pool.keys, self.pool.values):
             part.normal_()
         self.pages = PageAllocator(NUM_PAGES)
-        self.leaving = Leaving(CudaLink(device, piece_bytes), most_bytes, self.posted.put)
+        self.leaving = Offload(CudaLink(device, piece_bytes), most_bytes, self.posted.put)
         self.owner = TreePages(self.pool, self.pages, self.leaving, self.lost.append)
         self.node = Pages(len(NODE_PAGES) * self.pool.page_bytes, NODE_PAGES)
         assert self.pages.take(NUM_PAGES) is not None  # the test hands them out itself
@@ -182,7 +182,7 @@ def test_answers_are_the_same_while_kv_leaves_and_comes_back(
     """In a small pool beside host memory, as with a pool that all of it fits into."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
-    def small_pieces(device: torch.device) -> Link:
+    def small_pieces(device: torch.device) -> OffloadLink:
         return CountedLink(device, 1000)
 
     monkeypatch.setattr(prefixes_module, "open_link", small_pieces)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse import layer_steps, probe, recorded_layers
-from kvweave.fuse.layer_steps import Plain
-from kvweave.fuse.recorded_layers import KEPT, MOST_ROWS, Recordings, recordings_of
+from kvweave.fuse.layer_steps import PlainSteps
+from kvweave.fuse.recorded_layers import KEPT, MOST_ROWS, LayerRecordings, recordings_of
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from worlds.fuse import World, assert_same, make_ids
@@ -91,7 +91,7 @@ def random_rows(decoder: Decoder, count: int) -> tuple[Tensor, list[Tensor]]:
 
 @torch.inference_mode()
 def test_recorded_steps_are_plain_ones_whatever_stood_in_the_buffers(decoder: Decoder) -> None:
-    recordings = Recordings()
+    recordings = LayerRecordings()
     counts = [40, 5, 37, 16, 5, 33, 1, 129, 40, 130, 700, 64, 690, MOST_ROWS, MOST_ROWS - 1]
     for nth, count in enumerate([*counts, *counts]):
         h, attended = random_rows(decoder, count)
@@ -101,7 +101,7 @@ def test_recorded_steps_are_plain_ones_whatever_stood_in_the_buffers(decoder: De
             for x in recordings._room or ():
                 x[count:] = torch.nan
         got = climb(steps, attended)
-        for mine, theirs in zip(got, climb(Plain(decoder, h), attended), strict=True):
+        for mine, theirs in zip(got, climb(PlainSteps(decoder, h), attended), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
     recorded = {rows: len(size.plays) for rows, size in recordings._sizes.items()}
     print(f"\nrecorded steps by rows: {recorded}")
@@ -176,9 +176,9 @@ def test_recordings_of_many_sizes_hold_no_more_memory_than_the_largest(tmp_path:
         dtype="bfloat16",
     )
     widest, attended = random_rows(decoder, MOST_ROWS)
-    climb(Plain(decoder, widest), attended)  # the decoder's own scratch memory
+    climb(PlainSteps(decoder, widest), attended)  # the decoder's own scratch memory
     del widest, attended
-    recordings = Recordings()
+    recordings = LayerRecordings()
     held = []
     started_s = time.perf_counter()
     for count in (100, *range(192, MOST_ROWS + 1, 64)):
@@ -210,7 +210,7 @@ def test_recordings_of_many_sizes_hold_no_more_memory_than_the_largest(tmp_path:
 def test_a_played_step_is_one_order(decoder: Decoder) -> None:
     from torch.profiler import ProfilerActivity, profile
 
-    recordings = Recordings()
+    recordings = LayerRecordings()
     h, attended = random_rows(decoder, 37)
 
     def orders(steps: object) -> dict[str, int]:
@@ -226,7 +226,7 @@ def test_a_played_step_is_one_order(decoder: Decoder) -> None:
         assert steps is not None
         steps.first()
         recorded = orders(steps)
-    plain = Plain(decoder, h.clone())
+    plain = PlainSteps(decoder, h.clone())
     plain.first()
     print(f"\nplain {orders(plain)}, recorded {recorded}")
     assert recorded.get("cudaGraphLaunch") == 1

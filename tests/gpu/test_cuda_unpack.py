@@ -13,9 +13,9 @@ from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.gpu.shift import shift_rows
 from kvweave.kernels.gpu.unpack import unpack_rows
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.kernels.unpack import Rows, unpack_reference
+from kvweave.kernels.unpack import StoredRows, unpack_reference
 from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 
 pytestmark = pytest.mark.gpu
 
@@ -24,12 +24,12 @@ LENGTHS = (1, 70, 64, 129)
 TOKENS = sum(LENGTHS)
 
 
-def stored(codec: str, heads: int, dim: int) -> tuple[torch.Tensor, Rows]:
+def stored(codec: str, heads: int, dim: int) -> tuple[torch.Tensor, StoredRows]:
     """Random chunks behind each other, with garbage in between, and where their tokens go."""
     how = open_codec(codec)
     parts, table, start = [], [], 0
     for length in LENGTHS:
-        shape = Shape(length, heads, dim, "float32")
+        shape = LayerShape(length, heads, dim, "float32")
         size = how.num_bytes(shape)
         data = torch.full((-(-size // 256) * 256,), 255, dtype=torch.uint8)
         how.encode(LayerKV(*torch.randn(2, length, heads, dim)), data[:size])
@@ -38,7 +38,7 @@ def stored(codec: str, heads: int, dim: int) -> tuple[torch.Tensor, Rows]:
         start += len(data)
     places = torch.randperm(TOKENS + 9)[:TOKENS]
     columns = torch.tensor(table).T.contiguous()
-    return torch.cat(parts).to(DEVICE), Rows(*columns.to(DEVICE), places.to(DEVICE))
+    return torch.cat(parts).to(DEVICE), StoredRows(*columns.to(DEVICE), places.to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

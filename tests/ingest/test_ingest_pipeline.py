@@ -12,7 +12,7 @@ import pytest
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParseLimits, Record
+from kvweave.corpus.parsers import ParsedRecord, ParseLimits
 from kvweave.errors import CorpusError
 from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, reading, window
 from kvweave.ingest.sources import Selection, TextSource
@@ -287,7 +287,7 @@ def test_a_file_that_trips_the_parser_or_the_chunker_is_skipped_with_the_reason(
     kb, folder = world
     real_parse, real_cut = reading.parse, Chunker.cut
 
-    def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+    def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
         if path.name == "doc003.md":
             raise KeyError("a bug")
         return real_parse(path, data, limits)

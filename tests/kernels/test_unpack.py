@@ -5,9 +5,9 @@ import torch
 
 from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.kernels.unpack import Rows, unpack
+from kvweave.kernels.unpack import StoredRows, unpack
 from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 
 LENGTHS = (1, 70, 64, 129)
 
@@ -21,7 +21,7 @@ def laid(codec: str, heads: int, dim: int, rotary: int, turns: bool, device: str
     want = LayerKV(*torch.full((2, len(places) + 9, heads, dim), 7.0))
     parts, table, start, at = [], [], 0, 0
     for length in LENGTHS:
-        shape = Shape(length, heads, dim, "float32")
+        shape = LayerShape(length, heads, dim, "float32")
         kv = LayerKV(*torch.randn(2, length, heads, dim, generator=g))
         data = torch.zeros(-(-how.num_bytes(shape) // 256) * 256, dtype=torch.uint8)
         how.encode(kv, data[: how.num_bytes(shape)])
@@ -34,7 +34,7 @@ def laid(codec: str, heads: int, dim: int, rotary: int, turns: bool, device: str
         parts.append(data)
         start, at = start + len(data), at + length
     columns = torch.tensor(table).T.contiguous().to(device)
-    rows = Rows(*columns, places.to(device))
+    rows = StoredRows(*columns, places.to(device))
     out = LayerKV(*torch.full((2, len(places) + 9, heads, dim), 7.0, device=device))
     turn = Angles(angles.cos.to(device), angles.sin.to(device)) if turns else None
     unpack(torch.cat(parts).to(device), packing_of(how, dtype), rows, turn, out.k, out.v)
@@ -62,5 +62,5 @@ def test_no_tokens_are_no_work() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     out = torch.ones(3, 2, 4)
     packing = packing_of(open_codec("raw"), torch.float32)
-    unpack(torch.zeros(16, dtype=torch.uint8), packing, Rows(*[none] * 4), None, out, out)
+    unpack(torch.zeros(16, dtype=torch.uint8), packing, StoredRows(*[none] * 4), None, out, out)
     assert bool((out == 1).all())

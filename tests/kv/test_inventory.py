@@ -9,18 +9,18 @@ import pytest
 from kvweave.kv.arena import Arena
 from kvweave.kv.breaker import Breaker
 from kvweave.kv.io_pool import IoPool
-from kvweave.kv.policies import LFU, LRU, Usage
-from kvweave.kv.tier_budget import Shelf
+from kvweave.kv.policies import LFU, LRU, ItemUsage
+from kvweave.kv.tier_budget import TierBudget
 from kvweave.metrics import Metrics
 from worlds.kv import make_key
 
 
-def make_usage(uses: float = 1, last_access_s: float = 0.0) -> Usage:
-    return Usage(uses, last_access_s, 10, 1.0, 1.0)
+def make_usage(uses: float = 1, last_access_s: float = 0.0) -> ItemUsage:
+    return ItemUsage(uses, last_access_s, 10, 1.0, 1.0)
 
 
-def make_shelf(capacity: int = 100, entries: int = 10, size: int = 10) -> Shelf:
-    shelf = Shelf(capacity, LRU())
+def make_shelf(capacity: int = 100, entries: int = 10, size: int = 10) -> TierBudget:
+    shelf = TierBudget(capacity, LRU())
     for i in range(entries):
         shelf.add(make_key(i), size, make_usage(last_access_s=i), reserved=False)
     return shelf
@@ -101,7 +101,7 @@ def test_victims_count_until_they_are_gone() -> None:
 
 
 def test_a_newcomer_worth_less_is_refused_and_nothing_changes() -> None:
-    shelf = Shelf(20, LFU())
+    shelf = TierBudget(20, LFU())
     for i in range(2):
         shelf.add(make_key(i), 10, make_usage(uses=5), reserved=False)
     assert shelf.evict_for(10, make_usage(uses=1)) is None

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvweave.errors import ConfigError
-from kvweave.kv.policies import GDSF, LFU, LRU, PGDSF, Ranking, Usage, UsageRecord, open_policy
+from kvweave.kv.policies import GDSF, LFU, LRU, PGDSF, ItemUsage, RankHeap, UsageRecord, open_policy
 from kvweave.kv.usage import UsageBook
 from worlds.kv import make_key
 
@@ -16,8 +16,8 @@ def make_usage(
     size: int = 100,
     cost_s: float = 1,
     per_unit: float = 1,
-) -> Usage:
-    return Usage(uses, last_access_s, size, cost_s, per_unit)
+) -> ItemUsage:
+    return ItemUsage(uses, last_access_s, size, cost_s, per_unit)
 
 
 def test_lru_keeps_the_recent_and_lfu_the_frequent() -> None:
@@ -63,7 +63,7 @@ def test_the_cost_per_unit_is_the_mean_over_misses() -> None:
 
 def test_a_ranking_yields_the_lowest_that_may_leave_like_a_sorted_list() -> None:
     rng = random.Random(0)
-    ranking: Ranking[int] = Ranking()
+    ranking: RankHeap[int] = RankHeap()
     model: dict[int, float] = {}
     for step in range(3000):
         thing = rng.randrange(50)

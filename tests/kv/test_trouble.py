@@ -18,7 +18,7 @@ from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.redis import RedisTier
-from kvweave.kv.writer import Ticket, Writer
+from kvweave.kv.writer import SaveTicket, Writer
 from kvweave.metrics import Metrics
 from worlds.kv import (
     CHUNK_BYTES,
@@ -116,10 +116,10 @@ def test_a_writer_that_came_back_takes_writes_again() -> None:
         return True
 
     writer = Writer("slow", CHUNK_BYTES, write, deadline_s=0.05)
-    assert writer.offer(make_chunk(0), Ticket(), wait_s=0)
-    assert not writer.offer(make_chunk(1), Ticket(), wait_s=0.2)
+    assert writer.offer(make_chunk(0), SaveTicket(), wait_s=0)
+    assert not writer.offer(make_chunk(1), SaveTicket(), wait_s=0.2)
     assert writer.flush(5)
-    assert writer.offer(make_chunk(2), Ticket(), wait_s=0)
+    assert writer.offer(make_chunk(2), SaveTicket(), wait_s=0)
     writer.close(5)
     assert wrote == [make_key(0), make_key(2)]
 
@@ -131,7 +131,7 @@ def test_what_a_closed_writer_refused_is_not_waited_for() -> None:
         return go_on.wait(30)
 
     writer = Writer("slow", 8 * CHUNK_BYTES, write)
-    tickets = [Ticket() for _ in range(3)]
+    tickets = [SaveTicket() for _ in range(3)]
     for number, ticket in enumerate(tickets):
         assert writer.offer(make_chunk(number), ticket, wait_s=0)
         ticket.answer(None)  # the store's own part

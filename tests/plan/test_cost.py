@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
-from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.plan.profile import Grid, MachineProfile, TierLink
 
 EPIC = StrategyInfo("epic")
 
@@ -23,7 +23,7 @@ def make_costs(
 ) -> CostModel:
     """Every token costs the same, cached or not: easy to check by hand."""
     grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
-    links = {"disk": Link(bytes_per_s, latency_s), "host": Link(1e12)}
+    links = {"disk": TierLink(bytes_per_s, latency_s), "host": TierLink(1e12)}
     profile = MachineProfile("m", "test", layers, grid, grid, links)
     return CostModel(profile, layer0_free, queue_s, {"disk": pending}, {"disk": 0.0})
 
@@ -137,7 +137,7 @@ def test_break_even_of_the_reference() -> None:
     """Full 1 s for 10,240 tokens; 1.47 GB of KV: 10 GB/s is enough for fusion, 0.5 GB/s is not."""
     for bytes_per_s, wins in ((1e10, True), (3e9, True), (5e8, False)):
         grid = Grid((0,), (1, 10_240), [[1e-4, 1.0]])
-        profile = MachineProfile("m", "t", 36, grid, grid, {"disk": Link(bytes_per_s)})
+        profile = MachineProfile("m", "t", 36, grid, grid, {"disk": TierLink(bytes_per_s)})
         fused = CostModel(profile).fused(
             EPIC, 3072 + 64, 10_304, 64, 10_240, {"disk": 1_470_000_000}
         )

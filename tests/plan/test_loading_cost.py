@@ -6,7 +6,7 @@ from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.loading_cost import FORGET_S, MOST, UNCHECKED, WINDOW, Load, Paid
 from kvweave.plan.plan import Plan, Reason
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from worlds.plan import EPIC, OpenGate, ask, make_planner, on_disk, why
 
 LOAD = Load("disk", 1.0, UNCHECKED, 0.5, 1.0)  # a second of loading, half a second of work
@@ -74,7 +74,7 @@ def test_shares_of_a_clock_that_was_set_back_lock_no_tier_out() -> None:
 def costs(share: float | None = None, **more: float) -> CostModel:
     """A millisecond per token; a megabyte is a second from disk and a tenth from host."""
     grid = Grid((0,), (1, 1000), [[0.001, 1.0]])
-    links = {"disk": Link(1e6), "host": Link(1e7)}
+    links = {"disk": TierLink(1e6), "host": TierLink(1e7)}
     shares = {} if share is None else {"disk": share}
     profile = MachineProfile("m", "test", 10, grid, grid, links)
     return CostModel(profile, False, shares=shares, **more)

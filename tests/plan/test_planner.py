@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from kvweave.kv.tree import ChunkRef
 from kvweave.plan.cost import StrategyInfo
-from kvweave.plan.options import Limits
+from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import OrderPermission
-from kvweave.plan.plan import Judged, PlanRequest, Reason, Reuse, SpanKind
+from kvweave.plan.plan import PlanRequest, PredictionCheck, Reason, Reuse, SpanKind
 from kvweave.types import ChunkId
 from worlds.plan import (
     EPIC,
@@ -147,7 +147,7 @@ def test_what_lies_beside_the_layers_is_priced_for_strategies_that_read_it() -> 
         ({"gate": OpenGate()}, Reason.NOT_CALIBRATED),
         ({"gate": OpenGate(epic=None)}, Reason.BOUND_NOT_MET),
         ({"gate": OpenGate(epic=1.0)}, Reason.BOUND_NOT_MET),
-        ({"limits": Limits(row_bytes=1000, free_bytes=100)}, Reason.NO_MEMORY),
+        ({"limits": FusionLimits(row_bytes=1000, free_bytes=100)}, Reason.NO_MEMORY),
         ({"links": {"host": FAST}}, Reason.TIER_UNKNOWN),
         (
             {"strategies": (StrategyInfo("epic", needs=frozenset({"anchors"})),)},
@@ -324,7 +324,7 @@ def test_a_lost_preamble_is_computed() -> None:
 
 
 def test_a_prediction_can_be_judged() -> None:
-    assert Judged("prefix", 1.1, 1.0).error == pytest.approx(0.1)
+    assert PredictionCheck("prefix", 1.1, 1.0).error == pytest.approx(0.1)
 
 
 POOL = ["a300", "b200", "c100", "d64", "e400"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvweave.errors import ConfigError
 from kvweave.plan.loading_cost import Paid
-from kvweave.plan.profile import Grid, Link, MachineProfile, load_profile, measure_grid
+from kvweave.plan.profile import Grid, MachineProfile, TierLink, load_profile, measure_grid
 
 XS, YS = (0, 128, 512), (32, 64, 256)
 
@@ -80,7 +80,7 @@ def test_one_outlier_moves_little() -> None:
 
 
 def test_a_link_follows_its_transfers_without_their_latency() -> None:
-    link = Link(1e9, latency_s=0.5)
+    link = TierLink(1e9, latency_s=0.5)
     for _ in range(100):
         link.observe(1_000_000, 0.501)
     assert link.bytes_per_s == pytest.approx(1e9)
@@ -89,7 +89,7 @@ def test_a_link_follows_its_transfers_without_their_latency() -> None:
 
 
 def test_a_link_that_got_slow_is_believed_before_one_that_got_fast() -> None:
-    slow, fast = Link(1e9), Link(1e9)
+    slow, fast = TierLink(1e9), TierLink(1e9)
     for _ in range(5):
         slow.observe(1_000_000, 0.01)  # a tenth of its speed
         fast.observe(1_000_000, 0.0001)  # ten times
@@ -99,11 +99,11 @@ def test_a_link_that_got_slow_is_believed_before_one_that_got_fast() -> None:
 
 def test_a_profile_from_before_shares_were_learnt_is_read(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), {"disk": Link(5e8)}).save(path)
+    MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), {"disk": TierLink(5e8)}).save(path)
     saved = json.loads(path.read_text())
     del saved["links"]["disk"]["paid"], saved["links"]["disk"]["paid_beside"]
     path.write_text(json.dumps(saved))
-    assert load_profile(path).links["disk"] == Link(5e8)
+    assert load_profile(path).links["disk"] == TierLink(5e8)
 
 
 @pytest.mark.parametrize("name", ["paid", "paid_beside"])
@@ -112,7 +112,7 @@ def test_a_share_or_a_time_that_is_no_number_is_named(
     tmp_path: Path, paid: tuple[list[float], float], name: str
 ) -> None:
     path = tmp_path / "profile.json"
-    links = {"disk": replace(Link(5e8), **{name: Paid(*paid)})}
+    links = {"disk": replace(TierLink(5e8), **{name: Paid(*paid)})}
     MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links).save(path)
     with pytest.raises(ConfigError, match="share of loading"):
         load_profile(path)
@@ -132,7 +132,10 @@ def test_measuring_goes_round_and_takes_medians_after_a_warm_up() -> None:
 
 def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
     alone, beside = Paid([1.5, 0.25], 99.0), Paid([2.0], 98.0)
-    links = {"disk": Link(5e8, 1e-4), "disk/int8": Link(3e8, paid=alone, paid_beside=beside)}
+    links = {
+        "disk": TierLink(5e8, 1e-4),
+        "disk/int8": TierLink(3e8, paid=alone, paid_beside=beside),
+    }
     profile = MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links)
     profile.save(tmp_path / "profile.json")
     back = load_profile(tmp_path / "profile.json")

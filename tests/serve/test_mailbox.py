@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvweave.app.weave import Answer, Answering, Piece
+from kvweave.app.weave import Answer, AnswerStream, Piece
 from kvweave.serve.bridge import Job
 from kvweave.serve.mailbox import Mailbox
 from kvweave.serve.observe.prometheus import ServerMetrics
@@ -31,7 +31,7 @@ def test_pieces_that_came_meanwhile_leave_together() -> None:
 
 def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
     async def read() -> list[str]:
-        def never_started() -> Answering:
+        def never_started() -> AnswerStream:
             raise AssertionError("the test writes into its mailbox itself")
 
         job = Job(never_started, ServerMetrics())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.auto.auto_planner import Planning
+from kvweave.app.auto.auto_planner import AutoPlanner
 from kvweave.app.auto.machine import profile_path
 from kvweave.app.library.encoder_setup import make_encoder
 from kvweave.app.library.library import Library
@@ -21,7 +21,7 @@ from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierC
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_text, open_kb
@@ -99,7 +99,7 @@ class World:
         """Write a machine profile on which a token takes this long, whatever stands in front."""
         grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
         again = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
-        links = {"host": Link(1e9), "disk": Link(1e9, seen_s=time.time())}
+        links = {"host": TierLink(1e9), "disk": TierLink(1e9, seen_s=time.time())}
         decoder = self.decoder
         profile = MachineProfile(
             decoder.revision, "test", decoder.spec.num_layers, grid, again, links
@@ -134,18 +134,18 @@ def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
     return weave.ask(QUESTION, reuse=reuse, sampling=GREEDY, **settings)  # type: ignore[arg-type]
 
 
-def planning_of(weave: Weave) -> Planning:
+def planning_of(weave: Weave) -> AutoPlanner:
     """What `auto` is planned with. It opens with the first plan."""
     planning = weave._replying.ways.planning
     assert planning is not None
     return planning
 
 
-def load_links(weave: Weave) -> dict[str, Link]:
+def load_links(weave: Weave) -> dict[str, TierLink]:
     return planning_of(weave).machine.links
 
 
-def probed(weave: Weave, link: str) -> dict[str, Link]:
+def probed(weave: Weave, link: str) -> dict[str, TierLink]:
     """Open the planning and wait until `link` was looked at: what is written there then stays."""
     give_up_s = time.monotonic() + 60
     weave.plan(QUESTION)

@@ -9,7 +9,7 @@ from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.layout import ALIGN
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import Place, make_place
+from kvweave.kv.places import TierSlot, make_place
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.base import Reader
@@ -69,7 +69,7 @@ class CountingReader:
 class World:
     """A store whose tier below host memory is watched and holds chunk 0, with its extras."""
 
-    def __init__(self, cfg: StoreConfig, host: Place | None) -> None:
+    def __init__(self, cfg: StoreConfig, host: TierSlot | None) -> None:
         self.below = Counter(open_tier(cfg.tiers[-1]))
         capacity = None if self.below.inner.remote else 1 << 30
         place = make_place(self.below, capacity, cfg)  # type: ignore[arg-type]

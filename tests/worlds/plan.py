@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.gate import Verdict
 from kvweave.plan.layout import Stored
-from kvweave.plan.options import Limits
+from kvweave.plan.options import FusionLimits
 from kvweave.plan.plan import Plan, PlanRequest, Reason
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.types import ChunkId
 from worlds.tree import World, refs
 
@@ -33,14 +33,14 @@ def make_planner(
     links: Mapping[str, float] | None = None,
     strategies: tuple[StrategyInfo, ...] = (EPIC,),
     gate: OpenGate | None = None,
-    limits: Limits | None = None,
+    limits: FusionLimits | None = None,
     queue_s: float = 0.0,
 ) -> Planner:
     """A token costs a millisecond to compute; links are given in bytes per second."""
     grid = Grid((0,), (1, 1000), [[0.001, 1.0]])
     speeds = links or {"disk": FAST, "host": FAST}
     profile = MachineProfile(
-        "m", "test", 10, grid, grid, {name: Link(speed) for name, speed in speeds.items()}
+        "m", "test", 10, grid, grid, {name: TierLink(speed) for name, speed in speeds.items()}
     )
 
     def peek(chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
@@ -53,7 +53,7 @@ def make_planner(
         peek,
         strategies,
         gate or OpenGate(epic=0.1),
-        limits or Limits(),
+        limits or FusionLimits(),
     )
 
 

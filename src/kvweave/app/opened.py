@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from kvweave.app.answer.answerer import LookUp, Replying, at_once
-from kvweave.app.answer.conversations import Conversations, Part
-from kvweave.app.answer.engine_client import Asking
+from kvweave.app.answer.answerer import Answerer, LookUp, at_once
+from kvweave.app.answer.conversations import Conversations, ConversationScope
+from kvweave.app.answer.engine_client import EngineClient
 from kvweave.app.question import TOP_K
 from kvweave.calibrate.profiles import Profile
 from kvweave.engine.config import EngineConfig
@@ -45,10 +45,10 @@ class Opened:
         speculation: "SpeculationConfig | None" = None,
         promotion: int = PROMOTION,
         *,
-        asking: Asking | None = None,
+        asking: EngineClient | None = None,
         tenant: str = "",
         look_up: LookUp = at_once,
-        conversations: Conversations | Part | None = None,
+        conversations: Conversations | ConversationScope | None = None,
     ) -> None:
         """`promotion`: requests that bring a chunk which was never ingested before its KV is stored
         with the knowledge base; 0: never. `asking` is another Weave's, whose engine is shared;
@@ -63,10 +63,10 @@ class Opened:
         self._look_up = look_up
         self._owns_engine = asking is None
         self._ingesting = threading.Lock()
-        self._replying = Replying(
+        self._replying = Answerer(
             decoder,
             tokenizer,
-            asking or Asking(decoder, engine),
+            asking or EngineClient(decoder, engine),
             system,
             library,
             None if library is None else self.search,
@@ -132,7 +132,7 @@ class Opened:
         tenant_salt: str = "",
         look_up: LookUp = at_once,
         host_bytes: int | None = None,
-        conversations: Conversations | Part | None = None,
+        conversations: Conversations | ConversationScope | None = None,
     ) -> Self:
         """Another with the same model over another knowledge base, made if it is not there.
 

@@ -21,7 +21,7 @@ REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 
 
 class PlanOptions(TypedDict, total=False):
-    """Keyword arguments of `Weave.plan`; `Ask` says what each means."""
+    """Keyword arguments of `Weave.plan`; `Question` says what each means."""
 
     documents: Sequence[Document | str] | None
     system: str | None
@@ -34,7 +34,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 class AskOptions(PlanOptions, total=False):
-    """Keyword arguments of `Weave.ask` and `Weave.stream`; `Ask` says what each means."""
+    """Keyword arguments of `Weave.ask` and `Weave.stream`; `Question` says what each means."""
 
     sampling: Sampling | None
     reuse: str | None
@@ -42,7 +42,7 @@ class AskOptions(PlanOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Question:
     """One question. Raises RequestError if it cannot be meant."""
 
     question: str

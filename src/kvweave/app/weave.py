@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvweave.app.answer.answering import Answer, Answering, Piece, TokenLogprob
+from kvweave.app.answer.answering import Answer, AnswerStream, Piece, TokenLogprob
 from kvweave.app.opened import Opened
-from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, Ask, AskOptions, PlanOptions
+from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, AskOptions, PlanOptions, Question
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
 from kvweave.text.detokenizer import texts_of
@@ -28,7 +28,7 @@ __all__ = [
     "REUSES",
     "TOP_K",
     "Answer",
-    "Answering",
+    "AnswerStream",
     "Document",
     "Piece",
     "Sampling",
@@ -89,18 +89,18 @@ class Weave(Opened):
         """
         return self.stream(question, **options).finish()
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> Answering:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
-        return self._replying.answer(Ask(question, **options), called_s)
+        return self._replying.answer(Question(question, **options), called_s)
 
     def plan(self, question: str, **options: Unpack[PlanOptions]) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
-        return self._replying.plan(Ask(question, **options))
+        return self._replying.plan(Question(question, **options))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
-    ) -> Answering:
+    ) -> AnswerStream:
         """Continue a conversation of {"role", "content"} messages."""
         called_s = time.perf_counter()
         if not messages:
@@ -109,7 +109,7 @@ class Weave(Opened):
 
     def complete(
         self, prompt: str | Sequence[int], *, sampling: Sampling | None = None
-    ) -> Answering:
+    ) -> AnswerStream:
         """Continue a text or token ids, without a chat template."""
         called_s = time.perf_counter()
         ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt

@@ -18,7 +18,7 @@ from kvweave.fuse.encode.anchors import (
 )
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.contexts import parse_variant, variant_name
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
@@ -42,10 +42,10 @@ class Encoding(Protocol):
         ...
 
 
-class Prefixes:
+class ContextPrefixes:
     """KV of what stands in front of chunks, computed once each."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: FusionDecoder) -> None:
         self._decoder = decoder
         self._known: dict[tuple[int, ...], Prefix] = {}
 
@@ -64,8 +64,8 @@ class FixedContext:
 
     def __init__(
         self,
-        decoder: Decoder,
-        prefixes: Prefixes,
+        decoder: FusionDecoder,
+        prefixes: ContextPrefixes,
         name: str,
         context_ids: Sequence[int],
         repeat_ids: Sequence[int],

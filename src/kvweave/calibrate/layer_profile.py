@@ -21,10 +21,10 @@ from torch import Tensor
 
 from kvweave.calibrate.bootstrap import Bootstrap, Values
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.encodings import KVZIP, FixedContext, Prefixes
+from kvweave.calibrate.encodings import KVZIP, ContextPrefixes, FixedContext
 from kvweave.calibrate.trials import Trials
 from kvweave.errors import RequestError
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention, View
 from kvweave.fuse.stitched import Stitched
@@ -59,7 +59,7 @@ class LayerProfile:
 
 
 def profile_layers(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     cases: Iterable[Case],
     repeat_ids: tuple[int, ...],
     *,
@@ -71,7 +71,7 @@ def profile_layers(
     samples are done.
     """
     num_layers = decoder.spec.num_layers
-    prefixes = Prefixes(decoder)
+    prefixes = ContextPrefixes(decoder)
     encoding = FixedContext(
         decoder, prefixes, "isolated", (), repeat_ids, anchor_share=ANCHOR_SHARE
     )
@@ -116,7 +116,9 @@ def _attention(view: View, num_layers: int) -> QueryAttention:
     )
 
 
-def _scene(decoder: Decoder, prefixes: Prefixes, encoding: FixedContext, case: Case) -> Scene:
+def _scene(
+    decoder: FusionDecoder, prefixes: ContextPrefixes, encoding: FixedContext, case: Case
+) -> Scene:
     """All chunks as hits, the first one too: the answer may stand in it."""
     request = case.request(case.keys, first_is_exact=False)
     source = encoding.prepare(case, [KVZIP])

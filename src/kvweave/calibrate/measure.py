@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvweave.calibrate.answer_scores import exact_match, token_f1
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.encodings import Encoding, Prefixes
+from kvweave.calibrate.encodings import ContextPrefixes, Encoding
 from kvweave.calibrate.gate import BOUND
-from kvweave.calibrate.trials import Judged, Trials, judge
+from kvweave.calibrate.trials import Trials, TrialScore, judge
 from kvweave.errors import ConfigError, ModelError
 from kvweave.fuse.fuse import Fused, fuse
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.selectors.controls import Stride
 from kvweave.fuse.sources import ComputedChunks
@@ -55,7 +55,7 @@ class Gold(NamedTuple):
 class Outcome(NamedTuple):
     """One setting on one question."""
 
-    judged: Judged
+    judged: TrialScore
     nll_gap: float  # to full prefill, on its own greedy answer
     work: float  # rows through layers as a share of full prefill's
     gold: Gold | None
@@ -74,7 +74,7 @@ RECOMPUTE_ALL = Setting(Strategy("recompute all", Stride(), 1.0), 1.0)
 
 
 def measure(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     tokenizer: Tokenizer,
     cases: Iterable[Case],
     encodings: Sequence[Encoding],
@@ -89,7 +89,7 @@ def measure(
     such a machine means anything. Raises ConfigError as soon as the rounding of a half type is sure
     to use up more than NOISE_SHARE of `bound`: what is measured then is the rounding.
     """
-    prefixes = Prefixes(decoder)
+    prefixes = ContextPrefixes(decoder)
     cases = list(cases)
     answered: list[Answered] = []
     for case in cases:
@@ -109,7 +109,7 @@ class _Asking:
     """One question on its way through all settings."""
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer, prefixes: Prefixes, case: Case
+        self, decoder: FusionDecoder, tokenizer: Tokenizer, prefixes: ContextPrefixes, case: Case
     ) -> None:
         self._decoder = decoder
         self._tokenizer = tokenizer
@@ -214,7 +214,7 @@ class _Asking:
         return max(1, BATCH_BYTES // (values * _dtype_of(self._decoder).itemsize))
 
 
-def _dtype_of(decoder: Decoder) -> torch.dtype:
+def _dtype_of(decoder: FusionDecoder) -> torch.dtype:
     return decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.device)).dtype
 
 

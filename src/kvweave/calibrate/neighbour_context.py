@@ -9,11 +9,11 @@ asked of whoever has the documents. One thread, the one that owns the decoder.
 from collections.abc import Callable, Sequence
 
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.encodings import KVZIP, Prefixes
+from kvweave.calibrate.encodings import KVZIP, ContextPrefixes
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, passes
 from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, variant_name
 from kvweave.fuse.encode.extras import compute_extras
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
@@ -32,8 +32,8 @@ class NeighbourContext:
 
     def __init__(
         self,
-        decoder: Decoder,
-        prefixes: Prefixes,
+        decoder: FusionDecoder,
+        prefixes: ContextPrefixes,
         name: str,
         filler_ids: Sequence[int],
         repeat_ids: Sequence[int],

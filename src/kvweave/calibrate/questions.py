@@ -35,7 +35,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class QuestionRecord:
     """A question, its known answers if any, and its passages if it brings them."""
 
     question: str
@@ -43,14 +43,14 @@ class Record:
     passages: tuple[Passage, ...] = ()
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[QuestionRecord]:
     """Multi-passage records. Raises CorpusError that names the line."""
     for number, line in _lines(path):
         record = _parse(path, number, line)
         try:
             passages = tuple(_passage(each) for each in record["passages"])
             answers = tuple(a for a in record.get("answers", ()) if a.strip())
-            yield Record(str(record["question"]), answers, passages)
+            yield QuestionRecord(str(record["question"]), answers, passages)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorpusError(
                 f"{path.name} line {number} is no multi-passage record ({_reason(error)}); it "
@@ -58,12 +58,12 @@ def read_records(path: Path) -> Iterator[Record]:
             ) from error
 
 
-def read_questions(path: Path) -> Iterator[Record]:
+def read_questions(path: Path) -> Iterator[QuestionRecord]:
     """Questions alone: plain lines, or JSON lines if the name says so."""
     as_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     for number, line in _lines(path):
         if not as_json:
-            yield Record(line.strip())
+            yield QuestionRecord(line.strip())
             continue
         record = _parse(path, number, line)
         question, answers = record.get("question"), record.get("answers", [])
@@ -71,12 +71,12 @@ def read_questions(path: Path) -> Iterator[Record]:
             raise CorpusError(
                 f"{path.name} line {number} has no 'question'; see docs/calibration.md"
             )
-        yield Record(question, tuple(str(a) for a in answers if str(a).strip()))
+        yield QuestionRecord(question, tuple(str(a) for a in answers if str(a).strip()))
 
 
 def add_distractors(
-    records: Sequence[Record], tokenizer: Tokenizer, min_tokens: int, seed: int = 0
-) -> list[Record]:
+    records: Sequence[QuestionRecord], tokenizer: Tokenizer, min_tokens: int, seed: int = 0
+) -> list[QuestionRecord]:
     """Bring every context to `min_tokens` with passages of other records, in a drawn order.
 
     A passage that spells one of the answers is no distractor. The same seed gives the same
@@ -104,7 +104,7 @@ def add_distractors(
     return made
 
 
-def make_case(tokenizer: Tokenizer, record: Record, system: str = SYSTEM) -> Case:
+def make_case(tokenizer: Tokenizer, record: QuestionRecord, system: str = SYSTEM) -> Case:
     """The prompt of a record over its own passages, with the positions that spell an answer."""
     encoded = [encode_passage(tokenizer, passage) for passage in record.passages]
     case = case_of_chunks(tokenizer, record, [ids for ids, _ in encoded], system)
@@ -116,7 +116,10 @@ def make_case(tokenizer: Tokenizer, record: Record, system: str = SYSTEM) -> Cas
 
 
 def case_of_chunks(
-    tokenizer: Tokenizer, record: Record, chunks: Sequence[tuple[int, ...]], system: str = SYSTEM
+    tokenizer: Tokenizer,
+    record: QuestionRecord,
+    chunks: Sequence[tuple[int, ...]],
+    system: str = SYSTEM,
 ) -> Case:
     """The prompt of a question over chunks that have their token ids already."""
     prompt = lay_out(tokenizer, record.question, chunks, system)

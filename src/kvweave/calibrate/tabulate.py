@@ -15,7 +15,7 @@ from kvweave.calibrate.measure import Answered, Gold, Outcome, Setting, noise_of
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class TableOrigin:
     """What was measured, and on what."""
 
     revision: str  # of the decoder
@@ -28,7 +28,7 @@ class Origin:
 
 
 def tabulate(
-    answered: Sequence[Answered], settings: Sequence[Setting], encoding: str, origin: Origin
+    answered: Sequence[Answered], settings: Sequence[Setting], encoding: str, origin: TableOrigin
 ) -> Table:
     """The table of one encoding. "reuse" among the settings is what recovery counts from."""
     boot = Bootstrap(len(answered))

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kernels.grouped import attend_grouped
 from kvweave.kernels.rope import Angles, rotate
 
 
-class Judged(NamedTuple):
+class TrialScore(NamedTuple):
     """One trial against full prefill, on one answer."""
 
     kl_mean: float  # nats per token
@@ -53,7 +53,7 @@ class Trials:
     """Room for `num_trials` ways to prefill a prompt of `num_tokens`. One thread."""
 
     def __init__(
-        self, decoder: Decoder, num_trials: int, num_tokens: int, answer_room: int
+        self, decoder: FusionDecoder, num_trials: int, num_tokens: int, answer_room: int
     ) -> None:
         spec = decoder.spec
         room = num_tokens + answer_room
@@ -122,7 +122,7 @@ class Trials:
         return decoder.logits(h).view(num_trials, count, -1)
 
 
-def judge(full: Tensor, trial: Tensor, answer: Sequence[int]) -> Judged:
+def judge(full: Tensor, trial: Tensor, answer: Sequence[int]) -> TrialScore:
     """Compare log probabilities [A, V] of a trial with those of full prefill."""
     kl = (full.exp() * (full - trial)).sum(-1).clamp_min(0.0)  # below 0 is rounding
     at = torch.tensor(answer, device=trial.device)
@@ -130,7 +130,7 @@ def judge(full: Tensor, trial: Tensor, answer: Sequence[int]) -> Judged:
     same = full.argmax(-1) == trial.argmax(-1)
     figures = torch.stack([kl.mean(), kl[0], kl.max(), nll, same.float().mean()])
     kl_mean, kl_first, kl_max, nats, top1 = figures.tolist()
-    return Judged(kl_mean, kl_first, kl_max, nats, top1, not bool(same[0]))
+    return TrialScore(kl_mean, kl_first, kl_max, nats, top1, not bool(same[0]))
 
 
 def _until(tokens: list[int], ends: Collection[int]) -> list[int]:

@@ -10,7 +10,7 @@ from kvweave.errors import CorpusError
 if TYPE_CHECKING:
     from kvweave.calibrate.case import Case
     from kvweave.calibrate.neighbour_context import Nearest
-    from kvweave.calibrate.questions import Record
+    from kvweave.calibrate.questions import QuestionRecord
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.neighbour_table import NeighbourTable
     from kvweave.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class AskedKB:
         """Tokens of a chunk at most."""
         return self._kb.settings.chunk_tokens
 
-    def cases(self, records: "Sequence[Record]", k: int) -> "list[Case]":
+    def cases(self, records: "Sequence[QuestionRecord]", k: int) -> "list[Case]":
         """Each question over its `k` best chunks; one that finds a single chunk is left out. Raises
         CorpusError if none finds more."""
         from kvweave.calibrate.questions import case_of_chunks

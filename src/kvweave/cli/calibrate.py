@@ -218,7 +218,7 @@ def _measure(
     """One table per encoding context. `data` names the questions."""
     from kvweave.calibrate.case import hash_cases
     from kvweave.calibrate.measure import measure
-    from kvweave.calibrate.tabulate import Origin, tabulate
+    from kvweave.calibrate.tabulate import TableOrigin, tabulate
     from kvweave.fuse.encode.contexts import digest_ids
 
     with progress_bar("questions", len(cases)) as advance:
@@ -231,7 +231,7 @@ def _measure(
             bound=bound,
             on_case=advance,
         )
-    origin = Origin(
+    origin = TableOrigin(
         subject.revision,
         subject.dtype,
         data,

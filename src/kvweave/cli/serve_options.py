@@ -10,7 +10,7 @@ from kvweave.cli.numbers import Amount
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvweave.app.libraries.libraries import Place
+    from kvweave.app.libraries.libraries import LibraryKey
     from kvweave.serve.limits import Limits
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -70,16 +70,16 @@ def make_limits(numbers: Mapping[str, float]) -> "Limits":
     )
 
 
-def parse_folders(given: Sequence[str]) -> "dict[Place, Path]":
+def parse_folders(given: Sequence[str]) -> "dict[LibraryKey, Path]":
     """NAME=DIR or TENANT/NAME=DIR. Raises ConfigError."""
-    from kvweave.app.libraries.libraries import Place, check_name, check_tenant
+    from kvweave.app.libraries.libraries import LibraryKey, check_name, check_tenant
     from kvweave.errors import RequestError
 
-    folders: dict[Place, Path] = {}
+    folders: dict[LibraryKey, Path] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         tenant, slash, rest = name.partition("/")
-        place = Place(tenant, rest) if slash else Place("", name)
+        place = LibraryKey(tenant, rest) if slash else LibraryKey("", name)
         if not equals or not folder or (slash and not tenant):
             raise ConfigError(f"--kb {text!r} names no folder; write NAME=DIR or TENANT/NAME=DIR")
         try:

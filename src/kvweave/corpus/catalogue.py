@@ -16,7 +16,7 @@ import numpy as np
 from kvweave.corpus.catalogue_reads import AMONG, CatalogueReads
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.removals import KEEP_S, prune, removed_since
-from kvweave.types import ChunkId, Document, DocumentId, PlacedChunk
+from kvweave.types import ChunkId, DocumentId, ParsedDocument, PlacedChunk
 
 
 class Written(NamedTuple):
@@ -34,7 +34,9 @@ class Catalogue(CatalogueReads):
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?)", (source, fingerprint))
 
-    def put(self, document: Document, fingerprint: str, placed: Sequence[PlacedChunk]) -> Written:
+    def put(
+        self, document: ParsedDocument, fingerprint: str, placed: Sequence[PlacedChunk]
+    ) -> Written:
         """Add a document, or replace it, in one transaction. Its vectors must be there already.
 
         Chunks that the old version shares with the new one stay as they are. Vectors of chunks

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.catalogue_reads import VectorIds
-from kvweave.corpus.index import Hits, VectorIndex, is_remote, make_index, resolve_kind
+from kvweave.corpus.index import IndexHits, VectorIndex, is_remote, make_index, resolve_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import LocalIndex, atomic_file, load_index, save_index
 from kvweave.corpus.settings import KnowledgeBaseSettings
@@ -46,12 +46,12 @@ class LiveIndex:
         self._generation = 0  # of the catalogue that the index reflects
         self._last_id = 0  # highest vector id it was ever given
 
-    def search(self, vector: Vector, k: int) -> Hits:
+    def search(self, vector: Vector, k: int) -> IndexHits:
         self.refresh()
         with self._lock.read():
             return self._loaded.search(vector, k)
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         """Holds the lock within a stage, never between two: the caller may take its time."""
         self.refresh()
         with self._lock.read():

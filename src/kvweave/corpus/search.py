@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from kvweave.corpus.catalogue import Catalogue
-from kvweave.corpus.index.base import Hits, Vector
+from kvweave.corpus.index.base import IndexHits, Vector
 from kvweave.corpus.lexical import fuse_ranks, search_words
 from kvweave.corpus.live_index import LiveIndex
 from kvweave.errors import RequestError
@@ -78,7 +78,7 @@ class ChunkSearch:
         return [Hit(chunks[vector_id], score) for vector_id, score in found if vector_id in chunks]
 
 
-def _scored(found: Hits) -> list[tuple[int, float]]:
+def _scored(found: IndexHits) -> list[tuple[int, float]]:
     return list(zip(found.ids.tolist(), found.scores.tolist(), strict=True))
 
 

@@ -14,14 +14,14 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvweave.engine.config import EngineConfig, for_device, make_pool
-from kvweave.engine.lifecycle import Desk
+from kvweave.engine.lifecycle import Lifecycle
 from kvweave.engine.loading import Loading
-from kvweave.engine.page_manager import Placing
+from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import Cost, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import run
 from kvweave.engine.scheduler import Scheduler
-from kvweave.engine.sequence import Live
+from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.worker import Worker
 from kvweave.errors import EngineClosed
@@ -55,12 +55,12 @@ class Engine:
         `price` brings a measured one."""
         self.cfg = for_device(cfg or EngineConfig(), decoder.device)
         self._decoder = decoder
-        self._placing = Placing(self.cfg, make_pool(self.cfg, decoder), cost_s, self._post)
+        self._placing = PageManager(self.cfg, make_pool(self.cfg, decoder), cost_s, self._post)
         self._recorded = open_recorded(decoder, self._placing.pool, self.cfg.recorded_rows)
         # of what fused prompts play; those of decoding go with `_recorded`
         both = recorded_layers.recordings_of(decoder), captured_probe.recordings_of(decoder)
         self._fused_refusals = [recordings.refusals for recordings in both]
-        self._scheduler: Scheduler[Live] = Scheduler(
+        self._scheduler: Scheduler[EngineSequence] = Scheduler(
             self.cfg,
             self._placing.lengths,
             self._placing.admit,
@@ -69,7 +69,7 @@ class Engine:
             lambda live: self._desk.loads_again(live),
         )
         self._loading = Loading(decoder.spec.num_layers, self._post)
-        self._desk = Desk(decoder, self._scheduler, self._placing, self._loading)
+        self._desk = Lifecycle(decoder, self._scheduler, self._placing, self._loading)
         self._worker = Worker(self._desk, self.step, decoder.device, self.cfg.idle_s)
 
     # ---- any thread

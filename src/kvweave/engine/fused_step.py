@@ -7,9 +7,9 @@ request reads: nothing of it is ever offered to the tree.
 
 import torch
 
-from kvweave.engine.page_manager import Placing
+from kvweave.engine.page_manager import PageManager
 from kvweave.engine.request import FusedPart
-from kvweave.engine.sequence import Live
+from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import Around, Prefilled, StoredPrompt
 from kvweave.fuse.prepared import Prepared
@@ -19,33 +19,35 @@ from kvweave.kv.tree import TreeLease
 from kvweave.model.decoder import Decoder
 
 
-def weave(decoder: Decoder, live: Live, stored: StoredPrompt, placing: Placing) -> Prefilled:
+def weave(
+    decoder: Decoder, live: EngineSequence, stored: StoredPrompt, placing: PageManager
+) -> Prefilled:
     """Fill the request's pages with its prompt. What the tree has of it is copied in front."""
     part = _part(live)
     return stored.prefill(decoder, _around(live, part, placing), live.kv, part.ratio)
 
 
 def prepare(
-    decoder: Decoder, live: Live, stored: StoredPrompt, placing: Placing
+    decoder: Decoder, live: EngineSequence, stored: StoredPrompt, placing: PageManager
 ) -> tuple[Prepared, FuseRecord]:
     """As `weave`, up to the rows that are to be computed. The record has no compute time yet."""
     part = _part(live)
     return stored.prepare(decoder, _around(live, part, placing), live.kv, part.ratio)
 
 
-def _part(live: Live) -> FusedPart:
+def _part(live: EngineSequence) -> FusedPart:
     part = live.request.fused
     assert part is not None, "a fused request says how"
     return part
 
 
-def _around(live: Live, part: FusedPart, placing: Placing) -> Around:
+def _around(live: EngineSequence, part: FusedPart, placing: PageManager) -> Around:
     exact, num_exact = _exact(live, part, placing)
     live.kv.reserve(live.prompt_len)
     return Around(exact, live.request.question, num_exact, part.asked, part.encoding)
 
 
-def _exact(live: Live, part: FusedPart, placing: Placing) -> tuple[Prefix, int]:
+def _exact(live: EngineSequence, part: FusedPart, placing: PageManager) -> tuple[Prefix, int]:
     """The exact front of the prompt, and how many chunks it has."""
     in_front = 1 + bool(live.request.preamble)  # nodes of a path before its first chunk
     num_exact = 0 if live.lease is None else max(0, len(live.lease.nodes) - in_front)
@@ -54,7 +56,7 @@ def _exact(live: Live, part: FusedPart, placing: Placing) -> tuple[Prefix, int]:
     return _prefix(live, live.lease, placing), num_exact
 
 
-def _prefix(live: Live, lease: TreeLease, placing: Placing) -> Prefix:
+def _prefix(live: EngineSequence, lease: TreeLease, placing: PageManager) -> Prefix:
     """A leased path as one piece of KV. A copy: a path is short, and the buffer wants it dense."""
     pool, num_tokens = placing.pool, lease.num_tokens
     at = torch.tensor(placing.prefixes.table(lease), device=pool.keys.device)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvweave.engine.offload import Leaving
+from kvweave.engine.offload import Offload
 from kvweave.engine.pages import PageAllocator
 from kvweave.kernels.host import on_device
 from kvweave.kv.tree import Pages, TreeTier
@@ -43,7 +43,7 @@ class TreePages:
         self,
         pool: KVPool,
         pages: PageAllocator,
-        leaving: Leaving | None,
+        leaving: Offload | None,
         lost: Callable[[HostCopy], None],
     ) -> None:
         self._pool = pool

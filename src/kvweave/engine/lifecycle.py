@@ -8,16 +8,16 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvweave.engine.fused_step import prepare, weave
-from kvweave.engine.loading import Loaded, Loading, Way, waits_outside, way_of
-from kvweave.engine.page_manager import Placing
+from kvweave.engine.loading import Loaded, Loading, PrefillMode, waits_outside, way_of
+from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import path_of
 from kvweave.engine.reference import check_prompt
 from kvweave.engine.request import FusedPart, Ticket
 from kvweave.engine.runner import Ran
 from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Scheduler
-from kvweave.engine.sequence import Live
-from kvweave.engine.stats import Counts, exact_record, joined_record
+from kvweave.engine.sequence import EngineSequence
+from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.errors import RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.model.decoder import Decoder
@@ -26,14 +26,14 @@ from kvweave.model.paged_kv import PagedKV
 log = logging.getLogger(__name__)
 
 
-class Desk:
+class Lifecycle:
     """Knows every request that is not ended. Whatever ends one, all it holds goes back."""
 
     def __init__(
         self,
         decoder: Decoder,
-        scheduler: Scheduler[Live],
-        placing: Placing,
+        scheduler: Scheduler[EngineSequence],
+        placing: PageManager,
         loading: Loading,
     ) -> None:
         self._decoder = decoder
@@ -41,8 +41,8 @@ class Desk:
         self._placing = placing
         self._loading = loading
         self._arrivals = 0
-        self.lives: dict[Ticket, Live] = {}
-        self.counts = Counts()
+        self.lives: dict[Ticket, EngineSequence] = {}
+        self.counts = EngineCounts()
 
     def heard_of(self, ticket: Ticket) -> None:
         """A ticket is new, or its owner released or cancelled it."""
@@ -63,7 +63,7 @@ class Desk:
             ticket.end(error)
             return
         self._arrivals += 1
-        live = Live(
+        live = EngineSequence(
             self._arrivals,
             len(ids),
             ticket.is_held,
@@ -96,12 +96,12 @@ class Desk:
     def _most_tokens(self) -> int:
         return min(self._decoder.spec.max_context, self._placing.most_tokens)
 
-    def loads_again(self, live: Live) -> bool:
+    def loads_again(self, live: EngineSequence) -> bool:
         """A request lost its pages: whether it gets its bytes, which it gave back, before it waits
         for others."""
         return live.stored is None and self._loads(live)
 
-    def _loads(self, live: Live) -> bool:
+    def _loads(self, live: EngineSequence) -> bool:
         """Begin to get the bytes of a request, if it should have them before it takes a step."""
         part = live.request.fused
         busy = self._scheduler.is_busy
@@ -111,7 +111,7 @@ class Desk:
         self._loading.start(part, lambda got: self._loaded(live, got, started_s))
         return True
 
-    def _loaded(self, live: Live, got: Loaded, started_s: float) -> None:
+    def _loaded(self, live: EngineSequence, got: Loaded, started_s: float) -> None:
         """The bytes of a request are there, or will never be."""
         live.ticket.timeline.loading_s += time.perf_counter() - started_s
         if isinstance(got, BaseException):
@@ -122,7 +122,7 @@ class Desk:
             live.stored = got
             self._scheduler.add(live, first=live.preempted > 0)
 
-    def _release(self, live: Live) -> None:
+    def _release(self, live: EngineSequence) -> None:
         """A held request goes on."""
         if live.held:
             self.counts.released(live)
@@ -140,7 +140,7 @@ class Desk:
         was_woven = live.sparse is None
         live.advance(ran.work.num_rows)
         if not was_woven and live.sparse is None:
-            self.counts.add(f"fused_{Way.JOINED}")
+            self.counts.add(f"fused_{PrefillMode.JOINED}")
         self._placing.offer(live)
         live.ticket.timeline.stepped(seconds, shared)
         if ran.logits is None:
@@ -150,7 +150,7 @@ class Desk:
             live.ticket.record = joined_record(live) if is_fused else exact_record(live)
         self._answer(live, ran.logits, ran.likeliest)
 
-    def weave(self, live: Live) -> None:
+    def weave(self, live: EngineSequence) -> None:
         """The own step of a fused request: its whole prefill, or what must be done at once."""
         started_s = time.perf_counter()
         prefilled: Prefilled | None = None
@@ -159,7 +159,7 @@ class Desk:
             try:
                 way = self._way(live, stored)
                 self.counts.add("fused_begun")
-                if way is Way.JOINED:
+                if way is PrefillMode.JOINED:
                     prepared, record = prepare(self._decoder, live, stored, self._placing)
                 else:
                     prefilled = weave(self._decoder, live, stored, self._placing)
@@ -184,7 +184,7 @@ class Desk:
         if live.known == live.prompt_len:  # else it was preempted while it answered
             self._answer(live, prefilled.logits)
 
-    def _way(self, live: Live, stored: StoredPrompt) -> Way:
+    def _way(self, live: EngineSequence, stored: StoredPrompt) -> PrefillMode:
         return way_of(
             self._part(live).strategy,
             alone=self._scheduler.is_alone(live),
@@ -193,14 +193,14 @@ class Desk:
             copies=self._decoder.device.type == "cuda",
         )
 
-    def _open(self, live: Live) -> StoredPrompt:
+    def _open(self, live: EngineSequence) -> StoredPrompt:
         return self._loading.open(self._part(live))
 
-    def _part(self, live: Live) -> FusedPart:
+    def _part(self, live: EngineSequence) -> FusedPart:
         assert live.request.fused is not None, "a fused request says how"
         return live.request.fused
 
-    def _answer(self, live: Live, logits: Tensor, likeliest: int | None = None) -> None:
+    def _answer(self, live: EngineSequence, logits: Tensor, likeliest: int | None = None) -> None:
         """Draw a token and hand it out; a held request keeps the logits instead."""
         if live.held:
             live.logits = logits.clone()
@@ -228,7 +228,7 @@ class Desk:
         finally:  # whatever is wrong with the books, nobody waits for ever
             ticket.end(error)
 
-    def _take_back(self, live: Live) -> None:
+    def _take_back(self, live: EngineSequence) -> None:
         if live.held:
             self.counts.dropped(live)
         self._scheduler.remove(live)

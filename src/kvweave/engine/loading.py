@@ -23,7 +23,7 @@ SLOW_LOAD = 4.0  # a layer's bytes take so many times its computing: the pass wo
 SHORT_LOAD_S = 0.005  # nobody notices a gap between two tokens that is this much longer
 
 
-class Way(StrEnum):
+class PrefillMode(StrEnum):
     """How a fused prompt is computed. In its record, and counted."""
 
     JOINED = "joined"  # stitched first; then its rows run in the common steps, in slices
@@ -31,7 +31,9 @@ class Way(StrEnum):
     WHOLE = "whole"  # so too, because it cannot be cut: the pass itself chooses its rows
 
 
-def way_of(strategy: Strategy, *, alone: bool, held: bool, arrived: bool, copies: bool) -> Way:
+def way_of(
+    strategy: Strategy, *, alone: bool, held: bool, arrived: bool, copies: bool
+) -> PrefillMode:
     """The way of a request that is about to take its first step.
 
     `alone`: nobody else has anything to compute, and a layer that is laid when the pass gets there
@@ -40,10 +42,10 @@ def way_of(strategy: Strategy, *, alone: bool, held: bool, arrived: bool, copies
     a pass overlaps.
     """
     if not strategy.can_be_sliced:
-        return Way.WHOLE
+        return PrefillMode.WHOLE
     if alone and (copies or not arrived or not held):
-        return Way.STREAMED
-    return Way.JOINED
+        return PrefillMode.STREAMED
+    return PrefillMode.JOINED
 
 
 def waits_outside(strategy: Strategy, cost: LoadCost | None, others_ready: bool) -> bool:

@@ -28,7 +28,7 @@ Post = Callable[[Callable[[], None]], None]  # brings a call to the engine threa
 Then = Callable[[Tensor | Exception], None]
 
 
-class Link(Protocol):
+class OffloadLink(Protocol):
     """Carries bytes from the device. `carry` is called on one thread, `mark` on the engine's."""
 
     def mark(self) -> object:
@@ -43,10 +43,10 @@ class Link(Protocol):
         ...
 
 
-class Leaving:
+class Offload:
     """What is on its way. Owned by the engine thread; `num_bytes` is read by any."""
 
-    def __init__(self, link: Link, most_bytes: int, post: Post) -> None:
+    def __init__(self, link: OffloadLink, most_bytes: int, post: Post) -> None:
         self._link = link
         self._most_bytes = most_bytes
         self._post = post
@@ -102,7 +102,7 @@ class _Piece(NamedTuple):
 
 
 class CudaLink:
-    """From a GPU, on a stream of its own. See Link."""
+    """From a GPU, on a stream of its own. See OffloadLink."""
 
     def __init__(self, device: torch.device, piece_bytes: int = PIECE_BYTES) -> None:
         self._device = device
@@ -147,7 +147,7 @@ def _land(piece: _Piece | None, home: Tensor) -> None:
         home[piece.start : piece.start + len(piece.staged)].copy_(piece.staged)
 
 
-def open_link(device: torch.device) -> Link | None:
+def open_link(device: torch.device) -> OffloadLink | None:
     """How bytes leave a device beside its work; None: at once, as on a CPU, where they are in host
     memory and a copy of them is all there is to do."""
     return CudaLink(device) if device.type == "cuda" else None

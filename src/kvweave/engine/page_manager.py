@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.offload import Post
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.prefixes import Cost, Prefixes
-from kvweave.engine.sequence import Live
+from kvweave.engine.prefixes import Cost, ExactPrefixes
+from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.sparse_rows import SparseRows
 from kvweave.fuse.prepared import Prepared
 from kvweave.kv.tree import TreeLease
 from kvweave.model.paged_kv import KVPool, PagedKV
 
 
-class Placing:
+class PageManager:
     """Not thread-safe: the engine thread owns it."""
 
     def __init__(self, cfg: EngineConfig, pool: KVPool, cost_s: Cost, post: Post) -> None:
         self.pool = pool
         self.pages = PageAllocator(pool.num_pages)
-        self.prefixes = Prefixes(cfg, pool, self.pages, cost_s, post)
+        self.prefixes = ExactPrefixes(cfg, pool, self.pages, cost_s, post)
         self.num_running = 0  # sequences that may want a page more
 
     @property
@@ -29,7 +29,7 @@ class Placing:
         """Tokens that one sequence can have at most, all others and what is pinned gone."""
         return self.pool.num_pages * self.pool.page_tokens
 
-    def lengths(self, live: Live) -> tuple[int, int]:
+    def lengths(self, live: EngineSequence) -> tuple[int, int]:
         """Tokens of it that are cached, and that must be computed."""
         part = live.request.fused
         if part is not None:
@@ -45,7 +45,7 @@ class Placing:
             cached = self.prefixes.tree.match_tokens(live.path)
         return cached, live.known - cached
 
-    def admit(self, live: Live) -> bool:
+    def admit(self, live: EngineSequence) -> bool:
         """Pages for all it knows, and one for everybody else to grow; False: not now."""
         place = self._admit_run if live.own_step else self._admit_shared
         if place(live):
@@ -61,7 +61,7 @@ class Placing:
         self.prefixes.unpin()
         return place(live)
 
-    def _admit_shared(self, live: Live) -> bool:
+    def _admit_shared(self, live: EngineSequence) -> bool:
         """What the tree has is read where it lies; the rest gets pages of its own."""
         lease, shared, cached = self._match(live)
         page = self.pool.page_tokens
@@ -83,7 +83,7 @@ class Placing:
         self._admitted(live, cached)
         return True
 
-    def _admit_run(self, live: Live) -> bool:
+    def _admit_run(self, live: EngineSequence) -> bool:
         """A fused request gets pages side by side, and they are its own: a dense buffer."""
         count = -(-live.known // self.pool.page_tokens)
         free = count + self.num_running
@@ -102,13 +102,13 @@ class Placing:
         self._admitted(live, 0)
         return True
 
-    def _admitted(self, live: Live, cached: int) -> None:
+    def _admitted(self, live: EngineSequence, cached: int) -> None:
         if not live.preempted:
             live.cached = cached
             live.ticket.timeline.admitted_s = time.perf_counter()
         self.num_running += 1
 
-    def prepared(self, live: Live, prepared: Prepared) -> None:
+    def prepared(self, live: EngineSequence, prepared: Prepared) -> None:
         """A fused request is stitched into its pages; the rows that are left join the others."""
         live.sparse = SparseRows(prepared.rows, prepared.bonds)
         live.prepared = prepared
@@ -116,13 +116,13 @@ class Placing:
         live.own_step = False
         self._let_go(live)
 
-    def woven(self, live: Live) -> None:
+    def woven(self, live: EngineSequence) -> None:
         """The prompt of a fused request is in its pages."""
         live.computed = live.prompt_len
         live.own_step = False
         self._let_go(live)
 
-    def grow(self, live: Live, count: int) -> bool:
+    def grow(self, live: EngineSequence, count: int) -> bool:
         """More pages; False: there are none."""
         if not self._make_free(count):
             return False
@@ -133,7 +133,7 @@ class Placing:
         live.pages += len(pages)
         return True
 
-    def offer(self, live: Live) -> None:
+    def offer(self, live: EngineSequence) -> None:
         """Offer the tree the chunks whose last row was computed since. Exact ones only."""
         assert live.request.fused is None or live.lease is None, "fused KV stays out of the tree"
         while live.lease is not None and live.offered < len(live.path):
@@ -146,7 +146,7 @@ class Placing:
             if gone or not self.prefixes.offer(live.lease, chunk, start, live.kv):
                 live.offered = len(live.path)
 
-    def retire(self, live: Live) -> None:
+    def retire(self, live: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""
         if live.kv.page_table:
             self.pages.release(live.kv.page_table)
@@ -158,12 +158,12 @@ class Placing:
         live.own_step = live.request.fused is not None
         live.ticket.timeline.preempted = live.preempted
 
-    def _let_go(self, live: Live) -> None:
+    def _let_go(self, live: EngineSequence) -> None:
         if live.lease is not None:
             live.lease.release()
             live.lease = None
 
-    def check_integrity(self, lives: Sequence[Live]) -> None:
+    def check_integrity(self, lives: Sequence[EngineSequence]) -> None:
         """Raise AssertionError unless every page is held by exactly those who say so."""
         self.pages.check_integrity()
         self.prefixes.tree.check_integrity()
@@ -173,7 +173,7 @@ class Placing:
             refs = self.pages.refs(page)
             assert refs == held[page], f"page {page}: {refs} holds, {held[page]} holders"
 
-    def _match(self, live: Live) -> tuple[TreeLease | None, list[int], int]:
+    def _match(self, live: EngineSequence) -> tuple[TreeLease | None, list[int], int]:
         """A lease to read from or to offer behind, the pages it gives, and how many tokens."""
         prefixes = self.prefixes
         if not prefixes.is_on or not live.path or live.unshared:

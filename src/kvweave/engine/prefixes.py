@@ -20,7 +20,7 @@ import torch
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.offload import MOST_BYTES, POOL_SHARE, Leaving, Post, open_link
+from kvweave.engine.offload import MOST_BYTES, POOL_SHARE, Offload, Post, open_link
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
@@ -64,7 +64,7 @@ def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
     return ChunkRef(ChunkId(f"{namespace}|preamble-{digest.hexdigest()}"), len(preamble))
 
 
-class Prefixes:
+class ExactPrefixes:
     """The tree and its pages. Not thread-safe: the engine thread owns it; others may `match`."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Prefixes:
         config = TreeConfig(max(1, device_bytes), host_bytes)
         link = open_link(pool.keys.device) if host_bytes and self.is_on else None
         most_bytes = min(pool.num_pages * pool.page_bytes // POOL_SHARE, MOST_BYTES)
-        self._leaving = None if link is None else Leaving(link, most_bytes, post)
+        self._leaving = None if link is None else Offload(link, most_bytes, post)
         self._copies = TreePages(pool, pages, self._leaving, self._lost)
         self.tree = KnowledgeTree(config, self._copies, cost_s)
         self.tombstones = Tombstones()

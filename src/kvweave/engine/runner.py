@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvweave.engine.scheduler import Work
-from kvweave.engine.sequence import Live, is_plainly_greedy
+from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import RecordedDecode, is_decode
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 class Ran(NamedTuple):
     """What a step gave one sequence."""
 
-    work: Work[Live]
+    work: Work[EngineSequence]
     logits: Tensor | None  # [V]; None: there is more of it to compute
     likeliest: int | None  # set when nothing but the likeliest token matters
     error: BaseException | None
 
 
 def run(
-    decoder: Decoder, works: Sequence[Work[Live]], recorded: RecordedDecode | None = None
+    decoder: Decoder, works: Sequence[Work[EngineSequence]], recorded: RecordedDecode | None = None
 ) -> list[Ran]:
     """Compute the rows of all works. What fails together is tried one by one: whoever is to blame
     fails alone. Rows may run twice; they write what they wrote before.
@@ -43,7 +43,7 @@ def run(
 
 @torch.inference_mode()
 def _run(
-    decoder: Decoder, works: Sequence[Work[Live]], recorded: RecordedDecode | None
+    decoder: Decoder, works: Sequence[Work[EngineSequence]], recorded: RecordedDecode | None
 ) -> list[Ran]:
     batch = [work.seq.rows(work.num_rows) for work in works]
     played = recorded.play(batch) if recorded is not None and is_decode(batch) else None

@@ -18,7 +18,7 @@ from kvweave.model.rows import Leave, Rows
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Live(Seq):
+class EngineSequence(Seq):
     """Its numbers (see Seq), its tokens, its pages and who waits for it."""
 
     request: EngineRequest
@@ -77,7 +77,7 @@ class Live(Seq):
         return False
 
 
-def is_plainly_greedy(lives: Sequence[Live]) -> bool:
+def is_plainly_greedy(lives: Sequence[EngineSequence]) -> bool:
     """Whether all of them take the likeliest token and nothing else is asked for."""
     samplings = [live.request.sampling for live in lives]
     return all(

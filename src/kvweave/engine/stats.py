@@ -3,8 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
-from kvweave.engine.loading import Way
-from kvweave.engine.sequence import Live
+from kvweave.engine.loading import PrefillMode
+from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.record import TREE, ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 
@@ -16,7 +16,7 @@ NAMES = (
     "tokens_answered",
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
     "fused_begun",  # prefills of fused prompts, those that failed or were given up included
-    *(f"fused_{way}" for way in Way),  # of them, those that were completed, by how
+    *(f"fused_{way}" for way in PrefillMode),  # of them, those that were completed, by how
     "speculation_right",
     "speculation_wrong",
     "speculation_saved_tokens",
@@ -24,7 +24,7 @@ NAMES = (
 )
 
 
-def exact_record(live: Live) -> FuseRecord:
+def exact_record(live: EngineSequence) -> FuseRecord:
     """How an exact prompt was prefilled: what the knowledge tree had, and the rest computed."""
     request, cached, total = live.request, live.cached, live.prompt_len
     chunks, start = [], len(request.preamble)
@@ -49,14 +49,14 @@ def exact_record(live: Live) -> FuseRecord:
     )
 
 
-def joined_record(live: Live) -> FuseRecord:
+def joined_record(live: EngineSequence) -> FuseRecord:
     """How a fused prompt that joined the common steps was prefilled."""
     assert live.woven is not None, "it was prepared"
     compute_s = live.ticket.timeline.computing_s - live.apart_s
     return replace(live.woven, stages=replace(live.woven.stages, compute=compute_s * 1e3))
 
 
-def _num_computed(live: Live, kept: int) -> int:
+def _num_computed(live: EngineSequence, kept: int) -> int:
     """Rows of a speculation that were computed, behind `kept` tokens that the tree has. What a
     fused one reuses was not."""
     if live.woven is None:
@@ -65,7 +65,7 @@ def _num_computed(live: Live, kept: int) -> int:
     return sum(state in (State.RECOMPUTED, State.COMPUTED) for state in states)
 
 
-class Counts:
+class EngineCounts:
     """Running numbers. Written on the engine thread, read on any."""
 
     def __init__(self) -> None:
@@ -74,21 +74,21 @@ class Counts:
     def add(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount
 
-    def first_token(self, live: Live) -> None:
+    def first_token(self, live: EngineSequence) -> None:
         """A prompt is through: count its tokens by where their KV came from."""
         record = live.ticket.record
         assert record is not None, "a prompt that is through has a record"
         for source, number in record.counts.items():
             self.add(f"tokens_{source}", number)
 
-    def released(self, live: Live) -> None:
+    def released(self, live: EngineSequence) -> None:
         """A speculation was right: what it had computed by now need not be waited for."""
         saved = _num_computed(live, live.cached)
         live.ticket.timeline.saved_tokens = saved
         self.add("speculation_right")
         self.add("speculation_saved_tokens", saved)
 
-    def dropped(self, live: Live) -> None:
+    def dropped(self, live: EngineSequence) -> None:
         """A speculation was wrong. What entered the knowledge tree is not lost on those who look
         there."""
         kept = live.cached

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from kvweave.engine.lifecycle import Desk
+from kvweave.engine.lifecycle import Lifecycle
 from kvweave.engine.request import Ticket
 from kvweave.errors import EngineClosed
 
@@ -25,7 +25,7 @@ class Worker:
     """Takes steps while there is work. What it is given it calls on its thread alone."""
 
     def __init__(
-        self, desk: Desk, step: Callable[[], bool], device: torch.device, idle_s: float
+        self, desk: Lifecycle, step: Callable[[], bool], device: torch.device, idle_s: float
     ) -> None:
         """`step` takes in what is new and computes; False: there is nothing to do."""
         self._desk = desk

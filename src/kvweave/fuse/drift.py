@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
-from kvweave.fuse.request import FuseRequest, Span, State
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
+from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import Owners, mean_changes
@@ -35,7 +35,7 @@ _Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 class _Moved(NamedTuple):
     """Chunks with recomputed rows. On the host."""
 
-    spans: list[Span]
+    spans: list[ChunkSpan]
     chosen: Tensor  # [C] positions of their recomputed rows
     bounds: Tensor  # [S + 1]: chunk s has the rows [bounds[s], bounds[s + 1]) of `chosen`
 
@@ -45,7 +45,7 @@ class Drift:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: FusionDecoder,
         request: FuseRequest,
         chosen: Sequence[int] | Tensor,
         strength: float = STRENGTH,
@@ -104,7 +104,9 @@ class Drift:
         return self._rows
 
 
-def _among_placed(placed: Sequence[Span], moved: _Moved) -> tuple[list[tuple[int, int]], Tensor]:
+def _among_placed(
+    placed: Sequence[ChunkSpan], moved: _Moved
+) -> tuple[list[tuple[int, int]], Tensor]:
     """Bounds of each moved chunk, and the chosen rows, among all placed tokens; on the host."""
     ends = torch.tensor([span.num_tokens for span in placed]).cumsum(0).tolist()
     first = {span.start: end - span.num_tokens for span, end in zip(placed, ends, strict=True)}
@@ -127,14 +129,16 @@ def _moved(request: FuseRequest, chosen: Tensor) -> _Moved:
     return _Moved(spans, chosen, torch.tensor([0, *map(len, runs)]).cumsum(0))
 
 
-def _sizes_and_shifts(spans: Sequence[Span]) -> Tensor:
+def _sizes_and_shifts(spans: Sequence[ChunkSpan]) -> Tensor:
     """[2, S] on the host: rows of each chunk, and from their number among all to their position."""
     starts, ends = torch.tensor([(span.start, span.end) for span in spans]).T
     sizes = ends - starts
     return torch.stack([sizes, ends - sizes.cumsum(0)])
 
 
-def _all_at_once(decoder: Decoder, spans: Sequence[Span], sizes: Tensor, shifts: Tensor) -> _Move:
+def _all_at_once(
+    decoder: FusionDecoder, spans: Sequence[ChunkSpan], sizes: Tensor, shifts: Tensor
+) -> _Move:
     """For a device where many small steps cost more than the work: every row knows its chunk."""
     num_rows = sum(span.num_tokens for span in spans)
     chunk = torch.repeat_interleave(sizes, output_size=num_rows)  # [N]
@@ -144,7 +148,7 @@ def _all_at_once(decoder: Decoder, spans: Sequence[Span], sizes: Tensor, shifts:
     return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
 
 
-def _run_by_run(decoder: Decoder, spans: Sequence[Span], *_: Tensor) -> _Move:
+def _run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan], *_: Tensor) -> _Move:
     """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     runs = [Run.of(s.start, decoder.angles(torch.arange(s.start, s.end)), head_dim) for s in spans]

@@ -15,11 +15,17 @@ from torch import Tensor
 from kvweave.errors import RequestError
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.fused_pass import LayerLook, Mask, Passed, fused_pass
-from kvweave.fuse.protocol import Decoder, KVBuffer
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, State, budget
-from kvweave.fuse.selectors.base import InFlightSelector, Narrowing, Ranking, Scene, Selector
+from kvweave.fuse.selectors.base import (
+    InFlightSelector,
+    Narrowing,
+    RankingSelector,
+    Scene,
+    Selector,
+)
 from kvweave.fuse.stitched import Stitched, positions_of
-from kvweave.fuse.taper import Leaving, Mover, Relay, Taper
+from kvweave.fuse.taper import Mover, Relay, Taper, TaperedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +43,7 @@ class Fused:
 
 @torch.inference_mode()
 def fuse(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     request: FuseRequest,
     stitched: Stitched,
     kv: KVBuffer,
@@ -107,11 +113,11 @@ class Selected:
     rows: Tensor  # [R] these, missing chunks and the question
     in_flight: "_HitsOnly | None"  # who narrows them down on the way
     is_partial: bool  # some hits are recomputed and some are not: a selector was asked
-    leaving: Leaving | None  # most of the chosen ones stop early
+    leaving: TaperedRows | None  # most of the chosen ones stop early
 
 
 def select_rows(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     request: FuseRequest,
     stitched: Stitched,
     selector: Selector | InFlightSelector | None,
@@ -129,10 +135,12 @@ def select_rows(
         taper = None  # what is recomputed as a whole is exact
     going = None
     if taper is not None:
-        assert isinstance(selector, Ranking), f"{selector} does not say which of its rows matter"
+        assert isinstance(selector, RankingSelector), (
+            f"{selector} does not say which of its rows matter"
+        )
         chosen, stay = selector.ranked(scene, (count, taper.staying(count)))
         in_flight = None
-        going = Leaving(taper.layer, stay, _with(stay, must_compute))
+        going = TaperedRows(taper.layer, stay, _with(stay, must_compute))
     else:
         chosen, in_flight = _choose(scene, selector, count, must_compute)
     rows = _with(chosen, must_compute)
@@ -164,7 +172,7 @@ def _choose(
 
 
 def work_of(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     request: FuseRequest,
     rows_per_layer: Sequence[int],
     selected: Selected,

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.layer_steps import steps_of
-from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.taper import Leaving, Mover
+from kvweave.fuse.taper import Mover, TaperedRows
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
@@ -64,14 +64,14 @@ class Passed:
 
 @torch.inference_mode()
 def fused_pass(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     request: FuseRequest,
     stitched: Stitched,
     rows: Sequence[int] | Tensor,
     kv: KVBuffer,
     *,
     in_flight: Narrow | None = None,
-    leaving: Leaving | None = None,
+    leaving: TaperedRows | None = None,
     drift: Mover | None = None,
     mask: Mask = "exact",
 ) -> Passed:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvweave.fuse.protocol import Captures, Decoder, Projected
+from kvweave.fuse.protocol import Captures, FusionDecoder, Projected
 from kvweave.fuse.recorded_layers import recordings_of
 
 
@@ -38,12 +38,12 @@ class Steps(Protocol):
         ...
 
 
-class Plain:
+class PlainSteps:
     """The decoder's own calls."""
 
     room: Tensor | None = None
 
-    def __init__(self, decoder: Decoder, h: Tensor) -> None:
+    def __init__(self, decoder: FusionDecoder, h: Tensor) -> None:
         """Overwrites h [R, E]."""
         self._decoder = decoder
         self.hidden = h
@@ -56,7 +56,7 @@ class Plain:
         return self._decoder.qkv(layer + 1, self.hidden)
 
 
-def steps_of(decoder: Decoder, h: Tensor) -> Steps:
+def steps_of(decoder: FusionDecoder, h: Tensor) -> Steps:
     """Steps for rows with hidden states h [R, E]: recorded where that serves.
 
     Takes the steps of another pass over the same decoder away: those may not be used any more.
@@ -65,4 +65,4 @@ def steps_of(decoder: Decoder, h: Tensor) -> Steps:
         recorded = recordings_of(decoder).begin(decoder, h)
         if recorded is not None:
             return recorded
-    return Plain(decoder, h)
+    return PlainSteps(decoder, h)

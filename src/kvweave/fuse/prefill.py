@@ -15,7 +15,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.fuse import Fused, check_ratio, fuse
 from kvweave.fuse.prepared import Prepared, prepare
 from kvweave.fuse.prompt_chunks import NEVER, PromptChunk, named_kv
-from kvweave.fuse.protocol import Decoder, KVBuffer
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.record import (
     FuseRecord,
     Stages,
@@ -55,7 +55,7 @@ class Prefilled(NamedTuple):
 
 
 def prefill_from_store(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     preamble: Prefix,
     chunks: Sequence[PromptChunk],
     question_ids: Sequence[int],
@@ -132,7 +132,9 @@ class StoredPrompt:
         layers = range(self._num_layers)
         return self._transfer.has_extras() and all(map(self._transfer.is_ready, layers))
 
-    def prefill(self, decoder: Decoder, around: Around, kv: KVBuffer, ratio: float) -> Prefilled:
+    def prefill(
+        self, decoder: FusionDecoder, around: Around, kv: KVBuffer, ratio: float
+    ) -> Prefilled:
         """Weave the prompt into `kv`."""
         way = self._strategy
 
@@ -146,7 +148,7 @@ class StoredPrompt:
         return Prefilled(made.logits, record)
 
     def prepare(
-        self, decoder: Decoder, around: Around, kv: KVBuffer, ratio: float
+        self, decoder: FusionDecoder, around: Around, kv: KVBuffer, ratio: float
     ) -> tuple[Prepared, FuseRecord]:
         """As `prefill`, up to where rows are computed: the record has no compute time yet.
 
@@ -164,7 +166,7 @@ class StoredPrompt:
 
     def _weave(
         self,
-        decoder: Decoder,
+        decoder: FusionDecoder,
         around: Around,
         kv: KVBuffer,
         ratio: float,

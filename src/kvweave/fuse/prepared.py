@@ -23,18 +23,18 @@ from torch import Tensor
 
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.fuse import select_rows, work_of
-from kvweave.fuse.protocol import Decoder, KVBuffer, Projected
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.selectors.base import InFlightSelector, Selector
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.taper import Leaving, Mover, Relay, Taper
+from kvweave.fuse.taper import Mover, Relay, Taper, TaperedRows
 
 
 @dataclass(slots=True, eq=False)
 class Prepared:
     """Rows to compute, and how. Owned by the thread that owns the decoder."""
 
-    decoder: Decoder
+    decoder: FusionDecoder
     request: FuseRequest
     rows: list[int]  # positions to compute, ascending; the last token is the last of them
     bonds: list[tuple[int, int]]  # [start, end) of `rows` that no slice may cut, ascending
@@ -43,7 +43,7 @@ class Prepared:
     select_s: float  # choosing rows, probe included
     load_s: float  # waiting for chunk KV, decoding and laying it; not in select_s
     drift: float = 0.0  # 0: none
-    leaving: Leaving | None = None  # most of the recomputed rows stop early
+    leaving: TaperedRows | None = None  # most of the recomputed rows stop early
     pass_s: float = 0.0  # the rows are still to be computed
     _mover: "tuple[int, int, SliceMover | None] | None" = field(default=None, repr=False)
 
@@ -85,7 +85,7 @@ class Prepared:
 
 @torch.inference_mode()
 def prepare(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     request: FuseRequest,
     stitched: Stitched,
     selector: Selector | InFlightSelector | None = None,

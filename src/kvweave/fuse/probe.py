@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.layer_steps import steps_of
-from kvweave.fuse.protocol import Captures, Decoder, Projected
+from kvweave.fuse.protocol import Captures, FusionDecoder, Projected
 from kvweave.fuse.recorded_probe import recordings_of
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
@@ -79,7 +79,7 @@ class FrontOnly:
 
 @torch.inference_mode()
 def probe(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     request: FuseRequest,
     view: ContextView,
     layers: Collection[int],

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvweave.kernels.rope import Angles
 
 
-class Shape(Protocol):
+class ModelShape(Protocol):
     """The part of a model's spec that fusion looks at."""
 
     @property
@@ -37,11 +37,11 @@ class Projected(Protocol):
     def v(self) -> Tensor: ...  # [R, Hk, D]
 
 
-class Decoder(Protocol):
+class FusionDecoder(Protocol):
     """A model, cut where fusion works."""
 
     @property
-    def spec(self) -> Shape: ...
+    def spec(self) -> ModelShape: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -69,7 +69,7 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class Captures(Decoder, Protocol):
+class Captures(FusionDecoder, Protocol):
     """A decoder whose work can be recorded as a CUDA graph."""
 
     @property

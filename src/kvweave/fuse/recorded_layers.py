@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Captures, Decoder, Projected
+from kvweave.fuse.protocol import Captures, FusionDecoder, Projected
 from kvweave.kernels.recording import Refusals
 
 FEW_ROWS, FEW_STEP, STEP = 128, 16, 64  # multiples of 16 up to 128, of 64 above
@@ -127,7 +127,7 @@ class _Size:
     plays: dict[int, Play] = field(default_factory=dict)  # by layer
 
 
-class Recordings:
+class LayerRecordings:
     """What was recorded for one decoder. Used by the thread that owns the device.
 
     Holds no decoder: recordings go when it goes.
@@ -193,7 +193,13 @@ class Recorded:
     """
 
     def __init__(
-        self, decoder: Captures, owner: Recordings, nth: int, room: Room, size: _Size, h: Tensor
+        self,
+        decoder: Captures,
+        owner: LayerRecordings,
+        nth: int,
+        room: Room,
+        size: _Size,
+        h: Tensor,
     ) -> None:
         self._decoder = decoder
         self._owner = owner
@@ -222,12 +228,12 @@ class Recorded:
         return self._projected
 
 
-_recordings: WeakKeyDictionary[Decoder, Recordings] = WeakKeyDictionary()
+_recordings: WeakKeyDictionary[FusionDecoder, LayerRecordings] = WeakKeyDictionary()
 
 
-def recordings_of(decoder: Decoder) -> Recordings:
+def recordings_of(decoder: FusionDecoder) -> LayerRecordings:
     """Of this decoder, kept as long as it is."""
     found = _recordings.get(decoder)
     if found is None:
-        found = _recordings[decoder] = Recordings()
+        found = _recordings[decoder] = LayerRecordings()
     return found

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.fuse.protocol import Captures, Decoder
+from kvweave.fuse.protocol import Captures, FusionDecoder
 from kvweave.kernels.host import on_device
 from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
@@ -32,11 +32,11 @@ KEPT = 8  # recordings per decoder
 Found = dict[int, tuple[Tensor, Tensor]]  # layer to q [U, Hq, D], k [U, Hk, D], both turned
 
 
-class Recordings:
+class ProbeRecordings:
     """What was recorded for one decoder. Used by the thread that owns the device."""
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[_Kind, _Recording | None] = OrderedDict()
+        self._graphs: OrderedDict[_Kind, _ProbeRecording | None] = OrderedDict()
         self.refusals = Refusals("the question", "probes take longer")
 
     def probe(
@@ -63,7 +63,7 @@ class Recordings:
         recording = self._graphs[key]
         if recording is None and self.refusals.may_record(num_rows):
             try:
-                recording = self._graphs[key] = _Recording(decoder, key)
+                recording = self._graphs[key] = _ProbeRecording(decoder, key)
             except RuntimeError as error:  # torch's word for every CUDA error
                 self.refusals.failed(num_rows, error)
         return None if recording is None else recording.play(ids, first, front)
@@ -77,7 +77,7 @@ class _Kind(NamedTuple):
     layers: tuple[int, ...]
 
 
-class _Recording:
+class _ProbeRecording:
     def __init__(self, decoder: Captures, kind: _Kind) -> None:
         self._device = device = decoder.device
         inputs = torch.zeros(2, kind.num_rows, dtype=torch.int64, device=device)
@@ -120,7 +120,9 @@ def _nobody() -> None:
     return None
 
 
-def _question(decoder: Decoder, inputs: Tensor, layers: tuple[int, ...], front: Tensor) -> Found:
+def _question(
+    decoder: FusionDecoder, inputs: Tensor, layers: tuple[int, ...], front: Tensor
+) -> Found:
     """`front` [deepest, 2, P, Hk, D]: keys (turned) and values that every row sees."""
     (ids, positions), in_front = inputs, front.shape[2]
     angles = decoder.angles(positions)
@@ -147,8 +149,8 @@ def _question(decoder: Decoder, inputs: Tensor, layers: tuple[int, ...], front: 
     return found
 
 
-_recordings: WeakKeyDictionary[Decoder, Recordings] = WeakKeyDictionary()
+_recordings: WeakKeyDictionary[FusionDecoder, ProbeRecordings] = WeakKeyDictionary()
 
 
-def recordings_of(decoder: Decoder) -> Recordings:
-    return _recordings.setdefault(decoder, Recordings())
+def recordings_of(decoder: FusionDecoder) -> ProbeRecordings:
+    return _recordings.setdefault(decoder, ProbeRecordings())

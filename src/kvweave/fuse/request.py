@@ -29,7 +29,7 @@ class State(StrEnum):
     COMPUTED = "computed"  # question and missing chunks
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """A chunk in its place."""
 
     key: ChunkKey
@@ -48,7 +48,7 @@ class FuseRequest:
 
     prompt_ids: tuple[int, ...]
     preamble_len: int
-    spans: tuple[Span, ...]
+    spans: tuple[ChunkSpan, ...]
     question_start: int
     asked: range
 
@@ -68,7 +68,7 @@ class FuseRequest:
         return np.frombuffer(struct.pack(f"={len(self.prompt_ids)}q", *self.prompt_ids), np.int64)
 
     @cached_property
-    def placed(self) -> tuple[Span, ...]:
+    def placed(self) -> tuple[ChunkSpan, ...]:
         """Chunks whose KV comes from the store, in prompt order."""
         return tuple(span for span in self.spans if span.state is not State.COMPUTED)
 
@@ -126,7 +126,7 @@ def classify(
             state = State.EXACT
         else:
             state = State.REUSED
-        spans.append(Span(key, start, len(ids), state))
+        spans.append(ChunkSpan(key, start, len(ids), state))
     question_start = len(ids)
     ids += question_ids
     first, last = asked or (0, len(question_ids))
@@ -142,7 +142,7 @@ def budget(num_hits: int, ratio: float) -> int:
     return min(num_hits, max(1, math.floor(ratio * num_hits + 1e-9)))
 
 
-def _positions(spans: Sequence[Span], state: State) -> Iterator[int]:
+def _positions(spans: Sequence[ChunkSpan], state: State) -> Iterator[int]:
     for span in spans:
         if span.state is state:
             yield from range(span.start, span.end)

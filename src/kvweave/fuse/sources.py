@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Decoder
-from kvweave.fuse.request import Span
+from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.request import ChunkSpan
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.objects import EncodedLayer, decode_joined
 from kvweave.kv.keys import ChunkKey
@@ -79,7 +79,7 @@ class Layers(Protocol):
 class StoredChunks:
     """Chunks on their way from the store, decoded as they are laid."""
 
-    def __init__(self, decoder: Decoder, placed: Sequence[Span], layers: Layers) -> None:
+    def __init__(self, decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: Layers) -> None:
         self._decoder = decoder
         self._placed = placed
         self._layers = layers
@@ -102,7 +102,7 @@ class StoredChunks:
 
 
 def check_arrived(
-    decoder: Decoder, placed: Sequence[Span], arrived: Mapping[ChunkKey, EncodedLayer]
+    decoder: FusionDecoder, placed: Sequence[ChunkSpan], arrived: Mapping[ChunkKey, EncodedLayer]
 ) -> None:
     """Raise ChunkLost unless every placed chunk is there and has the shape of its place."""
     spec = decoder.spec

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.protocol import Decoder, KVBuffer
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import ChunkSource, LaysItself
 from kvweave.kernels.host import on_device
@@ -29,7 +29,7 @@ class Stitched:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: FusionDecoder,
         request: FuseRequest,
         preamble: Prefix,
         source: ChunkSource,

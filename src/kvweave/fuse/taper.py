@@ -38,7 +38,7 @@ class Taper(NamedTuple):
         return (self.layer + self.share * (num_layers - self.layer)) / num_layers
 
 
-class Leaving(NamedTuple):
+class TaperedRows(NamedTuple):
     """A taper for one request."""
 
     layer: int

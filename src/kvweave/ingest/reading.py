@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParseLimits, Record, parse, read_bytes
+from kvweave.corpus.parsers import ParsedRecord, ParseLimits, parse, read_bytes
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
 from kvweave.errors import CorpusError
 from kvweave.ingest.report import Skipped
@@ -25,7 +25,7 @@ from kvweave.ingest.sources import (
 )
 from kvweave.ingest.tally import Tally
 from kvweave.ingest.window import OpenSource, Pending, Window
-from kvweave.types import Document, DocumentId
+from kvweave.types import DocumentId, ParsedDocument
 
 UPLOAD = "upload:"  # how sources begin that came as bytes with a name
 
@@ -147,7 +147,7 @@ class SourceReader:
         self._tally.done_bytes += size_bytes
         return True
 
-    def _cut(self, source: OpenSource, records: Sequence[Record], size_bytes: int) -> None:
+    def _cut(self, source: OpenSource, records: Sequence[ParsedRecord], size_bytes: int) -> None:
         """Cut what is new or changed in a source into the window.
 
         Only cutting is guarded: trouble while writing is not the file's fault and stops the run.
@@ -164,7 +164,7 @@ class SourceReader:
                 self._tally.unchanged += 1
                 self._tally.done_bytes += share_bytes
                 continue
-            document = Document(document_id, source.source, record.title, record.text)
+            document = ParsedDocument(document_id, source.source, record.title, record.text)
             try:
                 placed = list(self._chunker.cut(record.title, record.text))
                 assert placed, "parsers leave blank records out"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import CorpusError, KVWeaveError
 from kvweave.ingest.tally import Tally, reason_of
-from kvweave.types import Chunk, Document, DocumentId, PlacedChunk
+from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
 
 WINDOW = 2048  # chunks embedded together: sorted by length they pad little
 SLICE = 256  # chunks embedded and kept at a time: what a kill can cost
@@ -33,7 +33,7 @@ class Pending(NamedTuple):
     """A document that is cut and not yet committed."""
 
     source: OpenSource
-    document: Document
+    document: ParsedDocument
     fingerprint: str
     placed: list[PlacedChunk]
     is_update: bool

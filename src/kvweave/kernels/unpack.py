@@ -26,7 +26,7 @@ class Packing(NamedTuple):
     group: int = 64  # values that share parameters: keys along tokens, values along the head dim
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """Where each token's bytes are and where it goes. All [N], on the device of the bytes."""
 
     base: Tensor  # int64: first byte of its chunk, a multiple of 16
@@ -36,7 +36,12 @@ class Rows(NamedTuple):
 
 
 def unpack(
-    data: Tensor, packing: Packing, rows: Rows, turn: Angles | None, out_k: Tensor, out_v: Tensor
+    data: Tensor,
+    packing: Packing,
+    rows: StoredRows,
+    turn: Angles | None,
+    out_k: Tensor,
+    out_v: Tensor,
 ) -> None:
     """Write the tokens of `data` uint8 [n] into rows of out_k, out_v [T, Hk, D].
 
@@ -53,7 +58,12 @@ def unpack(
 
 
 def unpack_reference(
-    data: Tensor, packing: Packing, rows: Rows, turn: Angles | None, out_k: Tensor, out_v: Tensor
+    data: Tensor,
+    packing: Packing,
+    rows: StoredRows,
+    turn: Angles | None,
+    out_k: Tensor,
+    out_v: Tensor,
 ) -> None:
     """The definition of `unpack`. Indexes every byte: for checking, not for speed."""
     heads, head_dim = out_k.shape[1:]
@@ -68,7 +78,7 @@ def unpack_reference(
 
 
 def _decoded(
-    data: Tensor, packing: Packing, rows: Rows, heads: int, head_dim: int
+    data: Tensor, packing: Packing, rows: StoredRows, heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of every token, float32 [N, Hk * D] each."""
     base, index, length = (x[:, None] for x in rows[:3])

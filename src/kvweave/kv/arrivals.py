@@ -19,9 +19,9 @@ from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import new_memory
 from kvweave.kv.provenance import PROVENANCE
-from kvweave.kv.read_plan import ReadingOrder, Span
+from kvweave.kv.read_plan import ReadingOrder, ReadSpan
 from kvweave.kv.residency import Miss
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tiers.base import Reader, Tier
 
 _scratch = threading.local()
@@ -48,9 +48,9 @@ class Arrival(Beside):
         # come before the late layers of one; more where a round trip costs more than the bytes
         self._max_in_flight = 4 if tier.remote else 2
         self.key = key
-        self.source: Entry | None = None  # these six belong to the store: what it is read from,
+        self.source: TierEntry | None = None  # these six belong to the store: what it is read from,
         self.users = 0  # leases that hold it,
-        self.kept: Entry | None = None  # the object of the host tier it became,
+        self.kept: TierEntry | None = None  # the object of the host tier it became,
         self.damaged = False  # what it is read from must go,
         self.put_aside = False  # and is gone,
         self.disposed = False  # its memory was given back
@@ -173,7 +173,7 @@ class Arrival(Beside):
                 num_jobs = self._due_jobs()
         self._launch_reads(num_jobs)
 
-    def _read(self, span: Span) -> None:
+    def _read(self, span: ReadSpan) -> None:
         """Read, check and show one span."""
         header, landing, reader = self.header, self.landing, self._reader
         assert header is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvweave.kv.format.layout import Header
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.memory import Memory
-from kvweave.kv.read_plan import Span
+from kvweave.kv.read_plan import ReadSpan
 from kvweave.kv.residency import Miss
 
 
@@ -183,7 +183,7 @@ class Awaited(ABC):
         self._lost |= names
         self._changed.notify_all()
 
-    def _show(self, span: Span) -> None:
+    def _show(self, span: ReadSpan) -> None:
         """These layers are in memory and checked. The lock is held."""
         self._ready[span.first : span.end] = [True] * (span.end - span.first)
         self.ended_s = time.monotonic()

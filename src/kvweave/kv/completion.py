@@ -4,7 +4,7 @@ from kvweave.kv.arrivals import Arrival, Hooks
 from kvweave.kv.awaited import Landing
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tiers.base import Tier
 
 
@@ -17,7 +17,7 @@ class Completion(Arrival):
     def __init__(
         self,
         key: ChunkKey,
-        entry: Entry,
+        entry: TierEntry,
         tier: Tier,
         pool: IoPool,
         deadline_s: float,

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import Place
+from kvweave.kv.places import TierSlot
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.stock import Stock
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Located, Locator
 from kvweave.kv.under_way import UnderWay
 
@@ -50,7 +50,7 @@ class Finder:
 
     def find(
         self, key: ChunkKey, located: dict[ChunkKey, Located]
-    ) -> tuple[Place | None, Entry | None]:
+    ) -> tuple[TierSlot | None, TierEntry | None]:
         """Fastest tier in working order that has a key, with its entry if that tier keeps a shelf.
         Lock is held."""
         for place in self._stock.places:

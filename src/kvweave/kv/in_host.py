@@ -13,7 +13,7 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory
 from kvweave.kv.provenance import PROVENANCE, Provenance, provenance_in
 from kvweave.kv.removal import Removal
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 
 
 class InHost(Removal):
@@ -42,7 +42,7 @@ class InHost(Removal):
         memory: Memory,
         lacks: frozenset[str] = frozenset(),
         origin: str = "",
-    ) -> Entry | None:
+    ) -> TierEntry | None:
         """Make filled host memory an object. None: the key is there already. Lock is held.
 
         `lacks` are extras that were not filled in; the tier `origin` has them.
@@ -58,7 +58,7 @@ class InHost(Removal):
         entry.lacks, entry.origin = lacks, origin
         return entry
 
-    def fill_in_host(self, key: ChunkKey, entry: Entry, name: str, data: memoryview) -> None:
+    def fill_in_host(self, key: ChunkKey, entry: TierEntry, name: str, data: memoryview) -> None:
         """Put an extra that an object lacks into its place, checked and with its padding. Once:
         from then on it is read there, so it is never written again. `entry` is pinned. Lock is
         held."""
@@ -73,7 +73,7 @@ class InHost(Removal):
         if not entry.lacks:
             self.host.tier.complete(key)
 
-    def complete_from(self, packed: PackedChunk, entry: Entry) -> None:
+    def complete_from(self, packed: PackedChunk, entry: TierEntry) -> None:
         """Fill in what an object lacks from the same one, just made. Lock is held."""
         if entry.header != packed.header:
             return  # of another making: its extras belong to other layers
@@ -82,14 +82,14 @@ class InHost(Removal):
             padded = packed.view[section.offset : packed.header.padded_end(section)]
             self.fill_in_host(packed.key, entry, name, padded)
 
-    def give_up_part(self, key: ChunkKey, entry: Entry) -> None:
+    def give_up_part(self, key: ChunkKey, entry: TierEntry) -> None:
         """What an object lacks cannot be had: it goes with its last lease, so that the chunk is
         computed and saved whole. Lock is held."""
         if self.host is not None and entry.lacks and self.host.shelf.has(key, entry):
             entry.doomed = True
 
 
-def _provenance(entry: Entry) -> Provenance | None:
+def _provenance(entry: TierEntry) -> Provenance | None:
     assert entry.header is not None
     assert entry.memory is not None
     assert entry.lacks.isdisjoint(PROVENANCE), "every load reads whose text it is"

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from kvweave.kv.arrivals import Arrival
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import Place
+from kvweave.kv.places import TierSlot
 from kvweave.kv.residency import Miss
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 
 
 class Pin(NamedTuple):
-    place: Place
-    entry: Entry
+    place: TierSlot
+    entry: TierEntry
 
 
 class Holds(NamedTuple):

@@ -16,7 +16,7 @@ from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.residency import Miss
 from kvweave.kv.sources import Resident, Source
 from kvweave.kv.stock import Stock
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.transfers import Transfer
 from kvweave.kv.under_way import UnderWay
@@ -89,7 +89,7 @@ class Loads:
             self._under_way.add(arrival, is_kept=True)
         return arrival
 
-    def _complete_entry(self, key: ChunkKey, entry: Entry) -> Arrival:
+    def _complete_entry(self, key: ChunkKey, entry: TierEntry) -> Arrival:
         """What brings the extras that an object in host memory lacks. Lock is held."""
         place = self._by_name[entry.origin]
         work = Completion(key, entry, place.tier, place.pool, place.deadline_s, self._hooks)
@@ -117,7 +117,7 @@ class Loads:
         for key, pin in doomed:
             self._stock.finish_delete(pin.place, key, pin.entry)
 
-    def _in_host(self, holds: Holds, key: ChunkKey) -> Entry | None:
+    def _in_host(self, holds: Holds, key: ChunkKey) -> TierEntry | None:
         """The chunk as it lies in the host tier; pinned if it came there after `acquire`. Lock is
         held."""
         host = self._stock.host

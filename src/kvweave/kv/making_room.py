@@ -6,8 +6,8 @@ from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.in_host import InHost
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory
-from kvweave.kv.places import Place
-from kvweave.kv.writer import Ticket, Writer
+from kvweave.kv.places import TierSlot
+from kvweave.kv.writer import SaveTicket, Writer
 from kvweave.metrics import Metrics
 
 
@@ -16,7 +16,7 @@ class MakingRoom(InHost):
 
     writers: Mapping[str, Writer]  # of the tiers below the host; `Stock` makes them
 
-    def __init__(self, places: Sequence[Place], metrics: Metrics) -> None:
+    def __init__(self, places: Sequence[TierSlot], metrics: Metrics) -> None:
         super().__init__(places, metrics)
         self._demote_to = next((p for p in self.below if p.shelf is not None), None)
 
@@ -46,7 +46,7 @@ class MakingRoom(InHost):
         with self.lock:
             return self._demote_to is None or self._is_below(key)
 
-    def _make_room(self, place: Place, key: ChunkKey, size_bytes: int) -> bool:
+    def _make_room(self, place: TierSlot, key: ChunkKey, size_bytes: int) -> bool:
         """Reserve `size_bytes` in a tier, evicting what is worth less. May block on IO."""
         shelf = place.shelf
         assert shelf is not None
@@ -113,7 +113,7 @@ class MakingRoom(InHost):
             if key not in self._demoting:
                 return  # deleted while it was copied
             self._demoting.discard(key)
-            is_taken = self.writers[target.name].offer(copy, Ticket(), wait_s=0.0)
+            is_taken = self.writers[target.name].offer(copy, SaveTicket(), wait_s=0.0)
         if is_taken:
             self._metrics.count("kv_demotions_total", tier=target.name)
         else:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvweave.kv.format.layout import Header
 
 
-class Span(NamedTuple):
+class ReadSpan(NamedTuple):
     """A run of bytes that is read at once: first layer, one past the last, and where they lie."""
 
     first: int
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 def plan_spans(
     header: Header, best_read_bytes: int, first_layers: Collection[int] = ()
-) -> list[Span]:
+) -> list[ReadSpan]:
     """Cut the layers into runs, in the order they lie in the object.
 
     Runs double from a sixteenth of `best_read_bytes` up to it: the first layer comes soon, the rest
@@ -29,14 +29,14 @@ def plan_spans(
     that ask for it every 50 µs take turns instead of working side by side. `first_layers` share no
     run with others, so that nothing comes along that is not waited for yet.
     """
-    spans: list[Span] = []
+    spans: list[ReadSpan] = []
     first, want_bytes = 0, best_read_bytes // 16
     num_layers = len(header.layers)
     for i in range(num_layers):
         start_byte, end_byte = header.layers[first].offset, header.padded_end(header.layers[i])
         is_last = i == num_layers - 1 or (i in first_layers) != (i + 1 in first_layers)
         if is_last or end_byte - start_byte >= want_bytes:
-            spans.append(Span(first, i + 1, start_byte, end_byte))
+            spans.append(ReadSpan(first, i + 1, start_byte, end_byte))
             first = i + 1
             want_bytes = min(2 * want_bytes, best_read_bytes)
     return spans
@@ -61,8 +61,8 @@ class ReadingOrder:
     def __init__(self) -> None:
         self._asked: deque[int] = deque()  # layers not looked at yet, in the order asked for
         self._first: set[int] = set()
-        self._span_of: list[Span] = []  # by layer; empty until planned
-        self._taken: set[Span] = set()
+        self._span_of: list[ReadSpan] = []  # by layer; empty until planned
+        self._taken: set[ReadSpan] = set()
 
     def ask(self, layers: Iterable[int]) -> None:
         """These come behind all that was asked for before. Asking again is harmless."""
@@ -83,7 +83,7 @@ class ReadingOrder:
 
     def num_due(self, most: int) -> int:
         """How many spans can be taken now; counts no further than `most`."""
-        due: set[Span] = set()
+        due: set[ReadSpan] = set()
         for layer in self._asked:
             if len(due) >= most:
                 break
@@ -91,7 +91,7 @@ class ReadingOrder:
                 due.add(self._span_of[layer])
         return len(due)
 
-    def take(self) -> Span | None:
+    def take(self) -> ReadSpan | None:
         """The next span to read, once. None: nothing that was asked for is left."""
         while self._asked and self._span_of:
             layer = self._asked.popleft()

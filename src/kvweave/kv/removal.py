@@ -8,8 +8,8 @@ from kvweave.errors import TierError
 from kvweave.kv.books import Books
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import Place
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.places import TierSlot
+from kvweave.kv.tier_budget import TierEntry
 
 _MAX_FOREIGN = 1 << 16  # remembered; beyond that they are found out anew
 
@@ -17,7 +17,7 @@ _MAX_FOREIGN = 1 << 16  # remembered; beyond that they are found out anew
 class Removal(Books):
     """The books, and how objects leave them. Trouble in a tier is counted, never raised."""
 
-    def delete_from(self, place: Place, key: ChunkKey) -> bool:
+    def delete_from(self, place: TierSlot, key: ChunkKey) -> bool:
         """Remove a key from a tier, at once or with its last lease. True: it was there."""
         if self._is_host(place):
             with self.lock:
@@ -48,7 +48,7 @@ class Removal(Books):
             self.host.shelf.unreserve(self.host.shelf.take_off(key))
         return True
 
-    def finish_delete(self, place: Place, key: ChunkKey, entry: Entry) -> None:
+    def finish_delete(self, place: TierSlot, key: ChunkKey, entry: TierEntry) -> None:
         """A doomed entry lost its last pin."""
         assert place.shelf is not None
         with self._turn_of(place, key) as is_mine:
@@ -63,7 +63,7 @@ class Removal(Books):
                     return
             self._remove_in_turn(place, key)
 
-    def _remove_in_turn(self, place: Place, key: ChunkKey) -> bool | None:
+    def _remove_in_turn(self, place: TierSlot, key: ChunkKey) -> bool | None:
         """Take a key off the books and delete it. None: the tier failed; its bytes stay counted and
         are never served, and an eviction tries again."""
         with self.lock:
@@ -75,7 +75,7 @@ class Removal(Books):
                 self._put_back(place.shelf, key, size)
         return was_here
 
-    def delete_quietly(self, place: Place, key: ChunkKey) -> bool | None:
+    def delete_quietly(self, place: TierSlot, key: ChunkKey) -> bool | None:
         """Delete an object that is off the shelf. None: the tier failed, which is counted."""
         try:
             return place.tier.delete(key)
@@ -84,7 +84,7 @@ class Removal(Books):
             place.writes.failed(str(error))
             return None
 
-    def quarantine(self, place: Place, key: ChunkKey, entry: Entry | None) -> None:
+    def quarantine(self, place: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
         """Take a damaged object off the books and out of sight. `entry` is what stood there when it
         was read: a copy saved since stays, and so does one that is whole when looked at again (it
         was replaced while it was read, or damaged on the way here)."""
@@ -108,7 +108,7 @@ class Removal(Books):
                 place.writes.failed(str(error))
             self._gone(place, size)
 
-    def _is_whole(self, place: Place, key: ChunkKey) -> bool:
+    def _is_whole(self, place: TierSlot, key: ChunkKey) -> bool:
         """Whether an object that was found damaged is not, at a second look."""
         try:
             reader = place.tier.open(key)
@@ -122,7 +122,7 @@ class Removal(Books):
             return False
         return True
 
-    def set_aside(self, place: Place, key: ChunkKey) -> bool:
+    def set_aside(self, place: TierSlot, key: ChunkKey) -> bool:
         """Note that an object cannot be read here: nobody is sent to it any more, its bytes still
         count, and a save replaces it. True: this is the first one of this tier."""
         with self.lock:
@@ -132,7 +132,7 @@ class Removal(Books):
             self.foreign.add((place.name, key))
         return is_first
 
-    def confirm(self, place: Place, key: ChunkKey) -> None:
+    def confirm(self, place: TierSlot, key: ChunkKey) -> None:
         """Ask a tier whether it still has what its shelf says, and forget what it has not."""
         assert place.shelf is not None
         with self.lock:
@@ -144,7 +144,7 @@ class Removal(Books):
         if is_gone:
             self.forget(place, key, entry)
 
-    def forget(self, place: Place, key: ChunkKey, entry: Entry | None) -> None:
+    def forget(self, place: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
         """Take an object that went away by itself off the books, leased or not. `entry` is what
         stood there when it was looked for: a copy saved since stays, or its bytes would lie on
         disk uncounted."""

@@ -10,7 +10,7 @@ from kvweave.kv.format.layout import Header
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.memory import Memory
 from kvweave.kv.residency import Miss
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 
 
 class Source(Protocol):
@@ -54,7 +54,7 @@ class Resident:
     tier_name = "host"
     began_s = ended_s = 0.0
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: TierEntry) -> None:
         assert entry.header is not None
         assert entry.memory is not None
         self._header: Header = entry.header

@@ -13,9 +13,9 @@ from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.making_room import MakingRoom
-from kvweave.kv.places import Place
+from kvweave.kv.places import TierSlot
 from kvweave.kv.provenance import Provenance, provenance_in
-from kvweave.kv.tier_budget import Entry
+from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.writer import Writer
 from kvweave.metrics import Metrics
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Stock(MakingRoom):
     """Thread-safe, see `Books`. One writer thread per tier below the host."""
 
-    def __init__(self, cfg: StoreConfig, places: Sequence[Place], metrics: Metrics) -> None:
+    def __init__(self, cfg: StoreConfig, places: Sequence[TierSlot], metrics: Metrics) -> None:
         super().__init__(places, metrics)
         self.writers = {
             place.name: Writer(
@@ -63,7 +63,7 @@ class Stock(MakingRoom):
 
     # ---- lower tiers
 
-    def _write(self, place: Place, packed: PackedChunk) -> bool:
+    def _write(self, place: TierSlot, packed: PackedChunk) -> bool:
         """Write one object to a tier below the host. Runs on that tier's writer thread."""
         with self._turn_of(place, packed.key) as is_mine:
             if is_mine:
@@ -71,7 +71,7 @@ class Stock(MakingRoom):
         self.count_dropped(place, "a delete hangs")
         return False
 
-    def _write_in_turn(self, place: Place, packed: PackedChunk) -> bool:
+    def _write_in_turn(self, place: TierSlot, packed: PackedChunk) -> bool:
         shelf, key, size = place.shelf, packed.key, packed.header.total_bytes
         if shelf is not None:
             with self.lock:
@@ -110,15 +110,15 @@ class Stock(MakingRoom):
             self._metrics.count("kv_saves_total", tier=place.name)
         return kept
 
-    def _note_written(self, entry: Entry, packed: PackedChunk) -> None:
+    def _note_written(self, entry: TierEntry, packed: PackedChunk) -> None:
         """Lock is held."""
         entry.since, entry.of = self.gone.now, provenance_in(packed.header, packed.memory)
 
-    def _write_hangs(self, place: Place, deadline_s: float) -> None:
+    def _write_hangs(self, place: TierSlot, deadline_s: float) -> None:
         self._metrics.count("kv_tier_errors_total", tier=place.name, verb="write")
         place.writes.failed(f"a write takes longer than {deadline_s:g} s", at_once=True)
 
-    def _say_full(self, place: Place) -> None:
+    def _say_full(self, place: TierSlot) -> None:
         self.count_dropped(place, "no room")
         if self._metrics.value("kv_saves_dropped_total", tier=place.name, reason="no room") == 1:
             log.warning(
@@ -139,7 +139,7 @@ class Stock(MakingRoom):
             of += [(p.key, provenance_in(p.header, p.memory)) for p in writer.pending()]
         return [(key, each) for key, each in of if each is not None]
 
-    def _take_stock(self, place: Place) -> None:
+    def _take_stock(self, place: TierSlot) -> None:
         """Put what a tier holds from earlier on its shelf; evict what exceeds the budget."""
         if place.shelf is None:
             return

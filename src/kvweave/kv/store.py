@@ -28,13 +28,13 @@ from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey, ContextId
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loads import Loads
-from kvweave.kv.places import Place, open_places
+from kvweave.kv.places import TierSlot, open_places
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.stock import Stock
 from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.transfers import Transfer
 from kvweave.kv.under_way import UnderWay
-from kvweave.kv.writer import Ticket
+from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class KVStore(Deleting):
         self,
         cfg: StoreConfig,
         metrics: Metrics | None = None,
-        places: Sequence[Place] | None = None,
+        places: Sequence[TierSlot] | None = None,
     ) -> None:
         """`places` stands in for the tiers of `cfg`: tests put faults in front of one."""
         self.metrics = metrics or Metrics()
@@ -125,7 +125,7 @@ class KVStore(Deleting):
 
     def save(
         self, packed: PackedChunk, *, cost_s: float | None = None, wait_s: float = 0.0
-    ) -> Ticket:
+    ) -> SaveTicket:
         """Keep a chunk's KV: in host memory now if it is worth it, in lower tiers behind.
 
         `cost_s` is what computing it took, the policy's measure of its worth. When a tier's
@@ -137,7 +137,7 @@ class KVStore(Deleting):
             if cost_s is not None:
                 tokens = max(1, packed.header.shape.num_tokens)
                 self._stock.usage.computed(packed.key, cost_s, tokens)
-        ticket = Ticket()
+        ticket = SaveTicket()
         in_host = self._stock.save_to_host(packed)
         for place in self._stock.below:
             if not self._stock.writers[place.name].offer(packed, ticket, wait_s=wait_s):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvweave.kv.format.layout import Header
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.policies import Policy, Ranking, Usage
+from kvweave.kv.policies import ItemUsage, Policy, RankHeap
 
 if TYPE_CHECKING:
     from kvweave.kv.memory import Memory
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Entry:
+class TierEntry:
     """One object in one tier."""
 
     size_bytes: int
@@ -36,7 +36,7 @@ class Entry:
     of: "Provenance | None" = None  # and whose text it is, where this process wrote it
 
 
-class Shelf:
+class TierBudget:
     """The entries of one tier under one byte budget and one policy."""
 
     def __init__(self, capacity_bytes: int, policy: Policy) -> None:
@@ -44,8 +44,8 @@ class Shelf:
         self.used_bytes = 0
         self.reserved_bytes = 0
         self._policy = policy
-        self._entries: dict[ChunkKey, Entry] = {}
-        self._ranking: Ranking[ChunkKey] = Ranking()
+        self._entries: dict[ChunkKey, TierEntry] = {}
+        self._ranking: RankHeap[ChunkKey] = RankHeap()
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._entries
@@ -56,20 +56,20 @@ class Shelf:
     def __iter__(self) -> Iterator[ChunkKey]:
         return iter(self._entries)
 
-    def get(self, key: ChunkKey) -> Entry | None:
+    def get(self, key: ChunkKey) -> TierEntry | None:
         """An entry that may be leased: None for the absent and the doomed."""
         entry = self._entries.get(key)
         return None if entry is None or entry.doomed else entry
 
-    def find(self, key: ChunkKey) -> Entry | None:
+    def find(self, key: ChunkKey) -> TierEntry | None:
         """The entry of a key, doomed or not."""
         return self._entries.get(key)
 
-    def has(self, key: ChunkKey, entry: Entry) -> bool:
+    def has(self, key: ChunkKey, entry: TierEntry) -> bool:
         """Whether this very entry is still on the shelf: a later one of that key is another."""
         return self._entries.get(key) is entry
 
-    def revive(self, key: ChunkKey) -> Entry | None:
+    def revive(self, key: ChunkKey) -> TierEntry | None:
         """The entry of a key that is being saved again: it is no longer doomed, if it was."""
         entry = self._entries.get(key)
         if entry is not None:
@@ -91,17 +91,17 @@ class Shelf:
         self.reserved_bytes -= size_bytes
         assert self.reserved_bytes >= 0, "more was given back than reserved"
 
-    def add(self, key: ChunkKey, size_bytes: int, usage: Usage, *, reserved: bool) -> Entry:
+    def add(self, key: ChunkKey, size_bytes: int, usage: ItemUsage, *, reserved: bool) -> TierEntry:
         """A new entry. `reserved`: its bytes were promised before, which all but a scan does."""
         assert key not in self._entries, "an object is on a shelf once"
         if reserved:
             self.unreserve(size_bytes)
-        entry = self._entries[key] = Entry(size_bytes)
+        entry = self._entries[key] = TierEntry(size_bytes)
         self.used_bytes += size_bytes
         self.touch(key, usage)
         return entry
 
-    def touch(self, key: ChunkKey, usage: Usage) -> None:
+    def touch(self, key: ChunkKey, usage: ItemUsage) -> None:
         self._ranking.set(key, self._rank(usage), usage.last_access_s)
 
     def take_off(self, key: ChunkKey) -> int:
@@ -117,7 +117,7 @@ class Shelf:
         self.used_bytes -= entry.size_bytes
         return entry.size_bytes
 
-    def evict_for(self, size_bytes: int, newcomer: Usage) -> list[tuple[ChunkKey, int]] | None:
+    def evict_for(self, size_bytes: int, newcomer: ItemUsage) -> list[tuple[ChunkKey, int]] | None:
         """Make room for a newcomer that is worth more than what it pushes out.
 
         Returns the victims with their sizes, already off the shelf, their room reserved for the
@@ -162,7 +162,7 @@ class Shelf:
     def num_pinned(self) -> int:
         return sum(1 for entry in self._entries.values() if entry.pins)
 
-    def _rank(self, usage: Usage) -> float:
+    def _rank(self, usage: ItemUsage) -> float:
         return -math.inf if usage.gives_way else self._policy.rank(usage)
 
     def _may_leave(self, key: ChunkKey) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvweave.errors import TierError
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import Place
+from kvweave.kv.places import TierSlot
 from kvweave.metrics import Metrics
 
 _MEMO_S = 2.0  # an answer is good for this long: a plan's peek and the acquire that follows it
@@ -21,7 +21,7 @@ _THREADS = 4  # per tier
 
 
 class Located(NamedTuple):
-    place: Place
+    place: TierSlot
     size_bytes: int
 
 
@@ -37,7 +37,7 @@ class Locator:
 
     def locate(
         self,
-        places: Sequence[Place],
+        places: Sequence[TierSlot],
         keys: Sequence[ChunkKey],
         skip: Collection[tuple[str, ChunkKey]] = (),
     ) -> dict[ChunkKey, Located]:
@@ -62,21 +62,21 @@ class Locator:
         for pool in pools:
             pool.close(0.1)
 
-    def _pool_of(self, place: Place) -> IoPool:
+    def _pool_of(self, place: TierSlot) -> IoPool:
         with self._lock:
             if place.name not in self._pools:
                 pool = self._pools[place.name] = IoPool(f"{place.name}-locate", _THREADS)
                 pool.on_bug = place.pool.on_bug  # counted like the tier's other bugs
             return self._pools[place.name]
 
-    def _gets_on(self, place: Place) -> bool:
+    def _gets_on(self, place: TierSlot) -> bool:
         """Whether a tier that left questions open still does something: it is slow, not broken."""
         answered_s = self._pool_of(place).stalled_s()
         read_s = place.pool.stalled_s()
         # a pool without jobs has not stalled at all, which says nothing about its tier
         return any(0.0 < stalled_s < self._deadline_s for stalled_s in (answered_s, read_s))
 
-    def _sizes(self, place: Place, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
+    def _sizes(self, place: TierSlot, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
         sizes: dict[ChunkKey, int] = {}
         asked: list[ChunkKey] = []
         now_s = time.monotonic()
@@ -113,7 +113,7 @@ class Locator:
 class _Inquiry:
     """One question to one tier about several keys, answered by its IO threads."""
 
-    def __init__(self, place: Place, keys: Sequence[ChunkKey]) -> None:
+    def __init__(self, place: TierSlot, keys: Sequence[ChunkKey]) -> None:
         self._place = place
         self._changed = threading.Condition()
         self._waiting = len(keys)

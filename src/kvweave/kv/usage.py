@@ -7,7 +7,7 @@ nothing. The book is bounded: the key not touched for longest is forgotten first
 from collections import OrderedDict
 
 from kvweave.kv.keys import ChunkKey, ContextId, context_of
-from kvweave.kv.policies import Usage, UsageRecord
+from kvweave.kv.policies import ItemUsage, UsageRecord
 
 
 class UsageBook:
@@ -22,14 +22,14 @@ class UsageBook:
         self._num_sized_costs = 0
         self._giving_way: set[ContextId] = set()
 
-    def touch(self, key: ChunkKey, now_s: float, size_bytes: int) -> Usage:
+    def touch(self, key: ChunkKey, now_s: float, size_bytes: int) -> ItemUsage:
         """One access."""
         record = self._record(key)
         record.size = size_bytes or record.size
         record.touch(now_s)
         return self._usage(key, record)
 
-    def found(self, key: ChunkKey, written_s: float, size_bytes: int) -> Usage:
+    def found(self, key: ChunkKey, written_s: float, size_bytes: int) -> ItemUsage:
         """An object from an earlier life: counts as one access when it was written."""
         record = self._record(key)
         record.size = size_bytes
@@ -52,10 +52,10 @@ class UsageBook:
         """What is of this context gives way from now on."""
         self._giving_way.add(context)
 
-    def seen(self, key: ChunkKey) -> Usage:
+    def seen(self, key: ChunkKey) -> ItemUsage:
         return self._usage(key, self._record(key))
 
-    def _usage(self, key: ChunkKey, record: UsageRecord) -> Usage:
+    def _usage(self, key: ChunkKey, record: UsageRecord) -> ItemUsage:
         usage = record.seen()
         if not record.misses:
             cost_s = self._mean_cost_per_byte_s * record.size

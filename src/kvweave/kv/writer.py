@@ -10,7 +10,7 @@ from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
 
 
-class Ticket:
+class SaveTicket:
     """A promise about one saved object. Thread-safe."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Ticket:
 
 class _Pending(NamedTuple):
     packed: PackedChunk
-    ticket: Ticket
+    ticket: SaveTicket
 
 
 class Writer:
@@ -92,7 +92,7 @@ class Writer:
             queued = [each.packed for each in self._queue]
             return queued if self._writing is None else [self._writing, *queued]
 
-    def offer(self, packed: PackedChunk, ticket: Ticket, *, wait_s: float) -> bool:
+    def offer(self, packed: PackedChunk, ticket: SaveTicket, *, wait_s: float) -> bool:
         """Queue a write. False: the bound is reached and stayed so for `wait_s`, or a write hangs,
         or closed.
 

@@ -1,7 +1,7 @@
 """A hook between the projections of a layer and its KV: what stands there may move first.
 
 Rows that are computed can tell something about rows of their sequence that are not (drift, see
-kvweave.fuse). Whoever knows what puts a `Mover` beside the rows; the decoder only calls it in time.
+kvweave.fuse). Fusion puts a `RowHook` beside the rows; the decoder only calls it in time.
 
 Shapes: R rows, Hk KV heads, D head dim.
 """
@@ -25,7 +25,7 @@ class Projections(Protocol):
     def v(self) -> Tensor: ...  # [R, Hk, D]
 
 
-class Mover(Protocol):
+class RowHook(Protocol):
     """Changes the KV of one sequence, from what some of its rows are about to write.
 
     Called on the thread of the pass, once per layer and pass, before any row of that layer is
@@ -40,13 +40,13 @@ class Mover(Protocol):
 class Moves(NamedTuple):
     """One sequence of a batch that has a mover."""
 
-    mover: Mover
+    mover: RowHook
     kv: DenseKV
     start: int  # its rows [start, end) of the batch
     end: int
 
 
-class _Part(NamedTuple):
+class _HookedRows(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
@@ -55,4 +55,4 @@ class _Part(NamedTuple):
 def move_all(moves: Sequence[Moves], layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Let every mover of a batch see its own rows of the projections [R, heads, D]."""
     for mover, kv, start, end in moves:
-        mover.move(layer, _Part(q[start:end], k[start:end], v[start:end]), kv)
+        mover.move(layer, _HookedRows(q[start:end], k[start:end], v[start:end]), kv)

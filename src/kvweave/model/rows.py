@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvweave.model.paged_kv import PagedKV
-from kvweave.model.row_hook import Mover, Moves
+from kvweave.model.row_hook import Moves, RowHook
 from kvweave.model.sequence_kv import DenseKV
 
 
@@ -30,7 +30,7 @@ class Rows:
     positions: Sequence[int]  # ascending; as many as token_ids
     kv: DenseKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
     wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
-    mover: Mover | None = None  # changes the KV of each layer before its rows are written
+    mover: RowHook | None = None  # changes the KV of each layer before its rows are written
     leave: Leave | None = None  # None: all of them run to the end; wanted rows always do
 
     def staying(self) -> "Rows":

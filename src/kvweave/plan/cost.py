@@ -16,8 +16,8 @@ from typing import NamedTuple
 from kvweave.errors import ConfigError
 from kvweave.kv.tree.node import HOST
 from kvweave.plan.loading_cost import UNCHECKED, Load
-from kvweave.plan.pipe import Arrival, Pipe
-from kvweave.plan.profile import Link, MachineProfile, tier_of
+from kvweave.plan.pipe import LinkArrival, Pipe
+from kvweave.plan.profile import MachineProfile, TierLink, tier_of
 
 
 class Price(NamedTuple):
@@ -183,7 +183,7 @@ class CostModel:
             layer_s = link.latency_s + (size_bytes - ahead) / num_loaded / link.bytes_per_s
             pending = self._pending(name)
             ready_s = (pending + ahead) / link.bytes_per_s
-            arrivals.append(Arrival(name, ready_s, layer_s, pending > 0))
+            arrivals.append(LinkArrival(name, ready_s, layer_s, pending > 0))
         return Pipe(num_layers, num_loaded, tuple(arrivals))
 
     def load(self, name: str, size_bytes: int) -> tuple[float, float]:
@@ -219,7 +219,7 @@ class CostModel:
         seconds = max(least_s, work_s + max(self.queue_s, paid_s))
         return Price(seconds, work_s, waits_for, Load(link, load_s, share, work_s, least_s))
 
-    def _link(self, name: str) -> Link:
+    def _link(self, name: str) -> TierLink:
         link = self.profile.links.get(name) or self.profile.link(name)
         assert link is not None, "can_load was asked before"
         return link

@@ -12,7 +12,7 @@ from kvweave.plan.profile import link_name
 NONE: frozenset[int] = frozenset()
 
 
-class Hits(NamedTuple):
+class StoredHits(NamedTuple):
     """What the store has for strategies of one kind. The same for all that want the same copies."""
 
     usable: tuple[Stored | None, ...]  # per chunk behind the path
@@ -28,7 +28,7 @@ class Hits(NamedTuple):
     instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too dear
 
 
-def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
+def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> StoredHits:
     """Which stored chunks a strategy can use."""
     usable = [_usable(copies, strategy) if copies else None for copies in layout.stored]
     loadable: list[Stored | None] = [None] * len(usable)
@@ -54,7 +54,7 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
     exact = layout.exact_tokens + (first.num_tokens if first else 0)
     num_tokens = sum(tokens.values())
     rows_besides = layout.total - exact - num_tokens
-    return Hits(
+    return StoredHits(
         tuple(usable),
         tuple(loadable),
         tuple(parts),
@@ -69,7 +69,7 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Hits:
     )
 
 
-def dear_hits(hits: Hits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
+def dear_hits(hits: StoredHits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
     """Hits that are computed, because loading takes longer and nothing hides it. Those of the links
     in `tried` are loaded whatever it takes."""
     if not hits.dear:
@@ -82,7 +82,7 @@ def dear_hits(hits: Hits, ratio: float, tried: Collection[str] = ()) -> frozense
     return frozenset(i for i in instead if hits.links[i] not in tried) if tried else instead
 
 
-def loaded_without(costs: CostModel, hits: Hits, computed_hits: frozenset[int]) -> Loaded:
+def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[int]) -> Loaded:
     """What is loaded with these hits computed instead."""
     known = hits.known.get(computed_hits)
     if known is None:

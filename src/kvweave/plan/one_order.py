@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.hits import Hits, find_hits
+from kvweave.plan.hits import StoredHits, find_hits
 from kvweave.plan.layout import Layout, Stored, lay_out
-from kvweave.plan.options import Candidate, Limits, price_fused, price_prefix
+from kvweave.plan.options import Candidate, FusionLimits, price_fused, price_prefix
 from kvweave.plan.plan import Option, PlanRequest, Reason, Reuse
 from kvweave.plan.readable_tree import ReadableTree
 from kvweave.types import ChunkId
@@ -30,7 +30,7 @@ class Facts(NamedTuple):
     costs: CostModel
     stored: Mapping[ChunkId, Sequence[Stored]]
     allowed: Sequence[Allowed]
-    limits: Limits
+    limits: FusionLimits
 
 
 class Priced(NamedTuple):
@@ -76,7 +76,7 @@ class OneOrder:
         self.exact_s = min([price_of(candidate) for candidate in self._exact])
         # by which an approximation must beat it
         self.needed_s = max(MIN_GAIN_SHARE * (self.exact_s - self.queue_s), MIN_GAIN_S)
-        self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], Hits] = {}
+        self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
         self._fused: dict[str, Candidate | Reason] = {}
         self._priced: Priced | None = None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvweave.plan.cost import CostModel, Loaded, Price, StrategyInfo, row_budget
-from kvweave.plan.hits import Hits, dear_hits, loaded_without, loads_of
+from kvweave.plan.hits import StoredHits, dear_hits, loaded_without, loads_of
 from kvweave.plan.layout import Layout, computed
 from kvweave.plan.plan import Option, Reason, Span, SpanKind
 
@@ -18,7 +18,7 @@ MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FusionLimits:
     """What the device leaves for fusion."""
 
     row_bytes: int = 0  # KV of one recomputed row, all layers
@@ -76,10 +76,10 @@ def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
 def price_fused(
     costs: CostModel,
     layout: Layout,
-    hits: Hits,
+    hits: StoredHits,
     strategy: StrategyInfo,
     ratio: float,
-    limits: Limits,
+    limits: FusionLimits,
     tried: Collection[str] = (),
 ) -> Candidate | Reason:
     """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined.
@@ -158,7 +158,7 @@ def _computed_instead(
     return chosen, best
 
 
-def _why_few(layout: Layout, hits: Hits) -> Reason:
+def _why_few(layout: Layout, hits: StoredHits) -> Reason:
     copies = zip(hits.usable, layout.stored, strict=True)
     if any(copy is None and stored for copy, stored in copies):
         return Reason.NEEDS_MISSING
@@ -167,7 +167,9 @@ def _why_few(layout: Layout, hits: Hits) -> Reason:
     return Reason.TOO_FEW_HITS
 
 
-def _fused_spans(layout: Layout, hits: Hits, computed_hits: frozenset[int]) -> tuple[Span, ...]:
+def _fused_spans(
+    layout: Layout, hits: StoredHits, computed_hits: frozenset[int]
+) -> tuple[Span, ...]:
     spans = [layout.preamble, *layout.path]
     sizes = {i: size_bytes for i, _, _, size_bytes in hits.parts}
     start = sum(span.num_tokens for span in spans)

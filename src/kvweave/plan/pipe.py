@@ -10,7 +10,7 @@ once, and asked for with every way to compute.
 from typing import NamedTuple
 
 
-class Arrival(NamedTuple):
+class LinkArrival(NamedTuple):
     """How bytes come over one link."""
 
     link: str
@@ -24,7 +24,7 @@ class Pipe(NamedTuple):
 
     num_layers: int
     num_loaded: int  # layers that need bytes: all, or all but the first
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[LinkArrival, ...]
 
     def done(self, start_s: float, compute_s: float) -> tuple[float, str | None]:
         """When all is computed, and the link that is slower than that, if one is."""

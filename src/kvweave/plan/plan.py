@@ -114,7 +114,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class PredictionCheck:
     """A plan's prediction beside what happened: so that the model can be judged."""
 
     option: str
@@ -132,4 +132,4 @@ class Decision:
     """A plan that was carried out."""
 
     plan: Plan
-    judged: Judged
+    judged: PredictionCheck

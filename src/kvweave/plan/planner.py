@@ -18,12 +18,12 @@ from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.gate import ClosedGate, Gate
 from kvweave.plan.layout import Stored
 from kvweave.plan.one_order import Allowed, Facts
-from kvweave.plan.options import Limits
+from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
 from kvweave.plan.pricing import Pricing
 from kvweave.plan.readable_tree import ReadableTree
-from kvweave.plan.trial import Trials, find_trial, with_trial
+from kvweave.plan.trial import TrialBudget, find_trial, with_trial
 from kvweave.types import ChunkId
 
 
@@ -57,7 +57,7 @@ class Planner:
     peek: ChunkPeek
     strategies: tuple[StrategyInfo, ...] = ()
     gate: Gate = field(default_factory=ClosedGate)
-    limits: Limits = field(default_factory=Limits)
+    limits: FusionLimits = field(default_factory=FusionLimits)
     promotion: int = PROMOTION  # uses before a chunk may enter the tree; 1 where room is plenty
     common_tail: bool = False  # see choose_order
     accesses: AccessTable = field(default_factory=AccessTable)
@@ -66,7 +66,7 @@ class Planner:
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # on the way for others, by tier
     is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
     now_s: Callable[[], float] = time.time
-    trials: Trials = field(default_factory=Trials)
+    trials: TrialBudget = field(default_factory=TrialBudget)
 
     def plan(self, request: PlanRequest) -> Plan:
         chunks = tuple({chunk.id: chunk for chunk in request.chunks}.values())  # each once

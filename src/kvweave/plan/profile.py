@@ -72,7 +72,7 @@ class Grid:
 
 
 @dataclass(slots=True)
-class Link:
+class TierLink:
     """A way for bytes from one tier, as it has been lately."""
 
     bytes_per_s: float
@@ -107,11 +107,11 @@ class MachineProfile:
     num_layers: int
     prefill: Grid  # xs: exact tokens in front, ys: tokens computed
     recompute: Grid  # xs: all tokens of the prompt, ys: rows computed among them
-    links: dict[str, Link] = field(default_factory=dict)  # by `link_name`
+    links: dict[str, TierLink] = field(default_factory=dict)  # by `link_name`
     stitch_s: float = 0.0  # decoding and turning one stored token, all layers; nothing hides it
     version: int = VERSION
 
-    def link(self, name: str) -> Link | None:
+    def link(self, name: str) -> TierLink | None:
         """The way called `name`, or its tier's for any codec; None when neither was measured."""
         return self.links.get(name) or self.links.get(tier_of(name))
 
@@ -167,10 +167,10 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
     )
 
 
-def _link_from(saved: Mapping[str, Any]) -> Link:
+def _link_from(saved: Mapping[str, Any]) -> TierLink:
     others = ("pending_bytes", "paid", "paid_beside")  # the first is of version 1
     known = {k: v for k, v in saved.items() if k not in others}
-    return Link(
+    return TierLink(
         **known, paid=_paid_from(saved, "paid"), paid_beside=_paid_from(saved, "paid_beside")
     )
 

@@ -17,7 +17,7 @@ EVERY = 50  # requests, of which one at most is a trial
 MOST_LOSS = 0.05  # of the chosen price: what `auto` may cost beyond full prefill
 
 
-class Trials:
+class TrialBudget:
     """Keeps trials rare. For one thread at a time."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvweave.app.libraries.libraries import Libraries, check_name
-from kvweave.app.weave import BOUND, TOP_K, Answering, Document, Sampling, Weave
+from kvweave.app.weave import BOUND, TOP_K, AnswerStream, Document, Sampling, Weave
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.bridge import Start
 from kvweave.serve.drawing import check_model, check_neutral, samplings
@@ -82,7 +82,7 @@ def _over(
     k, conversation = _retrieval(request)
     name = request.kb
 
-    def start(sampling: Sampling) -> Answering:
+    def start(sampling: Sampling) -> AnswerStream:
         if libraries is None or name is None:
             return stream(weave, sampling)
         loan = libraries.lend(tenant, name)  # it stays open until the answer is closed
@@ -94,7 +94,7 @@ def _over(
         answering.when_closed(loan.give_back)
         return answering
 
-    def stream(over: Weave, sampling: Sampling) -> Answering:
+    def stream(over: Weave, sampling: Sampling) -> AnswerStream:
         try:
             return over.stream(
                 turns[-1]["content"],

@@ -14,17 +14,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import NamedTuple, Protocol
 
-from kvweave.app.weave import Answer, Answering
+from kvweave.app.weave import Answer, AnswerStream
 from kvweave.serve.errors import ApiError, busy
 from kvweave.serve.limits import Limits
 from kvweave.serve.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-Start = Callable[[], Answering]  # may block and raise: it retrieves, tokenises, checks the prompt
+Start = Callable[
+    [], AnswerStream
+]  # may block and raise: it retrieves, tokenises, checks the prompt
 
 
-class Counts(NamedTuple):
+class BridgeCounts(NamedTuple):
     """What the bridge is doing and has done."""
 
     running: int
@@ -55,7 +57,7 @@ class Job:
         self._meter = meter
         self._admitted_s = time.perf_counter()
         self._abandoned = threading.Event()
-        self._answering: Answering | None = None  # once it began
+        self._answering: AnswerStream | None = None  # once it began
         self._future: Future[str] | None = None
 
     def submit(self, workers: ThreadPoolExecutor) -> "Future[str]":
@@ -138,10 +140,10 @@ class Bridge:
             )
         return jobs
 
-    def counts(self) -> Counts:
+    def counts(self) -> BridgeCounts:
         with self._lock:
             running = min(len(self._jobs), self._limits.running)
-            return Counts(running, len(self._jobs) - running, **self._ended)
+            return BridgeCounts(running, len(self._jobs) - running, **self._ended)
 
     def abandon_all(self) -> None:
         """Stop every job at the engine's next step; those who wait for them get a 503."""

@@ -18,7 +18,7 @@ from kvweave.serve.errors import ApiError, install_error_handlers
 from kvweave.serve.limits import Limits
 from kvweave.serve.observe.logs import RequestLog
 from kvweave.serve.observe.prometheus import ServerMetrics
-from kvweave.serve.observe.scraping import Live
+from kvweave.serve.observe.scraping import LiveNumbers
 from kvweave.serve.observe.spans import AnswerSpans, Spans, find_tracer
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
@@ -51,7 +51,7 @@ def build_http(
     bridge = Bridge(limits, metrics)
     chores, writing = Chores(limits, "searches or embeddings"), Chores(limits, "uploads")
     context = Context(weave, libraries, limits, bridge, chores, writing, metrics)
-    metrics.watch(Live(bridge.counts, libraries, weave.engine))
+    metrics.watch(LiveNumbers(bridge.counts, libraries, weave.engine))
 
     @asynccontextmanager
     async def lifespan(http: FastAPI) -> AsyncIterator[None]:

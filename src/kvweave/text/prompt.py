@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvweave.errors import RequestError, UnsupportedModel
-from kvweave.text.tokenizer import Part, Tokenizer
+from kvweave.text.tokenizer import TemplatePart, Tokenizer
 
 LABEL = "Question: "
 SYSTEM = "You answer questions from the passages you are given. Be brief and exact."
@@ -188,7 +188,7 @@ def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[i
     )
 
 
-def _encoded(tokenizer: Tokenizer, parts: Sequence[Part]) -> list[int]:
+def _encoded(tokenizer: Tokenizer, parts: Sequence[TemplatePart]) -> list[int]:
     """Parts as ids, with control tokens in the template's own words alone."""
     ids: list[int] = []
     for part in parts:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
-class Part(NamedTuple):
+class TemplatePart(NamedTuple):
     """A stretch of a rendered conversation."""
 
     text: str
@@ -126,7 +126,7 @@ class Tokenizer:
             ids += self.encode(part.text) if part.message is None else self.encode_text(part.text)
         return ids
 
-    def render_parts(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+    def render_parts(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplatePart]:
         """The conversation in the template's words and in the messages' own, kept apart.
 
         A random word stands in for each content while the template runs and is cut out again. It is
@@ -141,7 +141,9 @@ class Tokenizer:
         for piece in filter(None, pieces):
             at = place.get(piece)
             parts.append(
-                Part(piece, None) if at is None else Part(str(messages[at]["content"]), at)
+                TemplatePart(piece, None)
+                if at is None
+                else TemplatePart(str(messages[at]["content"]), at)
             )
         return parts
 

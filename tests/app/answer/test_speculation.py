@@ -28,7 +28,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import Node
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.plan.profile import Grid, Link, MachineProfile
+from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
@@ -99,7 +99,7 @@ class World:
 def set_machine(decoder: Decoder) -> None:
     """Write a machine profile, so that reuse="auto" need not measure one."""
     grid = Grid((0,), (1, 1000), [[1e-3, 1.0]])
-    links = {"host": Link(1e9)}
+    links = {"host": TierLink(1e9)}
     layers = decoder.spec.num_layers
     profile = MachineProfile(decoder.revision, "test", layers, grid, grid, links)
     profile.save(profile_path(decoder))

@@ -21,7 +21,7 @@ from kvweave.app.auto.facts import (
 )
 from kvweave.app.auto.machine import profile_path
 from kvweave.app.auto.tier_probes import STALE_S
-from kvweave.app.question import Ask, AskOptions, PlanOptions
+from kvweave.app.question import AskOptions, PlanOptions, Question
 from kvweave.app.weave import Answer
 from kvweave.calibrate.gate import BOUND
 from kvweave.cli import planning as cli_planning
@@ -41,7 +41,7 @@ from kvweave.kv.config import (
 from kvweave.model.decoder import Decoder
 from kvweave.plan.loading_cost import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
-from kvweave.plan.profile import Grid, Link, load_profile
+from kvweave.plan.profile import Grid, TierLink, load_profile
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from worlds.auto import (
@@ -186,7 +186,7 @@ def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_pa
         assert weave.library.store.flush()
         world.set_machine()
         weave.plan(QUESTION)
-        load_links(weave)["disk/int8"] = Link(1.0, seen_s=time.time())  # a byte per second
+        load_links(weave)["disk/int8"] = TierLink(1.0, seen_s=time.time())  # a byte per second
         assert why(weave.plan(QUESTION))["reuse"] is Reason.TIER_TOO_SLOW
         load_links(weave)["disk/int8"].seen_s -= STALE_S
         plan_until(weave, lambda plan: plan.strategy == "reuse")
@@ -206,11 +206,11 @@ def test_a_tier_that_takes_longer_than_its_price_is_left_after_a_few_answers(
     with world.open() as weave:
         link = "faulty disk/int8"
         links = probed(weave, link)
-        links[link] = Link(1e9, seen_s=time.time())  # what the first plans believe
+        links[link] = TierLink(1e9, seen_s=time.time())  # what the first plans believe
         first = weave.plan(QUESTION)
         assert first.chosen.load is not None
         assert (first.chosen.load.link, first.chosen.load.share) == (link, UNCHECKED)
-        links[link] = Link(first.chosen.load_bytes / 0.02, seen_s=time.time())
+        links[link] = TierLink(first.chosen.load_bytes / 0.02, seen_s=time.time())
         used = [ask(weave).explain for _ in range(6)]
         reused = [record is not None and record.counts["reused"] > 0 for record in used]
         assert reused[0], "it is taken until it is known to be slow"
@@ -235,9 +235,9 @@ def test_an_answer_that_recorded_something_says_nothing_of_what_loading_costs(
         world.set_machine()
         weave.plan(QUESTION)  # opens the planning
         links, link = load_links(weave), "disk/int8"
-        links[link] = Link(1e9, seen_s=time.time())
+        links[link] = TierLink(1e9, seen_s=time.time())
         # so slow that its load is seen beside the work, and taken all the same
-        links[link] = Link(weave.plan(QUESTION).chosen.load_bytes / 1.0, seen_s=time.time())
+        links[link] = TierLink(weave.plan(QUESTION).chosen.load_bytes / 1.0, seen_s=time.time())
         record = StoredPrompt._record
         refusals = recordings_of(world.decoder).refusals
 
@@ -263,7 +263,7 @@ def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path
         weave.plan(QUESTION)
         links = load_links(weave)
         links.clear()
-        links["disk/int8"] = Link(1e6, seen_s=time.time())
+        links["disk/int8"] = TierLink(1e6, seen_s=time.time())
         plan = weave.plan(QUESTION)
         planning = weave._replying.ways.planning
         assert planning is not None
@@ -287,7 +287,9 @@ def test_single_chunks_of_a_slow_tier_are_computed_and_not_loaded(
     encoder, store = weave.library.encoder, weave.library.store
     assert store.flush()
     links = load_links(weave)
-    links["host"] = Link(2e4)  # bytes per second: about a third of the chunks in the compute time
+    links["host"] = TierLink(
+        2e4
+    )  # bytes per second: about a third of the chunks in the compute time
     mixed = ask(weave)
     assert mixed.decision is not None
     assert mixed.explain is not None
@@ -416,7 +418,7 @@ def test_the_knowledge_tree_is_priced_by_the_measured_machine(
 
 
 def test_every_keyword_of_ask_is_a_field_with_a_default() -> None:
-    names = {field.name for field in fields(Ask)} - {"question"}
+    names = {field.name for field in fields(Question)} - {"question"}
     assert names == AskOptions.__optional_keys__
     assert names - {"sampling", "reuse", "ratio"} == PlanOptions.__optional_keys__
 

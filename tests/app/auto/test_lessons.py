@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.engine.loading import Way
+from kvweave.engine.loading import PrefillMode
 from kvweave.engine.request import EngineRequest
 from kvweave.engine.sampling import Sampling
 from kvweave.kv.config import DiskTierConfig
 from kvweave.plan.plan import Plan, Reason
-from kvweave.plan.profile import Link
+from kvweave.plan.profile import TierLink
 from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, world
 
 __all__ = ["model", "world"]
@@ -37,9 +37,9 @@ def weave(world: World, tmp_path: Path) -> Iterator[Weave]:
 def load_in(weave: Weave, seconds: float) -> Plan:
     """Have the planner think that the chunks take so long to load."""
     links = load_links(weave)
-    links[LINK] = Link(1e12, seen_s=time.time())
+    links[LINK] = TierLink(1e12, seen_s=time.time())
     size_bytes = weave.plan(QUESTION).chosen.load_bytes
-    links[LINK] = Link(size_bytes / seconds, seen_s=time.time())
+    links[LINK] = TierLink(size_bytes / seconds, seen_s=time.time())
     return weave.plan(QUESTION)
 
 
@@ -60,7 +60,7 @@ def test_a_server_that_is_always_busy_learns_what_its_requests_pay(weave: Weave)
     with company(weave):
         answer = ask(weave)
     assert answer.explain is not None
-    assert answer.explain.way == Way.JOINED
+    assert answer.explain.way == PrefillMode.JOINED
     assert answer.explain.counts["reused"]
     assert paid.paid.shares == [], "it was not alone"
     (share,) = paid.paid_beside.shares

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
-from kvweave.app.libraries.open_cache import AllInUse, Lending
+from kvweave.app.libraries.open_cache import AllInUse, OpenCache
 from kvweave.app.weave import Sampling, Weave
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed
@@ -42,8 +42,8 @@ class Book:
         self.is_closed = True
 
 
-def lending(most: int, wait_s: float = 0.05) -> Lending[str, Book]:
-    return Lending(Book, most, wait_s)
+def lending(most: int, wait_s: float = 0.05) -> OpenCache[str, Book]:
+    return OpenCache(Book, most, wait_s)
 
 
 def test_the_one_unused_for_longest_makes_way() -> None:
@@ -65,7 +65,7 @@ def test_one_that_is_not_closed_in_order_makes_way_all_the_same_and_is_counted(
             super().close()
             raise OSError("the disk is gone")
 
-    books: Lending[str, Book] = Lending(Torn, 1, 0.05)
+    books: OpenCache[str, Book] = OpenCache(Torn, 1, 0.05)
     books.lend("a").give_back()
     books.lend("b").give_back()
     assert books.counts() == (1, 0, 2, 1, 1)
@@ -120,7 +120,7 @@ def test_one_that_was_about_to_make_way_is_closed_with_the_others() -> None:
             assert go_on.wait(10)
             return False
 
-    books: Lending[str, Slow] = Lending(Slow, 1, 30)
+    books: OpenCache[str, Slow] = OpenCache(Slow, 1, 30)
     loan = books.lend("a")
     loan.give_back()
     with ThreadPoolExecutor(1) as other:
@@ -140,7 +140,7 @@ def test_one_that_fails_to_close_leaves_no_other_open() -> None:
             if self.name == "a":
                 raise OSError("the disk is gone")
 
-    books: Lending[str, Stuck] = Lending(Stuck, 2, 0.05)
+    books: OpenCache[str, Stuck] = OpenCache(Stuck, 2, 0.05)
     loans = [books.lend(name) for name in "ab"]
     books.close()
     assert all(loan.thing.is_closed for loan in loans)
@@ -161,7 +161,7 @@ def test_what_cannot_be_opened_takes_no_room() -> None:
     def fail(name: str) -> Book:
         raise ConfigError(f"no {name}")
 
-    books: Lending[str, Book] = Lending(fail, 1, 0.05)
+    books: OpenCache[str, Book] = OpenCache(fail, 1, 0.05)
     for name in "ab":
         with pytest.raises(ConfigError, match=f"no {name}"):
             books.lend(name)
@@ -195,7 +195,7 @@ def test_random_borrowers_never_meet_a_closed_one_and_never_too_many_are_open() 
             with lock:
                 now_open -= 1
 
-    books: Lending[str, Counted] = Lending(Counted, most, 60)
+    books: OpenCache[str, Counted] = OpenCache(Counted, most, 60)
 
     def borrow(seed: int) -> None:
         draw = random.Random(seed)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvweave.app.library.encoder_setup import make_encoder, open_store, remove_with_kv
-from kvweave.app.library.kv_sync import Upkeep
+from kvweave.app.library.kv_sync import KVSync
 from kvweave.app.library.library import Library
 from kvweave.app.library.neighbours import open_table
-from kvweave.app.library.stored_kv import KeptKV
+from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
@@ -395,9 +395,9 @@ def assert_forgotten(library: Library, title: str, saw: list[bytes], gone: Chunk
 
 
 STEPS = {
-    "before anything of KV is touched": (Upkeep, "forget"),
+    "before anything of KV is touched": (KVSync, "forget"),
     "before the entries are dropped": (NeighbourTable, "drop"),
-    "before KV is deleted": (KeptKV, "delete"),
+    "before KV is deleted": (StoredKV, "delete"),
     "halfway through KV": (KVStore, "delete"),
     "before it is settled": (NeighbourTable, "settle"),
 }
@@ -525,7 +525,7 @@ def test_kv_goes_from_memory_where_no_disk_tier_could_be_opened(
         peeks = library.store.peek([*keys, spared])
         assert all(peek.residency is not Residency.ABSENT for peek in peeks)
         if killed:
-            kill_at(Upkeep, "forget", lambda: library.remove(str(docs / "evict.txt")))
+            kill_at(KVSync, "forget", lambda: library.remove(str(docs / "evict.txt")))
             library.repair()
         else:
             library.remove(str(docs / "evict.txt"))

@@ -8,7 +8,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app.library.encoder_setup import key_context
-from kvweave.app.library.promotion import SeenChunks
+from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.weave import Answer, Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
@@ -153,7 +153,7 @@ def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
             encoder = ChunkEncoder(
                 decoder, store, context, preparation, texts, neighbours_of=lambda _: None
             )
-            seen = SeenChunks(encoder, max_context, lambda work: work(), threshold=1)
+            seen = ChunkPromotion(encoder, max_context, lambda work: work(), threshold=1)
             seen.saw([chunk])
             assert seen.wait(30)
             seen.close()

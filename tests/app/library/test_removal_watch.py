@@ -12,7 +12,7 @@ import pytest
 
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.library.encoder_setup import remove_with_kv
-from kvweave.app.library.kv_sync import Upkeep
+from kvweave.app.library.kv_sync import KVSync
 from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -234,7 +234,7 @@ def test_a_request_that_searched_before_a_removal_elsewhere_brings_nothing_back(
             assert answer.completion_tokens > 0
             store = weave.library.store
             assert store.metrics.value("kv_loads_total") >= 1, "its file was still there"
-            Upkeep(elsewhere, None).before()  # now they go
+            KVSync(elsewhere, None).before()  # now they go
             assert not list((folder / "kv/objects").rglob("*.kv"))
             assert store.used_bytes()["host"] == 0
             assert not store.keys_at_hand(carries([chunk.id]))

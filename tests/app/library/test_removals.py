@@ -13,7 +13,7 @@ import pytest
 
 from kvweave.app.library.encoder_setup import make_encoder, open_store, remove_with_kv
 from kvweave.app.library.library import Library
-from kvweave.app.library.stored_kv import KeptKV
+from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -92,9 +92,9 @@ def document_of(library: Library, title: str) -> str:
 
 
 STEPS: dict[str, tuple[type, str]] = {
-    "before KV is waited for": (KeptKV, "flush"),
-    "before KV is looked for": (KeptKV, "of_chunks"),
-    "before KV": (KeptKV, "delete"),
+    "before KV is waited for": (StoredKV, "flush"),
+    "before KV is looked for": (StoredKV, "of_chunks"),
+    "before KV": (StoredKV, "delete"),
     "halfway through KV": (KVStore, "delete"),
     "before it is settled": (Catalogue, "settle_kv"),
 }
@@ -237,6 +237,6 @@ def test_what_went_before_there_was_kv_costs_no_scan(
         library.ingest([source("node")], chunk_kv=True)
         assert library._upkeep().is_settled
         assert library.store.flush()
-        monkeypatch.setattr(KeptKV, "of_chunks", None)  # whoever scans fails
+        monkeypatch.setattr(StoredKV, "of_chunks", None)  # whoever scans fails
         library.repair()
         library.ingest([source("volume")], chunk_kv=True)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.encodings import FixedContext, Prefixes
+from kvweave.calibrate.encodings import ContextPrefixes, FixedContext
 from kvweave.calibrate.trials import Trials
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.base import Scene
@@ -32,7 +32,7 @@ def test_scores_of_every_layer_are_the_attention_of_transformers(
     case = Case((1, 2, 3), (chunk,), (50, 51, 52, 53, 54), (1, 4))
     folder = make_model_folder(tmp_path, variant)
     decoder = load_decoder(folder, device="cpu", dtype="float32")
-    prefixes = Prefixes(decoder)
+    prefixes = ContextPrefixes(decoder)
     source = FixedContext(decoder, prefixes, "isolated", (), ()).prepare(case, [])
     request = case.request(case.keys, first_is_exact=False)
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)

@@ -6,7 +6,7 @@ import torch
 from kvweave.errors import ConfigError
 from kvweave.kv.format import objects
 from kvweave.kv.format.codec import CODECS, LayerKV, dtype_name, open_codec
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 from kvweave.kv.format.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
 from worlds.kv import make_key, make_layers
 
@@ -80,7 +80,7 @@ def test_neighbours_stored_in_different_ways_decode_together() -> None:
 def test_only_small_layers_are_decoded_together(tokens: list[int], want: list[list[int]]) -> None:
     """Of large ones the copy and the repeated parameters cost more than the steps."""
     no_bytes, codec = torch.empty(0, dtype=torch.uint8), open_codec("int8")
-    layers = [EncodedLayer(no_bytes, Shape(n, 8, 128, "float32"), codec) for n in tokens]
+    layers = [EncodedLayer(no_bytes, LayerShape(n, 8, 128, "float32"), codec) for n in tokens]
     assert [[layer.shape.num_tokens for layer in run] for run in runs_of(layers)] == want
 
 
@@ -107,7 +107,7 @@ def test_raw_decodes_without_a_copy() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_sizes_are_known_from_the_shape(codec: str) -> None:
-    shape = Shape(256, 3, 64, "float32")
+    shape = LayerShape(256, 3, 64, "float32")
     size = open_codec(codec).num_bytes(shape)
     assert size / (2 * 256 * 3 * 64) == BYTES_PER_ELEMENT[codec]
 

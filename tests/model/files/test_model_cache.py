@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ModelError
-from kvweave.model.files.model_cache import Origin, Shelf, Step
+from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Step
 
 
-def make_origin(sha256: str = "aa", converter: int = 1) -> Origin:
-    return Origin("toy", "a toy", "nowhere", "MIT", sha256, converter)
+def make_origin(sha256: str = "aa", converter: int = 1) -> CacheOrigin:
+    return CacheOrigin("toy", "a toy", "nowhere", "MIT", sha256, converter)
 
 
 def filling(text: str = "weights") -> Callable[[Path, Path], None]:
@@ -28,15 +28,15 @@ def ignore(step: Step) -> None: ...
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    return Shelf(tmp_path / "models")
+def shelf(tmp_path: Path) -> ModelCache:
+    return ModelCache(tmp_path / "models")
 
 
-def visible(shelf: Shelf) -> list[str]:
+def visible(shelf: ModelCache) -> list[str]:
     return sorted(p.name for p in shelf.root.iterdir() if p.name != ".locks")
 
 
-def test_a_made_folder_is_found_again_with_its_origin(shelf: Shelf) -> None:
+def test_a_made_folder_is_found_again_with_its_origin(shelf: ModelCache) -> None:
     assert shelf.list() == []
     path = shelf.make("toy-1", make_origin(), filling(), ignore)
     found = shelf.peek("toy-1")
@@ -46,14 +46,14 @@ def test_a_made_folder_is_found_again_with_its_origin(shelf: Shelf) -> None:
     assert visible(shelf) == ["toy-1"]
 
 
-def test_what_is_there_is_not_made_again(shelf: Shelf) -> None:
+def test_what_is_there_is_not_made_again(shelf: ModelCache) -> None:
     shelf.make("toy-1", make_origin(), filling("first"), ignore)
     path = shelf.make("toy-1", make_origin(), filling("second"), ignore)
     assert (path / "model.safetensors").read_text() == "first"
 
 
 @pytest.mark.parametrize("changed", [make_origin(sha256="bb"), make_origin(converter=2)])
-def test_another_origin_replaces_the_folder(shelf: Shelf, changed: Origin) -> None:
+def test_another_origin_replaces_the_folder(shelf: ModelCache, changed: CacheOrigin) -> None:
     shelf.make("toy-1", make_origin(), filling("first"), ignore)
     path = shelf.make("toy-1", changed, filling("second"), ignore)
     assert (path / "model.safetensors").read_text() == "second"
@@ -61,7 +61,7 @@ def test_another_origin_replaces_the_folder(shelf: Shelf, changed: Origin) -> No
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_a_failure_leaves_nothing_behind(shelf: Shelf, error: BaseException) -> None:
+def test_a_failure_leaves_nothing_behind(shelf: ModelCache, error: BaseException) -> None:
     def fail(folder: Path, scratch: Path) -> None:
         filling()(folder, scratch)
         raise error
@@ -72,7 +72,7 @@ def test_a_failure_leaves_nothing_behind(shelf: Shelf, error: BaseException) -> 
     assert shelf.list() == []
 
 
-def test_a_full_disk_is_one_line_with_a_way_out(shelf: Shelf) -> None:
+def test_a_full_disk_is_one_line_with_a_way_out(shelf: ModelCache) -> None:
     def fail(folder: Path, scratch: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -81,7 +81,7 @@ def test_a_full_disk_is_one_line_with_a_way_out(shelf: Shelf) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost", "no manifest", "bad manifest", "odd manifest"])
-def test_a_damaged_folder_is_not_there_and_is_made_again(shelf: Shelf, damage: str) -> None:
+def test_a_damaged_folder_is_not_there_and_is_made_again(shelf: ModelCache, damage: str) -> None:
     path = shelf.make("toy-1", make_origin(), filling(), ignore)
     match damage:
         case "cut":
@@ -100,14 +100,14 @@ def test_a_damaged_folder_is_not_there_and_is_made_again(shelf: Shelf, damage: s
     assert shelf.peek("toy-1") is not None
 
 
-def test_litter_of_a_dead_maker_is_swept_up(shelf: Shelf) -> None:
+def test_litter_of_a_dead_maker_is_swept_up(shelf: ModelCache) -> None:
     (shelf.root / ".making-toy-1-dead" / "folder").mkdir(parents=True)
     (shelf.root / ".making-other-1-alive").mkdir()
     shelf.make("toy-1", make_origin(), filling(), ignore)
     assert visible(shelf) == [".making-other-1-alive", "toy-1"]
 
 
-def test_two_makers_at_once_do_the_work_once(shelf: Shelf) -> None:
+def test_two_makers_at_once_do_the_work_once(shelf: ModelCache) -> None:
     inside, go = threading.Event(), threading.Event()
     calls: list[str] = []
     waited: list[Step] = []
@@ -132,7 +132,7 @@ def test_two_makers_at_once_do_the_work_once(shelf: Shelf) -> None:
     assert calls == ["slow"]
 
 
-def test_removing_says_whether_there_was_anything(shelf: Shelf) -> None:
+def test_removing_says_whether_there_was_anything(shelf: ModelCache) -> None:
     shelf.make("toy-1", make_origin(), filling(), ignore)
     assert shelf.remove("toy-1")
     assert not shelf.remove("toy-1")

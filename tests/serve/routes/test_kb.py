@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app.answer.speculation import SpeculationConfig
-from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, Place
+from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, LibraryKey
 from kvweave.serve.limits import Limits
 from worlds.serving import Shelf, make_libraries, make_weave, serving, user
 from worlds.tiny_corpus import WordEmbedder, make_text
@@ -286,7 +286,12 @@ def test_a_second_start_serves_its_first_fused_answer_without_encoding(
 def test_tenants_have_other_keys_for_the_same_chunk(weave: Any, tmp_path: Path) -> None:
     libraries = make_libraries(weave, tmp_path)
     ids = tuple(range(10, 20))
-    names = [Place("", "a"), Place("", "b"), Place("acme", "a"), Place("other", "a")]
+    names = [
+        LibraryKey("", "a"),
+        LibraryKey("", "b"),
+        LibraryKey("acme", "a"),
+        LibraryKey("other", "a"),
+    ]
     keys = []
     for place in names:
         with libraries.use(place.tenant, place.name, create=True) as over:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvweave.app.answer.answering import Answering, Note
-from kvweave.app.answer.conversations import Conversations, Part
-from kvweave.app.answer.engine_client import Asking, Way, plain_request
-from kvweave.app.answer.prompting import Find, Prompting
-from kvweave.app.answer.router import Ways
-from kvweave.app.library.removal_watch import Deletions
-from kvweave.app.question import Ask
+from kvweave.app.answer.answering import AnswerNotes, AnswerStream
+from kvweave.app.answer.conversations import Conversations, ConversationScope
+from kvweave.app.answer.engine_client import EngineClient, Submission, plain_request
+from kvweave.app.answer.prompting import Find, PromptMaker
+from kvweave.app.answer.router import Router
+from kvweave.app.library.removal_watch import RemovalWatch
+from kvweave.app.question import Question
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import KVWeaveError
 from kvweave.model.decoder import Decoder
@@ -29,7 +29,7 @@ from kvweave.types import ChunkId
 if TYPE_CHECKING:
     from kvweave.app.answer.speculation import Speculation, SpeculationConfig
     from kvweave.app.library.library import Library
-    from kvweave.app.library.promotion import SeenChunks
+    from kvweave.app.library.promotion import ChunkPromotion
     from kvweave.plan.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ def at_once(search: Callable[[], T], /) -> T:
     return search()
 
 
-class Replying:
+class Answerer:
     """Answers with one model and, where one is open, its knowledge base."""
 
     def __init__(
         self,
         decoder: Decoder,
         tokenizer: Tokenizer,
-        asking: Asking,
+        asking: EngineClient,
         system: str,
         library: "Library | None" = None,
         find: Find | None = None,
@@ -65,16 +65,16 @@ class Replying:
         promotion: int = PROMOTION,
         tenant: str = "",
         look_up: LookUp = at_once,
-        conversations: Conversations | Part | None = None,
+        conversations: Conversations | ConversationScope | None = None,
     ) -> None:
         """`find` searches the library; both or neither are given. `look_up` runs what searches and
         submits by itself."""
         self._look_up = look_up
         self._tokenizer = tokenizer
         self.asking = asking
-        self.seen: SeenChunks | None = None
+        self.seen: ChunkPromotion | None = None
         self._speculation: Speculation | None = None
-        self._deletions: Deletions | None = None
+        self._deletions: RemovalWatch | None = None
         self._library = library
         if library is not None:
             from kvweave.app.answer import speculation as speculating
@@ -83,7 +83,7 @@ class Replying:
             library.encoder.alone = lambda job: asking.engine.run_alone(job)
             library.forgotten = asking.forget
             catalogue = library.kb.catalogue
-            deletions = Deletions(
+            deletions = RemovalWatch(
                 catalogue.path, catalogue.uid(), asking.heard, asking.forget, library.drop_copies
             )
             self._deletions = deletions
@@ -97,8 +97,8 @@ class Replying:
             )
             max_context = decoder.spec.max_context
             self.seen = watch(library.encoder, max_context, asking.answers, promotion, is_gone)
-        self.ways = Ways(decoder, tokenizer, asking, library, self.seen, tenant)
-        self.prompting = Prompting(
+        self.ways = Router(decoder, tokenizer, asking, library, self.seen, tenant)
+        self.prompting = PromptMaker(
             tokenizer, system, tenant, find, conversations, is_gone=asking.is_gone
         )
 
@@ -125,14 +125,14 @@ class Replying:
         except KVWeaveError as error:
             log.warning("chunk KV of removed documents may be left: %s", error)
 
-    def answer(self, ask: Ask, called_s: float) -> Answering:
+    def answer(self, ask: Question, called_s: float) -> AnswerStream:
         """The answer to a question. Nothing is computed yet, unless a search guessed."""
         self._catch_up()
         as_of = self.asking.now()
         stated, talk = self.ways.stated(ask), self.prompting.talk(ask)
 
-        def way_of(chunks: Sequence[tuple[int, ...]]) -> Way:
-            note = Note(on_laid=lambda laid: talk.sent(ask.question, laid.chunks, as_of))
+        def way_of(chunks: Sequence[tuple[int, ...]]) -> Submission:
+            note = AnswerNotes(on_laid=lambda laid: talk.sent(ask.question, laid.chunks, as_of))
             prompt = replace(self.prompting.over(chunks, ask, talk), as_of=as_of)
             return self.ways.way(prompt, ask, stated, note)
 
@@ -148,9 +148,9 @@ class Replying:
             choices = self.asking.choices(way.request, way.on_first)
         way.note.retrieve_ms = (time.perf_counter() - called_s) * 1e3
         tokens, note = way.prompt_tokens, way.note
-        return Answering(choices, self._tokenizer, ask.drawn, tokens, called_s, note)
+        return AnswerStream(choices, self._tokenizer, ask.drawn, tokens, called_s, note)
 
-    def plan(self, ask: Ask) -> "Plan":
+    def plan(self, ask: Question) -> "Plan":
         """What "auto" would do for a question."""
         self._catch_up()
         return self.ways.plan(self.prompting.prompt(ask), ask)
@@ -162,10 +162,10 @@ class Replying:
 
     def plain(
         self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
-    ) -> Answering:
+    ) -> AnswerStream:
         """The answer to a prompt without parts."""
         sampling = sampling or Sampling()
         self.asking.check(prompt_ids)
         request = plain_request(prompt_ids, sampling, self._tokenizer.eos_ids)
         choices = self.asking.choices(request)
-        return Answering(choices, self._tokenizer, sampling, len(prompt_ids), called_s)
+        return AnswerStream(choices, self._tokenizer, sampling, len(prompt_ids), called_s)

@@ -50,7 +50,7 @@ class Answer:
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
 
 
-class Note:
+class AnswerNotes:
     """Carries what was done for a prompt from whoever prefills it to its answer."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Note:
             self._on_laid(prompt)
 
 
-class Answers:
+class ActiveAnswers:
     """How many answers are in the making. Thread-safe."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Tokens(Protocol):
         end."""
 
 
-class Answering:
+class AnswerStream:
     """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
 
     Nothing is computed before the first piece is asked for, unless a search speculated on it;
@@ -122,11 +122,11 @@ class Answering:
         sampling: Sampling,
         prompt_tokens: int,
         called_s: float,
-        note: Note | None = None,
+        note: AnswerNotes | None = None,
     ) -> None:
         """`called_s` is when the caller asked, by time.perf_counter: retrieval counts too."""
         self.answer: Answer | None = None
-        self._note = note or Note()
+        self._note = note or AnswerNotes()
         self.prompt_tokens = prompt_tokens
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -213,7 +213,7 @@ class _Made:
         self.pieces.append(piece)
         return piece
 
-    def answer(self, finish_reason: str, prompt_tokens: int, note: Note) -> Answer:
+    def answer(self, finish_reason: str, prompt_tokens: int, note: AnswerNotes) -> Answer:
         now = time.perf_counter()
         return Answer(
             text="".join(piece.text for piece in self.pieces),

@@ -122,9 +122,9 @@ class Conversations:
         )
         return Talk(messages, self, key, [found[place] for place in sorted(found)])
 
-    def part(self, scope: str) -> "Part":
+    def part(self, scope: str) -> "ConversationScope":
         """Conversations of one knowledge base among many: those of others are unknown there."""
-        return Part(self, scope)
+        return ConversationScope(self, scope)
 
     def held(
         self, key: str, turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
@@ -167,7 +167,7 @@ class Conversations:
         self._num_tokens -= sum(turn.num_tokens for turn in self._turns.pop(key, ()))
 
 
-class Part(NamedTuple):
+class ConversationScope(NamedTuple):
     """Conversations within a scope, remembered with all others."""
 
     whole: Conversations

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from kvweave.app.answer.answering import Answers, Note
+from kvweave.app.answer.answering import ActiveAnswers, AnswerNotes
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -23,16 +23,16 @@ Make = Callable[[], EngineRequest]
 OnFirst = Callable[[Ticket], None]
 
 
-class Way(NamedTuple):
+class Submission(NamedTuple):
     """How one prompt is to be answered."""
 
     prompt_tokens: int
     request: EngineRequest | Make
     on_first: OnFirst
-    note: Note
+    note: AnswerNotes
 
 
-class Asking:
+class EngineClient:
     """Owns the engine, which is made when it is first needed."""
 
     def __init__(self, decoder: Decoder, cfg: EngineConfig | None = None) -> None:
@@ -41,7 +41,7 @@ class Asking:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._closed = False
-        self.answers = Answers()  # under way
+        self.answers = ActiveAnswers()  # under way
         self.heard: dict[str, int] = {}  # catalogues: removals up to there are in the tombstones
         self.measured: MachineProfile | None = None  # in this process; set on the engine thread
 
@@ -84,26 +84,28 @@ class Asking:
         """Raise RequestError unless the model and the engine's pool can take a prompt."""
         self.engine.check(prompt_ids)
 
-    def choices(self, request: EngineRequest | Make, on_first: OnFirst | None = None) -> "Choices":
+    def choices(
+        self, request: EngineRequest | Make, on_first: OnFirst | None = None
+    ) -> "TokenStream":
         """The tokens of an answer. Submitted when the first one is asked for.
 
         `on_first` hears of the ticket when its first token is there.
         """
-        return Choices(self.answers, lambda: self.engine.submit(request), on_first)
+        return TokenStream(self.answers, lambda: self.engine.submit(request), on_first)
 
-    def under_way(self, ticket: Ticket, on_first: OnFirst | None = None) -> "Choices":
+    def under_way(self, ticket: Ticket, on_first: OnFirst | None = None) -> "TokenStream":
         """The tokens of an answer that has begun."""
-        choices = Choices(self.answers, lambda: ticket, on_first)
+        choices = TokenStream(self.answers, lambda: ticket, on_first)
         choices.begin()
         return choices
 
 
-class Choices(Iterator[Choice]):
+class TokenStream(Iterator[Choice]):
     """The tokens of an answer. One thread iterates; any may `close`, which ends the work between
     two steps of the engine, whether its prompt waits, loads or is being computed."""
 
     def __init__(
-        self, answers: Answers, submit: Callable[[], Ticket], on_first: OnFirst | None
+        self, answers: ActiveAnswers, submit: Callable[[], Ticket], on_first: OnFirst | None
     ) -> None:
         self._submit = submit
         self._on_first = on_first
@@ -180,7 +182,7 @@ def engine_chunks(prompt: Prompt) -> tuple[EngineChunk, ...]:
     return tuple(EngineChunk(make_chunk_id(ids), ids) for ids in parts)
 
 
-def keep_record(note: Note, prompt: Prompt) -> OnFirst:
+def keep_record(note: AnswerNotes, prompt: Prompt) -> OnFirst:
     """Brings the record of a prompt to whoever shows the answer."""
 
     def on_first(ticket: Ticket) -> None:

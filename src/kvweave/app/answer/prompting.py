@@ -6,8 +6,8 @@ Part of the composition root: only `replying.py` uses it. Any thread.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvweave.app.answer.conversations import Conversations, IsGone, Part, Talk
-from kvweave.app.question import Ask, refuse_empty
+from kvweave.app.answer.conversations import Conversations, ConversationScope, IsGone, Talk
+from kvweave.app.question import Question, refuse_empty
 from kvweave.text.prompt import Document, Prompt, build_prompt, chunk_text, lay_out, past_messages
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
@@ -15,7 +15,7 @@ from kvweave.types import Hit
 Find = Callable[[str, int], list[Hit]]  # the chunks nearest to a question, and how many
 
 
-class Prompting:
+class PromptMaker:
     """Lays prompts out for one model and, where one is open, its knowledge base."""
 
     def __init__(
@@ -24,7 +24,7 @@ class Prompting:
         system: str,
         tenant: str = "",
         find: Find | None = None,
-        conversations: Conversations | Part | None = None,
+        conversations: Conversations | ConversationScope | None = None,
         *,
         is_gone: IsGone,
     ) -> None:
@@ -38,13 +38,13 @@ class Prompting:
         self._conversations = Conversations() if given is None else given
         self._is_gone = is_gone
 
-    def talk(self, ask: Ask) -> Talk:
+    def talk(self, ask: Question) -> Talk:
         """What was said before, with the chunks that stood there."""
         past = past_messages(ask.history)
         tenant, name = self._tenant_of(ask), ask.conversation_id
         return self._conversations.talk(tenant, name, past, self._is_gone)
 
-    def prompt(self, ask: Ask) -> Prompt:
+    def prompt(self, ask: Question) -> Prompt:
         """The prompt of a question over its documents, or over what a search finds."""
         if ask.documents is None and self._find is not None:
             chunks = [hit.chunk.token_ids for hit in self._find(ask.question, ask.k)]
@@ -52,12 +52,12 @@ class Prompting:
             chunks = self.given(ask)
         return self.over(chunks, ask, self.talk(ask))
 
-    def given(self, ask: Ask) -> list[tuple[int, ...]]:
+    def given(self, ask: Question) -> list[tuple[int, ...]]:
         """The documents of a request as chunks."""
         texts = _documents(ask.documents or ())
         return [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
 
-    def over(self, chunks: Sequence[tuple[int, ...]], ask: Ask, talk: Talk) -> Prompt:
+    def over(self, chunks: Sequence[tuple[int, ...]], ask: Question, talk: Talk) -> Prompt:
         """The question behind its history and the chunks that the history does not hold."""
         held = talk.held(chunks)
         new = [ids for ids in chunks if ids not in held]
@@ -75,7 +75,7 @@ class Prompting:
     def _words(self, system: str | None) -> str:
         return self._system if system is None else system
 
-    def _tenant_of(self, ask: Ask) -> str:
+    def _tenant_of(self, ask: Question) -> str:
         return ask.tenant or self._tenant
 
 

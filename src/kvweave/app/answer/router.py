@@ -13,9 +13,15 @@ from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvweave.app.answer.answering import Note
-from kvweave.app.answer.engine_client import Asking, OnFirst, Way, exact_request, keep_record
-from kvweave.app.question import AUTO, Ask
+from kvweave.app.answer.answering import AnswerNotes
+from kvweave.app.answer.engine_client import (
+    EngineClient,
+    OnFirst,
+    Submission,
+    exact_request,
+    keep_record,
+)
+from kvweave.app.question import AUTO, Question
 from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
@@ -32,9 +38,9 @@ from kvweave.text.prompt import Prompt
 from kvweave.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from kvweave.app.auto.auto_planner import Planning
+    from kvweave.app.auto.auto_planner import AutoPlanner
     from kvweave.app.library.library import Library
-    from kvweave.app.library.promotion import SeenChunks
+    from kvweave.app.library.promotion import ChunkPromotion
     from kvweave.plan.plan import Plan
     from kvweave.plan.profile import MachineProfile
 
@@ -45,23 +51,23 @@ NOTHING_STORED = "none of these chunks has stored KV"
 NOT_MEASURED = "this machine was never measured; reuse 'auto' or `kvweave plan` does that, once"
 
 
-class Stated(NamedTuple):
+class NamedStrategy(NamedTuple):
     """A strategy that the caller named."""
 
     strategy: Strategy
     ratio: float
 
 
-class Ways:
+class Router:
     """Ways to answer with one model and, where one is open, its knowledge base."""
 
     def __init__(
         self,
         decoder: Decoder,
         tokenizer: Tokenizer,
-        asking: Asking,
+        asking: EngineClient,
         library: "Library | None" = None,
-        seen: "SeenChunks | None" = None,
+        seen: "ChunkPromotion | None" = None,
         tenant: str = "",
     ) -> None:
         """`seen` hears which chunks came with requests that reuse."""
@@ -71,7 +77,7 @@ class Ways:
         self._library = library
         self._seen = seen
         self._tenant = tenant
-        self.planning: Planning | None = None  # opened by the first plan
+        self.planning: AutoPlanner | None = None  # opened by the first plan
 
     def close(self) -> None:
         """Keep what was learnt of the machine."""
@@ -93,7 +99,7 @@ class Ways:
         num_layers = self._decoder.spec.num_layers
         return ModelFacts(num_layers) if self.profile is None else self.profile.facts(num_layers)
 
-    def stated(self, ask: Ask) -> Stated | None:
+    def stated(self, ask: Question) -> NamedStrategy | None:
         """The strategy that was named, ready for this model; None: it is still to be chosen."""
         name = WITH_RATIO if ask.reuse is None and ask.ratio is not None else ask.reuse
         if name is None or name == AUTO:
@@ -102,9 +108,11 @@ class Ways:
         needed = name in NEEDS_PROFILE
         facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
         strategy = open_strategy(name, facts)
-        return Stated(strategy, chosen_ratio(strategy, ask.ratio))
+        return NamedStrategy(strategy, chosen_ratio(strategy, ask.ratio))
 
-    def way(self, prompt: Prompt, ask: Ask, stated: Stated | None, note: Note) -> Way:
+    def way(
+        self, prompt: Prompt, ask: Question, stated: NamedStrategy | None, note: AnswerNotes
+    ) -> Submission:
         """How a prompt is answered. `stated` is the ask's. Says nothing to anybody before the first
         token: it may be a guess. Raises RequestError if it cannot be answered."""
         self._asking.check(prompt.token_ids)
@@ -112,12 +120,12 @@ class Ways:
             note.why = self._why_full(prompt)
             if note.why is not None:
                 full = open_strategy("full", ModelFacts(self._decoder.spec.num_layers))
-                return self._named(prompt, ask, Stated(full, 0.0), note)
+                return self._named(prompt, ask, NamedStrategy(full, 0.0), note)
         if stated is None:
             return self._planned(prompt, ask, note)
         return self._named(prompt, ask, stated, note)
 
-    def plan(self, prompt: Prompt, ask: Ask) -> "Plan":
+    def plan(self, prompt: Prompt, ask: Question) -> "Plan":
         """What "auto" would do. Waits for its turn on the engine thread."""
         self._asking.check(prompt.token_ids)
         self.library.check_preamble(prompt)
@@ -141,7 +149,9 @@ class Ways:
                 return NOT_MEASURED
         return None
 
-    def _named(self, prompt: Prompt, ask: Ask, stated: Stated, note: Note) -> Way:
+    def _named(
+        self, prompt: Prompt, ask: Question, stated: NamedStrategy, note: AnswerNotes
+    ) -> Submission:
         """Answered as the caller says."""
         strategy, eos_ids = stated.strategy, self._tokenizer.eos_ids
         on_first = keep_record(note, prompt)
@@ -152,7 +162,7 @@ class Ways:
             self.library.check_preamble(prompt)
             request = self.library.request(prompt, ask.drawn, eos_ids, strategy, stated.ratio)
             on_first = self._saw(prompt, on_first)
-        return Way(len(prompt.token_ids), request, on_first, note)
+        return Submission(len(prompt.token_ids), request, on_first, note)
 
     def _saw(self, prompt: Prompt, on_first: OnFirst) -> OnFirst:
         def hear(ticket: Ticket) -> None:
@@ -162,14 +172,14 @@ class Ways:
 
         return hear
 
-    def _planned(self, prompt: Prompt, ask: Ask, note: Note) -> Way:
+    def _planned(self, prompt: Prompt, ask: Question, note: AnswerNotes) -> Submission:
         """Planned when its turn comes, by what the engine's tree holds then."""
         from kvweave.app.auto.auto_planner import Wish
 
         self.library.check_preamble(prompt)
         eos_ids, order = self._tokenizer.eos_ids, OrderPermission(ask.order)
         wish = Wish(prompt, ask.drawn, eos_ids, ask.bound, order, note)
-        return Way(
+        return Submission(
             len(prompt.token_ids),
             lambda: self._open_planning().request(wish),
             lambda ticket: self._open_planning().observe(wish, ticket),
@@ -193,12 +203,12 @@ class Ways:
             asking.measured = new_machine(self._decoder, CODEC)
         return deepcopy(asking.measured)  # where nothing can be kept, others need it too
 
-    def _open_planning(self) -> "Planning":
+    def _open_planning(self) -> "AutoPlanner":
         """On the engine thread: the first time may measure the machine, with the decoder."""
         if self.planning is None:
-            from kvweave.app.auto.auto_planner import Planning
+            from kvweave.app.auto.auto_planner import AutoPlanner
 
-            self.planning = Planning(
+            self.planning = AutoPlanner(
                 self.library,
                 self._decoder,
                 self.facts,

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from kvweave.app.answer.engine_client import Asking, Choices, OnFirst, Way
+from kvweave.app.answer.engine_client import EngineClient, OnFirst, Submission, TokenStream
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
@@ -55,7 +55,7 @@ class SpeculationConfig:
 class Attempt(NamedTuple):
     """A way of answering, and the ticket it was submitted under."""
 
-    way: Way
+    way: Submission
     ticket: Ticket
 
     @property
@@ -69,7 +69,7 @@ class Attempt(NamedTuple):
         self.ticket.release()
 
 
-WayOf = Callable[[Sequence[Hit]], Way]  # raises RequestError if there is none
+WayOf = Callable[[Sequence[Hit]], Submission]  # raises RequestError if there is none
 
 
 class Speculation:
@@ -78,7 +78,7 @@ class Speculation:
     def __init__(
         self,
         kb: KnowledgeBase,
-        asking: Asking,
+        asking: EngineClient,
         device: torch.device,
         cfg: SpeculationConfig | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class Speculation:
         self._lock = threading.Lock()
         self._row_s: float | None = None  # what a row of a prefill takes; None: nobody knows
 
-    def answer(self, question: str, k: int, way_of: WayOf) -> tuple[Way, Choices]:
+    def answer(self, question: str, k: int, way_of: WayOf) -> tuple[Submission, TokenStream]:
         """The way of the `k` nearest chunks, and its tokens. Close them, or read them to the end.
 
         Whatever fails or interrupts the search ends what was guessed.
@@ -159,7 +159,7 @@ class Speculation:
 
         return hear
 
-    def _noting(self, way: Way, said: Speculated[Attempt]) -> OnFirst:
+    def _noting(self, way: Submission, said: Speculated[Attempt]) -> OnFirst:
         """Also note what speculation did for an answer. By its first token wrong guesses are over:
         they were ended before it was submitted."""
         learn = self._learning(way.on_first)

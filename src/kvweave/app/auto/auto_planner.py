@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvweave.app.answer.answering import Note
+from kvweave.app.answer.answering import AnswerNotes
 from kvweave.app.answer.engine_client import exact_request
 from kvweave.app.auto.facts import (
     CalibratedGate,
@@ -23,7 +23,7 @@ from kvweave.app.auto.lessons import Lessons
 from kvweave.app.auto.machine import profile_path, save
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.library import Library
-from kvweave.app.library.promotion import SeenChunks
+from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -38,7 +38,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.other_paths import AlternativePaths
-from kvweave.plan.plan import Decision, Judged, Plan, PlanRequest, SpanKind
+from kvweave.plan.plan import Decision, Plan, PlanRequest, PredictionCheck, SpanKind
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import MachineProfile, link_name
 from kvweave.text.prompt import Prompt
@@ -63,13 +63,13 @@ class Wish:
     eos_ids: Collection[int]
     bound: float
     order: OrderPermission
-    note: Note
+    note: AnswerNotes
     # set when its turn comes
     planned: Planned | None = None
     num_recorded: int = 0  # recordings that were tried before it
 
 
-class Planning:
+class AutoPlanner:
     """Plans over one knowledge base."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Planning:
         machine: MachineProfile,
         *,
         engine: Engine,
-        seen: SeenChunks | None = None,
+        seen: ChunkPromotion | None = None,
         tenant: str = "",
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the library's preamble,
@@ -179,7 +179,9 @@ class Planning:
         predicted_s = plan.chosen.predicted_s
         assert predicted_s is not None, "what is chosen has a price"
         actual_s = timeline.loading_s + timeline.computing_s
-        wish.note.decision = Decision(plan, Judged(plan.chosen.name, predicted_s, actual_s))
+        wish.note.decision = Decision(
+            plan, PredictionCheck(plan.chosen.name, predicted_s, actual_s)
+        )
         assert record is not None, "a prompt that is through has a record"
         wish.note.keep(record)
         wish.note.laid(planned.prompt)

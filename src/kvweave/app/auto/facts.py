@@ -16,7 +16,7 @@ from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import open_codec
 from kvweave.kv.format.headers import plan_header
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Peek, Residency
@@ -38,7 +38,7 @@ def is_lossless(codec: str, dtype: str) -> bool:
 def layer_bytes_per_token(encoder: ChunkEncoder) -> float:
     """What one layer of one token takes in the store, without headers."""
     spec, context = encoder.decoder.spec, encoder.context
-    shape = Shape(256, spec.num_kv_heads, spec.head_dim, context.dtype)
+    shape = LayerShape(256, spec.num_kv_heads, spec.head_dim, context.dtype)
     return open_codec(context.codec).num_bytes(shape) / shape.num_tokens
 
 
@@ -99,7 +99,7 @@ def _extra_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
 def plain_bytes(encoder: ChunkEncoder, num_tokens: int) -> int:
     """What a load of one chunk reads that wants nothing beside the layers but the chunk's id."""
     spec, context = encoder.decoder.spec, encoder.context
-    shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, context.dtype)
+    shape = LayerShape(num_tokens, spec.num_kv_heads, spec.head_dim, context.dtype)
     layer_bytes = open_codec(context.codec).num_bytes(shape)
     beside = {CHUNK: 1}  # a page
     header = plan_header(bytes(32), shape, context.codec, "", spec.num_layers, layer_bytes, beside)

@@ -4,7 +4,7 @@ Part of the composition root: only `planning.py` uses it, which guards it with i
 """
 
 from kvweave.app.auto.tier_probes import TierProbes
-from kvweave.engine.loading import Way
+from kvweave.engine.loading import PrefillMode
 from kvweave.engine.request import Ticket
 from kvweave.fuse import recorded_layers
 from kvweave.fuse import recorded_probe as captured_probe
@@ -48,7 +48,7 @@ class Lessons:
         if num_recorded != self.num_recorded() or timeline.preempted:
             return
         if timeline.shared:  # its bytes came before its rows: what it waited for them is its own
-            if record.way != Way.JOINED:
+            if record.way != PrefillMode.JOINED:
                 return
             laid_s = self._machine.stitch_s * _num_placed(record)
             took_s = load.work_s + max(0.0, record.stages.load / 1e3 - laid_s)

@@ -21,15 +21,14 @@ from kvweave import paths
 from kvweave.errors import ConfigError
 from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import rotate
-from kvweave.kernels.unpack import Rows as StoredRows
-from kvweave.kernels.unpack import unpack
+from kvweave.kernels.unpack import StoredRows, unpack
 from kvweave.kv.format.codec import LayerKV, dtype_name, open_codec
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.plan.grid_sampling import SAMPLES, grid_of, measure_cross
-from kvweave.plan.profile import VERSION, Link, MachineProfile, load_profile
+from kvweave.plan.profile import VERSION, MachineProfile, TierLink, load_profile
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def measure(decoder: Decoder, codec: str) -> MachineProfile:
         decoder.spec.num_layers,
         grid_of(prefill, cached, in_slices=True),
         grid_of(recompute, prompts, in_slices=False),
-        {HOST.value: Link(copy_bytes_per_s(decoder))},
+        {HOST.value: TierLink(copy_bytes_per_s(decoder))},
         _unpack_s(decoder, codec) if on_gpu else _stitch_s(decoder, codec),
     )
 
@@ -185,7 +184,7 @@ def copy_bytes_per_s(decoder: Decoder) -> float:
 def _stitch_s(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
     """Seconds per stored token from bytes in host memory to its place in a prompt."""
     spec, how = decoder.spec, open_codec(codec)
-    shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
+    shape = LayerShape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
     kv = LayerKV(*torch.randn(2, *shape[:3]).to(decoder.dtype))
     data = torch.empty(how.num_bytes(shape), dtype=torch.uint8)
     how.encode(kv, data)
@@ -205,7 +204,7 @@ def _stitch_s(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
 def _unpack_s(decoder: Decoder, codec: str, num_tokens: int = 4096) -> float:
     """The same on a GPU, where bytes are decoded and turned by one kernel once they are there."""
     spec, how, device = decoder.spec, open_codec(codec), decoder.device
-    shape = Shape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
+    shape = LayerShape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
     kv = LayerKV(*torch.randn(2, *shape[:3], device=device).to(decoder.dtype))
     data = torch.empty(how.num_bytes(shape), dtype=torch.uint8, device=device)
     how.encode(kv, data)

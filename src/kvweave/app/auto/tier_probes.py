@@ -15,7 +15,7 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Peek
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import HOST
-from kvweave.plan.profile import Link, link_name
+from kvweave.plan.profile import TierLink, link_name
 
 WAIT_S = 0.25  # a plan waits for tiers it meets for the first time, all together
 STALE_S = 3600.0  # a tier that nothing came from for this long is measured again
@@ -26,7 +26,7 @@ FIRST_REST_S, LONGEST_REST_S = 5.0, 600.0  # after a failure, and after many
 class _Probe:
     """A load under way. Written by its thread until `done` is set, then read by the owner."""
 
-    link: Link | None = None  # None: it failed
+    link: TierLink | None = None  # None: it failed
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -46,7 +46,7 @@ class TierProbes:
         store: KVStore,
         num_layers: int,
         codec: str,
-        links: MutableMapping[str, Link],
+        links: MutableMapping[str, TierLink],
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -97,7 +97,7 @@ class TierProbes:
         threading.Thread(target=load, name=f"probe-{tier}", daemon=True).start()
         return probe
 
-    def _load(self, key: ChunkKey, tier: str) -> Link | None:
+    def _load(self, key: ChunkKey, tier: str) -> TierLink | None:
         with self._store.acquire([key]) as lease:
             transfer = self._store.load(lease)
             for layer in range(self._num_layers):
@@ -106,7 +106,7 @@ class TierProbes:
             seconds = transfer.seconds().get(tier, 0.0)
         if not sizes or seconds <= 0 or transfer.lost:
             return None
-        return Link(sizes[0] / seconds, seen_s=self._now_s())
+        return TierLink(sizes[0] / seconds, seen_s=self._now_s())
 
     def _collect(self) -> None:
         """Take over what finished probes found."""
@@ -126,7 +126,7 @@ class TierProbes:
             length_s = min(2 * before.length_s, LONGEST_REST_S) if before else FIRST_REST_S
             self._resting[tier] = _Rest(self._now_s() + length_s, length_s)
 
-    def _link(self, tier: str) -> Link | None:
+    def _link(self, tier: str) -> TierLink | None:
         return self._links.get(link_name(tier, self._codec)) or self._links.get(tier)
 
     def _is_fresh(self, tier: str) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.libraries.embedders import Embedded, Embedders
-from kvweave.app.libraries.open_cache import AllInUse, Counts, Lending, Loan
+from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.weave import Weave
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
@@ -39,9 +39,9 @@ __all__ = [
     "Later",
     "Libraries",
     "LibrariesConfig",
+    "LibraryKey",
     "NoSuchKnowledgeBase",
     "OnProgress",
-    "Place",
     "TextSource",
     "check_name",
     "check_tenant",
@@ -58,7 +58,7 @@ class NoSuchKnowledgeBase(CorpusError):
     """Nothing goes by that name here."""
 
 
-class Place(NamedTuple):
+class LibraryKey(NamedTuple):
     """Whose knowledge base, and which."""
 
     tenant: str  # "": of those without one
@@ -70,7 +70,7 @@ class LibrariesConfig:
     """Where knowledge bases are and how new ones are made."""
 
     root: Path | None = None  # folder of knowledge bases; None: only those in `folders`
-    folders: Mapping[Place, Path] = field(default_factory=dict)  # some that lie elsewhere
+    folders: Mapping[LibraryKey, Path] = field(default_factory=dict)  # some that lie elsewhere
     embedder: str = DEFAULT_EMBEDDER  # of new ones, and of /v1/embeddings
     encoding: str | None = None  # encoding context of chunk KV; None: what it has, or the usual
     open_most: int = 4  # at a time; the one that was not used for longest makes way
@@ -101,7 +101,7 @@ class Libraries:
         self._embedders = Embedders(open_embedder)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
         self._conversations = Conversations()  # they outlive the closing of a knowledge base
-        self._lending: Lending[Place, Weave] = Lending(
+        self._lending: OpenCache[LibraryKey, Weave] = OpenCache(
             self._open, self.config.open_most, self.config.wait_s
         )
 
@@ -117,7 +117,7 @@ class Libraries:
     def lend(self, tenant: str, name: str, *, create: bool = False) -> Loan[Weave]:
         """A Weave over it, which stays open until the loan is given back. Raises
         NoSuchKnowledgeBase, or makes it where `create` allows; AllInUse if there is no room."""
-        place = Place(tenant, check_name(name))
+        place = LibraryKey(tenant, check_name(name))
         folder = self._folder(place)
         if folder is None or not (create or read_settings(folder)):
             known = ", ".join(self.names(tenant)[:8]) or "none yet"
@@ -133,7 +133,7 @@ class Libraries:
         finally:
             loan.give_back()
 
-    def _open(self, place: Place) -> Weave:
+    def _open(self, place: LibraryKey) -> Weave:
         folder = self._folder(place)
         assert folder is not None, "`lend` looked"
         return self._weave.over(
@@ -172,7 +172,7 @@ class Libraries:
 
     def totals(self, tenant: str, name: str) -> Totals:
         """Counts of a knowledge base, which is not opened for it."""
-        folder = self._folder(Place(tenant, check_name(name)))
+        folder = self._folder(LibraryKey(tenant, check_name(name)))
         assert folder is not None, "a name from `names` has a folder"
         with KnowledgeBase.open(folder) as kb:
             return kb.totals()
@@ -190,14 +190,14 @@ class Libraries:
         """Vectors of texts, by the embedder of new knowledge bases."""
         return self._embedders.get(self.config.embedder).embed(texts, as_query=as_query)
 
-    def metrics(self) -> Iterator[tuple[Place, Metrics]]:
+    def metrics(self) -> Iterator[tuple[LibraryKey, Metrics]]:
         """The counters of every open knowledge base's store, brought up to date."""
         with self._lending.all_open() as weaves:
             for place, weave in weaves:
                 weave.library.store.update_gauges()
                 yield place, weave.library.store.metrics
 
-    def counts(self) -> Counts:
+    def counts(self) -> OpenCounts:
         """Knowledge bases open and in use."""
         return self._lending.counts()
 
@@ -225,7 +225,7 @@ class Libraries:
         finally:
             loan.give_back()
 
-    def _folder(self, place: Place) -> Path | None:
+    def _folder(self, place: LibraryKey) -> Path | None:
         if place in self.config.folders:
             return self.config.folders[place]
         root = self._root_of(place.tenant)

@@ -42,7 +42,7 @@ class Lendable(Protocol):
 T = TypeVar("T", bound=Lendable)
 
 
-class Counts(NamedTuple):
+class OpenCounts(NamedTuple):
     """How many are open and used now, and how often one was opened and closed."""
 
     open: int
@@ -83,7 +83,7 @@ class Loan(Generic[T]):
             self._give_back()
 
 
-class Lending(Generic[Place, T]):
+class OpenCache(Generic[Place, T]):
     """See the module."""
 
     def __init__(self, open_one: Callable[[Place], T], most: int, wait_s: float) -> None:
@@ -142,12 +142,12 @@ class Lending(Generic[Place, T]):
             for place, copy, _ in found:
                 self._returned(place, copy, was_used=False)
 
-    def counts(self) -> Counts:
+    def counts(self) -> OpenCounts:
         with self._changed:
             copies = list(self._copies.values())
             in_use = sum(copy.num_loans > 0 for copy in copies)
             done = self._num_opened, self._num_closed, self._num_close_failures
-            return Counts(len(copies), in_use, *done)
+            return OpenCounts(len(copies), in_use, *done)
 
     def stop(self) -> None:
         """Lend no more."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kvweave.app.library.kv_sync import Upkeep, remove_documents
+from kvweave.app.library.kv_sync import KVSync, remove_documents
 from kvweave.app.library.neighbours import neighbours_of, open_table
 from kvweave.app.library.stored_kv import KV_FOLDER as KV_FOLDER
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
@@ -118,11 +118,11 @@ def calibrated(
     return replace(preparation, variant=Variant("neighbours", size))
 
 
-class Encoding(NamedTuple):
+class IngestEncoding(NamedTuple):
     """What ingest needs to make chunk KV and to keep it in step with the documents."""
 
     encoder: ChunkEncoder
-    upkeep: Upkeep
+    upkeep: KVSync
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def chunk_encoder(
     dtype: str = "auto",
     quant: str = "none",
     say: Callable[[str], None] = log.info,
-) -> Iterator[Encoding]:
+) -> Iterator[IngestEncoding]:
     """An encoder for ingest without a Weave: loads the model, closes the store behind it.
 
     `encoding` and `extras` None are what the knowledge base has. `say` hears of a number of
@@ -155,17 +155,17 @@ def chunk_encoder(
             stack.callback(table.close)
         encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
         check_room(encoder, decoder.spec.max_context, kb.settings.chunk_tokens)
-        upkeep = Upkeep(kb, table, store, encoder, encodes=True, refresh=refresh)
+        upkeep = KVSync(kb, table, store, encoder, encodes=True, refresh=refresh)
         write_preparation(kb.folder / KV_FOLDER, preparation)
-        yield Encoding(encoder, upkeep)
+        yield IngestEncoding(encoder, upkeep)
 
 
 @contextmanager
-def upkeep_without_model(kb: KnowledgeBase) -> Iterator[tuple[None, Upkeep]]:
+def upkeep_without_model(kb: KnowledgeBase) -> Iterator[tuple[None, KVSync]]:
     """Keeps the chunk KV that is there in step with the documents; computes none."""
     table = open_table(kb.folder)
     try:
-        yield None, Upkeep(kb, table)
+        yield None, KVSync(kb, table)
     finally:
         if table is not None:
             table.close()

@@ -15,8 +15,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from kvweave.app.library.encoded import EncodedNotes
-from kvweave.app.library.neighbours import Neighbourhood
-from kvweave.app.library.stored_kv import KeptKV
+from kvweave.app.library.neighbours import NeighbourKeeper
+from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Forgotten = Callable[[Collection[ChunkId]], None]
 
 
-class Upkeep:
+class KVSync:
     """See the module. `before`, `after` and `forget` are for the holder of the writer lock."""
 
     def __init__(
@@ -56,11 +56,11 @@ class Upkeep:
         """
         self._kb = kb
         self._table = table
-        self._kept = KeptKV(kb.folder, store)
-        self._neighbours: Neighbourhood | None = None
+        self._kept = StoredKV(kb.folder, store)
+        self._neighbours: NeighbourKeeper | None = None
         kind = None if encoder is None else encoder.preparation.variant.kind
         if encoder is not None and table is not None and kind == "neighbours":
-            self._neighbours = Neighbourhood(kb, table, encoder, self._kept)
+            self._neighbours = NeighbourKeeper(kb, table, encoder, self._kept)
         self._encoding = encoder if encodes else None  # what is computed in this run
         self._only_new = only_new and not refresh
         self._notes = EncodedNotes(self._kept.folder)
@@ -177,7 +177,7 @@ class Upkeep:
         return [] if self._neighbours is None else self._neighbours.keys_at_hand(chunk_ids)
 
 
-def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], upkeep: Upkeep) -> Written:
+def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], upkeep: KVSync) -> Written:
     """Remove documents with their vectors, words and chunk KV, and all KV that saw their text."""
     with kb.writing():
         upkeep.before()

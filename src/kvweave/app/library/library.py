@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvweave.app.answer.engine_client import exact_request
 from kvweave.app.library.encoder_setup import calibrated, make_encoder, open_store
-from kvweave.app.library.kv_sync import Forgotten, Upkeep, remove_documents
+from kvweave.app.library.kv_sync import Forgotten, KVSync, remove_documents
 from kvweave.app.library.neighbours import open_table
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
@@ -175,8 +175,8 @@ class Library:
 
     def _upkeep(
         self, *, encodes: bool = False, refresh: bool = False, only_new: bool = False
-    ) -> Upkeep:
-        return Upkeep(
+    ) -> KVSync:
+        return KVSync(
             self.kb,
             self._table,
             self.store,

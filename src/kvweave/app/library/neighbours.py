@@ -9,7 +9,7 @@ encoder, which computes behind it.
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from kvweave.app.library.stored_kv import KV_FOLDER, KeptKV
+from kvweave.app.library.stored_kv import KV_FOLDER, StoredKV
 from kvweave.calibrate.neighbour_context import Nearest, TokenIds
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -71,11 +71,11 @@ def open_table(folder: Path, preparation: Preparation | None = None) -> Neighbou
     return NeighbourTable(path) if wanted or path.is_file() else None
 
 
-class Neighbourhood:
+class NeighbourKeeper:
     """Gives chunks their neighbours, and KV behind them. For the holder of the writer lock."""
 
     def __init__(
-        self, kb: KnowledgeBase, table: NeighbourTable, encoder: ChunkEncoder, kept: KeptKV
+        self, kb: KnowledgeBase, table: NeighbourTable, encoder: ChunkEncoder, kept: StoredKV
     ) -> None:
         """`encoder` computes behind neighbours."""
         self._kb = kb

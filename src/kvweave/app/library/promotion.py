@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from kvweave.app.answer.answering import Answers
+from kvweave.app.answer.answering import ActiveAnswers
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.plan.ordering import PROMOTION, AccessTable
@@ -32,7 +32,7 @@ def _never(chunk_id: ChunkId, as_of: int) -> bool:
     return False
 
 
-class SeenChunks:
+class ChunkPromotion:
     """Counts chunks and has those encoded that come back. Thread-safe; nothing here waits.
 
     Encoding runs on a thread of its own, chunk by chunk, each inside `run_alone`: no answer waits
@@ -151,10 +151,10 @@ class SeenChunks:
 def watch(
     encoder: ChunkEncoder,
     max_context: int,
-    answers: Answers,
+    answers: ActiveAnswers,
     promotion: int,
     is_gone: IsGone = _never,
-) -> SeenChunks | None:
+) -> ChunkPromotion | None:
     """Encodes when no answer needs the decoder, or has needed it for long. None: `promotion` is 0,
     and nothing of a request is to be kept."""
 
@@ -164,4 +164,4 @@ def watch(
 
     if not promotion:
         return None
-    return SeenChunks(encoder, max_context, when_quiet, promotion, is_gone)
+    return ChunkPromotion(encoder, max_context, when_quiet, promotion, is_gone)

@@ -20,7 +20,7 @@ from kvweave.types import ChunkId
 Forget = Callable[[Collection[ChunkId] | None], None]  # None: nobody knows which
 
 
-class Deletions:
+class RemovalWatch:
     """What one open knowledge base still has to hear of. `close` it."""
 
     def __init__(self, catalogue: Path, uid: str, heard: dict[str, int], *forget: Forget) -> None:

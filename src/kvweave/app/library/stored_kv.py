@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 KV_FOLDER = "kv"  # in the folder of the knowledge base
 
 
-class KeptKV:
+class StoredKV:
     """For the holder of the writer lock. May block: the disk is read object by object."""
 
     def __init__(self, kb_folder: Path, store: KVStore | None) -> None:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from kvweave.corpus.index.base import Hits, VectorIndex
+from kvweave.corpus.index.base import IndexHits, VectorIndex
 from kvweave.errors import ConfigError
 
-__all__ = ["AUTO", "KINDS", "Hits", "VectorIndex", "is_remote", "make_index", "resolve_kind"]
+__all__ = ["AUTO", "KINDS", "IndexHits", "VectorIndex", "is_remote", "make_index", "resolve_kind"]
 
 AUTO = "auto"
 FLAT_LIMIT = 50_000  # up to here comparing everything costs a few ms: bench/retrieval.py

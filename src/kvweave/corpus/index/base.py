@@ -18,7 +18,7 @@ Vector = NDArray[np.float32]  # [D]
 Vectors = NDArray[np.float32]  # [N, D]
 
 
-class Hits(NamedTuple):
+class IndexHits(NamedTuple):
     """Best first; equal scores by ascending id. Fewer than k when the index holds fewer."""
 
     ids: Ids
@@ -58,9 +58,9 @@ class VectorIndex(Protocol):
         """Never found again from now on. Unknown ids are ignored."""
         ...
 
-    def search(self, vector: Vector, k: int) -> Hits: ...
+    def search(self, vector: Vector, k: int) -> IndexHits: ...
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         """The current top-k after each stage, the last one equal to what `search` returns.
 
         At least one and at most `stages` results. Stopping early costs nothing.
@@ -73,21 +73,23 @@ class VectorIndex(Protocol):
         ...
 
 
-def ordered(ids: Ids, scores: Scores, k: int) -> Hits:
+def ordered(ids: Ids, scores: Scores, k: int) -> IndexHits:
     """The best k in the one order that all indexes share."""
     best = np.lexsort((ids, -scores))[:k]
-    return Hits(ids[best], scores[best])
+    return IndexHits(ids[best], scores[best])
 
 
-def merge(a: Hits, b: Hits, k: int) -> Hits:
+def merge(a: IndexHits, b: IndexHits, k: int) -> IndexHits:
     return ordered(np.concatenate([a.ids, b.ids]), np.concatenate([a.scores, b.scores]), k)
 
 
-def nothing() -> Hits:
-    return Hits(np.empty(0, np.int64), np.empty(0, np.float32))
+def nothing() -> IndexHits:
+    return IndexHits(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-def exact_top(find: Callable[[int], Hits], k: int, available: int, tolerance: float = 0.0) -> Hits:
+def exact_top(
+    find: Callable[[int], IndexHits], k: int, available: int, tolerance: float = 0.0
+) -> IndexHits:
     """The best k under (score, then id), from a search that breaks ties as it likes.
 
     `find(n)` returns the best n of the `available` vectors, give or take `tolerance`, without the

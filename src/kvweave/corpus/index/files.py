@@ -20,7 +20,7 @@ import numpy as np
 from kvweave.corpus.index.flat import FlatIndex
 from kvweave.corpus.index.hnsw import HnswIndex
 from kvweave.corpus.index.ivf import IvfIndex
-from kvweave.corpus.index.rows import Rows
+from kvweave.corpus.index.rows import IndexRows
 from kvweave.errors import CorpusError
 
 MAGIC = b"KVWINDX1"
@@ -74,7 +74,7 @@ def load_index(path: Path) -> LoadedIndex | None:
         num_rows, dim = header["num_rows"], header["dim"]
         ids = np.frombuffer(file.read(8 * num_rows), "<i8").astype(np.int64)
         bits = np.frombuffer(file.read(-(-num_rows // 8)), np.uint8)
-        rows = Rows(ids, np.unpackbits(bits, count=num_rows).astype(np.bool_))
+        rows = IndexRows(ids, np.unpackbits(bits, count=num_rows).astype(np.bool_))
         inner = None
         if header["has_vectors"]:
             inner = faiss.read_index(faiss.PyCallbackIOReader(file.read, BLOCK))

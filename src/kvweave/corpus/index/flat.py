@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvweave.corpus.index.base import (
-    Hits,
     Ids,
+    IndexHits,
     Vector,
     Vectors,
     check_query,
@@ -16,7 +16,7 @@ from kvweave.corpus.index.base import (
     nothing,
     one_thread,
 )
-from kvweave.corpus.index.rows import Rows
+from kvweave.corpus.index.rows import IndexRows
 
 if TYPE_CHECKING:
     import faiss
@@ -32,13 +32,17 @@ class FlatIndex:
     learns_from_first_add = False
 
     def __init__(
-        self, dim: int, *, faiss_index: "faiss.IndexFlatIP | None" = None, rows: Rows | None = None
+        self,
+        dim: int,
+        *,
+        faiss_index: "faiss.IndexFlatIP | None" = None,
+        rows: IndexRows | None = None,
     ) -> None:
         import faiss
 
         self.dim = dim
         self.faiss_index = faiss.IndexFlatIP(dim) if faiss_index is None else faiss_index
-        self.rows = rows or Rows()
+        self.rows = rows or IndexRows()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -58,11 +62,11 @@ class FlatIndex:
     def wants_rebuild(self) -> bool:
         return self.rows.too_many_dead
 
-    def search(self, vector: Vector, k: int) -> Hits:
+    def search(self, vector: Vector, k: int) -> IndexHits:
         query = check_query(vector, self.dim, k)
         return self._portion(query, k, 0, self.rows.num_rows)
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
         size = max(1, -(-self.rows.num_rows // stages))
         best = nothing()
@@ -76,7 +80,7 @@ class FlatIndex:
             if start >= self.rows.num_rows:
                 return
 
-    def _portion(self, query: Vectors, k: int, start: int, end: int) -> Hits:
+    def _portion(self, query: Vectors, k: int, start: int, end: int) -> IndexHits:
         """The best k of rows [start, end).
 
         FAISS multiplies several rows at once, and how it groups them shows in the last bit. So it
@@ -90,11 +94,11 @@ class FlatIndex:
         all_vectors = faiss.rev_swig_ptr(self.faiss_index.get_xb(), self.rows.num_rows * self.dim)
         part = all_vectors.reshape(-1, self.dim)[start:end]  # [end - start, D], a view
 
-        def find(n: int) -> Hits:
+        def find(n: int) -> IndexHits:
             with one_thread():
                 _, found = faiss.knn(query, part, n, metric=faiss.METRIC_INNER_PRODUCT)
             rows = found[0][~self.rows.dead[start + found[0]]]
             scores = (part[rows].astype(np.float64) * query[0]).sum(axis=1).astype(np.float32)
-            return Hits(self.rows.by_row[start + rows], scores)
+            return IndexHits(self.rows.by_row[start + rows], scores)
 
         return exact_top(find, k, end - start, tolerance=2 * self.dim * EPSILON)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvweave.corpus.index.base import (
-    Hits,
     Ids,
+    IndexHits,
     Vector,
     Vectors,
     check_query,
@@ -15,7 +15,7 @@ from kvweave.corpus.index.base import (
     one_thread,
     ordered,
 )
-from kvweave.corpus.index.rows import Rows
+from kvweave.corpus.index.rows import IndexRows
 
 if TYPE_CHECKING:
     import faiss
@@ -40,7 +40,7 @@ class HnswIndex:
         dim: int,
         *,
         faiss_index: "faiss.IndexHNSWFlat | None" = None,
-        rows: Rows | None = None,
+        rows: IndexRows | None = None,
         effort: int = SEARCH_EFFORT,
     ) -> None:
         import faiss
@@ -50,7 +50,7 @@ class HnswIndex:
             faiss_index = faiss.IndexHNSWFlat(dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
             faiss_index.hnsw.efConstruction = BUILD_EFFORT
         self.faiss_index = faiss_index
-        self.rows = rows or Rows()
+        self.rows = rows or IndexRows()
         self.effort = effort
 
     def __len__(self) -> int:
@@ -72,11 +72,11 @@ class HnswIndex:
     def wants_rebuild(self) -> bool:
         return self.rows.too_many_dead
 
-    def search(self, vector: Vector, k: int) -> Hits:
+    def search(self, vector: Vector, k: int) -> IndexHits:
         query = check_query(vector, self.dim, k)
         return self._walk(query, k, self._full_effort(k))
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
         full = self._full_effort(k)
         # fewer candidates than k could not fill the list
@@ -87,7 +87,7 @@ class HnswIndex:
     def _full_effort(self, k: int) -> int:
         return max(self.effort, 2 * k)
 
-    def _walk(self, query: Vectors, k: int, effort: int) -> Hits:
+    def _walk(self, query: Vectors, k: int, effort: int) -> IndexHits:
         import faiss
 
         if not len(self.rows):

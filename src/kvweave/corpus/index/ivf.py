@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvweave.corpus.index.base import (
-    Hits,
     Ids,
+    IndexHits,
     Vector,
     Vectors,
     check_query,
@@ -17,7 +17,7 @@ from kvweave.corpus.index.base import (
     nothing,
     one_thread,
 )
-from kvweave.corpus.index.rows import Rows
+from kvweave.corpus.index.rows import IndexRows
 
 if TYPE_CHECKING:
     import faiss
@@ -45,12 +45,12 @@ class IvfIndex:
         dim: int,
         *,
         faiss_index: "faiss.IndexIVFFlat | None" = None,
-        rows: Rows | None = None,
+        rows: IndexRows | None = None,
         num_trained: int = 0,
     ) -> None:
         self.dim = dim
         self.faiss_index = faiss_index
-        self.rows = rows or Rows()
+        self.rows = rows or IndexRows()
         self.num_trained = num_trained
 
     def __len__(self) -> int:
@@ -86,11 +86,11 @@ class IvfIndex:
         num_clusters = int(self.faiss_index.nlist)
         return min(num_clusters, max(MIN_PROBES, round(num_clusters * PROBE_SHARE)))
 
-    def search(self, vector: Vector, k: int) -> Hits:
+    def search(self, vector: Vector, k: int) -> IndexHits:
         *_, final = self.search_staged(vector, k, 1)
         return final
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
         best = nothing()
         if self.faiss_index is None:
@@ -104,7 +104,7 @@ class IvfIndex:
 
     def _probe(
         self, query: Vectors, k: int, distances: Vectors, clusters: Ids, probes: Ids
-    ) -> Hits:
+    ) -> IndexHits:
         """The best k within some of the clusters, given by their places in `clusters`."""
         import faiss
 
@@ -115,7 +115,7 @@ class IvfIndex:
         settings = faiss.SearchParametersIVF(nprobe=len(probes))
         available = sum(index.invlists.list_size(int(key)) for key in keys[0] if key >= 0)
 
-        def find(n: int) -> Hits:
+        def find(n: int) -> IndexHits:
             scores, rows = np.empty((1, n), np.float32), np.empty((1, n), np.int64)
             # The Python wrapper fixes nprobe for the whole index; searches here run side by side.
             with one_thread():
@@ -133,7 +133,7 @@ class IvfIndex:
             real = rows[0] >= 0
             found = rows[0][real]
             live = ~self.rows.dead[found]
-            return Hits(self.rows.by_row[found[live]], scores[0][real][live])
+            return IndexHits(self.rows.by_row[found[live]], scores[0][real][live])
 
         return exact_top(find, k, available) if available else nothing()
 

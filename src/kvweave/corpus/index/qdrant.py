@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvweave.corpus.index.base import Hits, Ids, Vector, Vectors, check_query, nothing, ordered
+from kvweave.corpus.index.base import Ids, IndexHits, Vector, Vectors, check_query, nothing, ordered
 from kvweave.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
@@ -125,17 +125,17 @@ class QdrantIndex:
     def wants_rebuild(self) -> bool:
         return False  # the server looks after itself
 
-    def search(self, vector: Vector, k: int) -> Hits:
+    def search(self, vector: Vector, k: int) -> IndexHits:
         query = check_query(vector, self.dim, k)
         return self._query(query, k, max(SEARCH_EFFORT, 2 * k))
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[Hits]:
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
         full = max(SEARCH_EFFORT, 2 * k)
         for effort in sorted({max(k, full >> (stages - 1 - stage)) for stage in range(stages)}):
             yield self._query(query, k, effort)
 
-    def _query(self, query: Vectors, k: int, effort: int) -> Hits:
+    def _query(self, query: Vectors, k: int, effort: int) -> IndexHits:
         from qdrant_client import models
 
         # in memory every search is exact, and asking for effort is answered with a warning

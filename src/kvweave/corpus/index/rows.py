@@ -12,7 +12,7 @@ from kvweave.corpus.index.base import Ids
 REBUILD_SHARE = 0.25  # tombstones above this share of all rows: time to rebuild
 
 
-class Rows:
+class IndexRows:
     """Mutable, owned by one index; guarded by whoever guards that index."""
 
     def __init__(self, ids: Ids | None = None, dead: NDArray[np.bool_] | None = None) -> None:

@@ -4,10 +4,10 @@ import stat
 from importlib import import_module
 from pathlib import Path
 
-from kvweave.corpus.parsers.base import ParseLimits, Parser, Record
+from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, Parser
 from kvweave.errors import CorpusError
 
-__all__ = ["ENDINGS", "ParseLimits", "Record", "parse", "read_bytes"]
+__all__ = ["ENDINGS", "ParseLimits", "ParsedRecord", "parse", "read_bytes"]
 
 # ending → module of this folder with a `parse`; loaded when the first such file comes along
 ENDINGS: dict[str, str] = {
@@ -42,7 +42,7 @@ def read_bytes(path: Path, limits: ParseLimits) -> bytes:
     return path.read_bytes()
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     """All records of a file, or CorpusError with the reason why there are none."""
     module = ENDINGS.get(path.suffix.lower())
     if module is None:

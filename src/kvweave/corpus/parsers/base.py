@@ -13,7 +13,7 @@ from kvweave.errors import CorpusError
 PARSERS_VERSION = 2  # raise it when a parser would give other text for the same file
 
 
-class Record(NamedTuple):
+class ParsedRecord(NamedTuple):
     """One document inside a file. Most files hold one; tables and JSON lines may hold many."""
 
     key: str  # tells records of a file apart and stays when others come and go; "" for a lone one
@@ -30,7 +30,7 @@ class ParseLimits:
 
 
 # Gives all records of a file or raises CorpusError with the reason; never some of them.
-Parser = Callable[[Path, bytes, ParseLimits], list[Record]]
+Parser = Callable[[Path, bytes, ParseLimits], list[ParsedRecord]]
 
 CONTROLS = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")
 BOMS = (
@@ -75,11 +75,11 @@ def clean(text: str) -> str:
     return text
 
 
-def lone_record(title: str, text: str) -> list[Record]:
+def lone_record(title: str, text: str) -> list[ParsedRecord]:
     text = clean(text)
     if not text.strip():
         raise CorpusError("no text in it")
-    return [Record("", clean(title), text)]
+    return [ParsedRecord("", clean(title), text)]
 
 
 def field(row: Mapping[str, object], names: Iterable[str]) -> str | None:
@@ -93,12 +93,12 @@ def raw_field(row: Mapping[str, object], names: Iterable[str]) -> object | None:
     return next((lowered[name] for name in names if lowered.get(name) is not None), None)
 
 
-def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[Record]:
+def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[ParsedRecord]:
     """Records from (id, title, text). Without a unique id the content is the key.
 
     Rows that come, go or move then leave the keys of the other rows alone.
     """
-    records: list[Record] = []
+    records: list[ParsedRecord] = []
     used: set[str] = set()
     for row_id, title, text in rows:
         title, text = clean(title), clean(text)
@@ -114,7 +114,7 @@ def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[Record]:
             copy += 1
             key = f"{content}:{copy}"
         used.add(key)
-        records.append(Record(key, title, text))
+        records.append(ParsedRecord(key, title, text))
     if not records:
         raise CorpusError("no text in it")
     return records

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvweave.corpus.parsers.base import ParseLimits, Record, check_length, decode, lone_record
+from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, check_length, decode, lone_record
 from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ SPACES = re.compile(r"[^\S\n]+")
 BLANK_LINES = re.compile(r"\n\s*\n")
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     from selectolax.lexbor import LexborHTMLParser
 
     page = _decode(data)

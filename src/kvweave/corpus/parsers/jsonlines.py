@@ -8,8 +8,8 @@ from kvweave.corpus.parsers.base import (
     ID_FIELDS,
     TEXT_FIELDS,
     TITLE_FIELDS,
+    ParsedRecord,
     ParseLimits,
-    Record,
     decode,
     field,
     keyed_records,
@@ -18,7 +18,7 @@ from kvweave.corpus.parsers.base import (
 from kvweave.errors import CorpusError
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     return keyed_records(_rows(decode(data), path.stem))
 
 

@@ -4,11 +4,11 @@ import io
 import logging
 from pathlib import Path
 
-from kvweave.corpus.parsers.base import ParseLimits, Record, check_length, lone_record
+from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, check_length, lone_record
 from kvweave.errors import CorpusError
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError
 

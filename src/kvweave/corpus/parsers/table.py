@@ -8,8 +8,8 @@ from kvweave.corpus.parsers.base import (
     ID_FIELDS,
     TEXT_FIELDS,
     TITLE_FIELDS,
+    ParsedRecord,
     ParseLimits,
-    Record,
     decode,
     field,
     keyed_records,
@@ -20,7 +20,7 @@ from kvweave.errors import CorpusError
 DELIMITERS = ",;\t|"
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     text = decode(data)
     # The limit is the process's, so it only ever grows; a cell may be as long as a file.
     csv.field_size_limit(max(csv.field_size_limit(), limits.file_bytes))

@@ -3,14 +3,14 @@
 import re
 from pathlib import Path
 
-from kvweave.corpus.parsers.base import ParseLimits, Record, decode, lone_record
+from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, decode, lone_record
 
 FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*\r?\n", re.DOTALL)
 FRONT_TITLE = re.compile(r"^title:[ \t]*(.+?)[ \t]*$", re.MULTILINE)
 FIRST_HEADING = re.compile(r"^#[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     text = decode(data)
     title = path.stem
     if path.suffix.lower() in (".md", ".markdown"):

@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvweave.corpus.parsers.base import ParseLimits, Record, check_length, lone_record
+from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, check_length, lone_record
 from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from docx.text.paragraph import Paragraph
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[Record]:
+def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     import docx
     from docx.text.paragraph import Paragraph
 

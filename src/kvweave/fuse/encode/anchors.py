@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.column_scores import column_scores
 from kvweave.kernels.rope import Angles, rotate
@@ -76,7 +76,7 @@ def knorm_scores(layers: Sequence[LayerKV], sign: int = -1) -> Tensor:
 
 @torch.inference_mode()
 def kvzip_scores(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     prefix: Prefix,
     chunks: Sequence[Sequence[int]],
     made: Sequence[Sequence[LayerKV]],

@@ -21,7 +21,7 @@ from kvweave.fuse.encode.contexts import (
 from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.encode.save_log import SaveBook, Saves
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
@@ -80,7 +80,7 @@ class ChunkEncoder:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: FusionDecoder,
         store: KVStore,
         context: KeyContext,
         preparation: Preparation | None = None,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
@@ -28,7 +28,7 @@ class Prefix(NamedTuple):
     layers: tuple[LayerKV, ...]  # keys rotated to positions 0..; one per model layer
 
 
-def encode_prefix(decoder: Decoder, token_ids: Sequence[int]) -> Prefix:
+def encode_prefix(decoder: FusionDecoder, token_ids: Sequence[int]) -> Prefix:
     """Compute the KV of a prefix. An empty one is fine."""
     if not token_ids:
         return Prefix((), ())
@@ -52,7 +52,7 @@ def passes(lengths: Sequence[int], max_rows: int = PASS_ROWS) -> Iterator[range]
 
 @torch.inference_mode()
 def encode_chunks(
-    decoder: Decoder, prefix: Prefix | Sequence[Prefix], chunks: Sequence[Sequence[int]]
+    decoder: FusionDecoder, prefix: Prefix | Sequence[Prefix], chunks: Sequence[Sequence[int]]
 ) -> list[list[LayerKV]]:
     """KV of each chunk, layer by layer: keys before RoPE [T, Hk, D], values [T, Hk, D].
 

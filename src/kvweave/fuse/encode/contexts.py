@@ -23,7 +23,7 @@ import torch
 
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def digest_ids(ids: Sequence[int]) -> str:
 
 
 def neighbour_prefix(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     front: Prefix,
     neighbours: Sequence[tuple[Sequence[int], Sequence[LayerKV]]],
 ) -> Prefix:

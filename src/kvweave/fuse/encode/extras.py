@@ -14,13 +14,13 @@ from kvweave.fuse.encode.anchors import (
 )
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.encode.inter_attention import inter_attention
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.kv.format.codec import LayerKV
 
 
 def compute_extras(
-    decoder: Decoder,
+    decoder: FusionDecoder,
     names: Sequence[str],
     prefix: Prefix,
     chunks: Sequence[tuple[int, ...]],

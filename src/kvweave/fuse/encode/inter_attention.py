@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix, behind
-from kvweave.fuse.protocol import Decoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
@@ -18,7 +18,7 @@ from kvweave.kv.format.codec import LayerKV
 
 @torch.inference_mode()
 def inter_attention(
-    decoder: Decoder, prefix: Prefix, token_ids: Sequence[int], layers: Sequence[LayerKV]
+    decoder: FusionDecoder, prefix: Prefix, token_ids: Sequence[int], layers: Sequence[LayerKV]
 ) -> Tensor:
     """[T] float32: probability on keys outside the chunk, summed over heads, at the last layer.
 

@@ -4,7 +4,7 @@ import time
 from typing import NamedTuple
 
 from kvweave.kv.store import KVStore
-from kvweave.kv.writer import Ticket
+from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics
 
 SETTLE = 256  # open promises kept at a time before the answered ones are counted
@@ -24,10 +24,10 @@ class SaveBook:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._open: list[Ticket] = []
+        self._open: list[SaveTicket] = []
         self._num_saved = self._num_dropped = 0
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: SaveTicket) -> None:
         self._open.append(ticket)
         if len(self._open) >= SETTLE:
             self._settle()

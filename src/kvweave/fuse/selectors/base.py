@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvweave.errors import ModelError
 from kvweave.fuse.fused_pass import LayerLook
-from kvweave.fuse.protocol import Decoder
-from kvweave.fuse.request import FuseRequest, Span, State
+from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.stitched import Stitched
 
 
@@ -41,13 +41,13 @@ class Needs:
 class Scene:
     """One request, as a selector sees it."""
 
-    decoder: Decoder
+    decoder: FusionDecoder
     request: FuseRequest
     stitched: Stitched
     hits: Tensor  # [H] positions on the host, ascending
 
     @property
-    def fused(self) -> tuple[Span, ...]:
+    def fused(self) -> tuple[ChunkSpan, ...]:
         """The chunks that the hits belong to."""
         return tuple(s for s in self.request.spans if s.state is State.REUSED)
 
@@ -63,7 +63,7 @@ class Selector(Protocol):
 
 
 @runtime_checkable
-class Ranking(Protocol):
+class RankingSelector(Protocol):
     """A selector that also says which of its rows matter most."""
 
     def ranked(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Decoder
-from kvweave.fuse.request import Span
+from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.request import ChunkSpan
 from kvweave.fuse.sources import ChunkSource, Layers, StoredChunks, check_arrived
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.groups import Ahead, group_for, taking_order
@@ -34,7 +34,7 @@ AT_A_TIME = 2  # groups of layers
 
 @contextmanager
 def open_source(
-    decoder: Decoder, placed: Sequence[Span], layers: Layers, strategy: Strategy
+    decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: Layers, strategy: Strategy
 ) -> Iterator[ChunkSource]:
     """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else."""
     if decoder.device.type != "cuda" or not placed:
@@ -75,8 +75,8 @@ class PipelinedChunks:
 
     def __init__(
         self,
-        decoder: Decoder,
-        placed: Sequence[Span],
+        decoder: FusionDecoder,
+        placed: Sequence[ChunkSpan],
         layers: Layers,
         ring: Ring,
         order: Sequence[int] | None = None,

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import Decoder
-from kvweave.fuse.request import Span
+from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.request import ChunkSpan
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles
-from kvweave.kernels.unpack import Packing, Rows, unpack
-from kvweave.kv.format.codec import DTYPES, Codec, Grouped, GroupedFp8, Plain
+from kvweave.kernels.unpack import Packing, StoredRows, unpack
+from kvweave.kv.format.codec import DTYPES, Codec, GroupedCodec, GroupedFp8Codec, PlainCodec
 from kvweave.kv.format.layout import ALIGN, round_up
 from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.keys import ChunkKey
@@ -28,11 +28,11 @@ from kvweave.kv.keys import ChunkKey
 def packing_of(codec: Codec, model: torch.dtype) -> Packing:
     """How a codec's bytes are to be read. `model` is the dtype that `raw` stores."""
     match codec:
-        case Plain():
+        case PlainCodec():
             return Packing("plain", codec.stored or model)
-        case Grouped():
+        case GroupedCodec():
             return Packing("int", model, codec.bits, codec.group)
-        case GroupedFp8():
+        case GroupedFp8Codec():
             return Packing("fp8", model, 8, codec.group)
     raise AssertionError(f"codec {codec.name!r} has no packing")
 
@@ -41,13 +41,13 @@ class _Group(NamedTuple):
     """Tokens whose bytes are read in one way."""
 
     packing: Packing
-    rows: list[Rows]  # by `_number` of a layer in its group
+    rows: list[StoredRows]  # by `_number` of a layer in its group
     compact: Tensor  # [n] their numbers among all placed tokens
     turn: Angles
 
 
 def strides_of(
-    placed: Sequence[Span], arrived: Mapping[ChunkKey, EncodedLayer]
+    placed: Sequence[ChunkSpan], arrived: Mapping[ChunkKey, EncodedLayer]
 ) -> dict[ChunkKey, int]:
     """Bytes from one layer of a chunk to its next, of each chunk in the order it first stands in
     the prompt. `arrived` is any layer: all layers of a chunk are alike."""
@@ -64,8 +64,8 @@ class Placement:
 
     def __init__(
         self,
-        decoder: Decoder,
-        placed: Sequence[Span],
+        decoder: FusionDecoder,
+        placed: Sequence[ChunkSpan],
         arrived: Mapping[ChunkKey, EncodedLayer],
         group: int = 1,
     ) -> None:
@@ -74,7 +74,7 @@ class Placement:
         self.num_tokens = sum(span.num_tokens for span in placed)
         self._device = decoder.device
         self._group_layers = group
-        by_packing: dict[Packing, list[tuple[int, Span]]] = {}
+        by_packing: dict[Packing, list[tuple[int, ChunkSpan]]] = {}
         start = 0
         for span in placed:
             encoded = arrived[span.key]
@@ -98,7 +98,7 @@ class Placement:
             unpack(data, group.packing, rows, None, keys, values)
 
     def _group(
-        self, decoder: Decoder, packing: Packing, spans: Sequence[tuple[int, Span]]
+        self, decoder: FusionDecoder, packing: Packing, spans: Sequence[tuple[int, ChunkSpan]]
     ) -> _Group:
         """Chunks are described on the host and spread over their tokens on the device."""
         counts = np.array([span.num_tokens for _, span in spans])
@@ -116,10 +116,10 @@ class Placement:
         of_token = there.index_select(1, chunk)
         of_token[:3] += torch.arange(num_tokens, device=self._device)
         nth, row, compact, length, *bases = of_token.unbind()
-        rows = [Rows(base, nth, length, row) for base in bases]
+        rows = [StoredRows(base, nth, length, row) for base in bases]
         return _Group(packing, rows, compact, decoder.angles(row))
 
-    def _bases(self, spans: Sequence[tuple[int, Span]]) -> np.ndarray:
+    def _bases(self, spans: Sequence[tuple[int, ChunkSpan]]) -> np.ndarray:
         """[places in groups, spans] first byte of a chunk's layer, in the order of `_number`."""
         strides = np.array(list(self._strides.values()))
         nth = {key: i for i, key in enumerate(self._strides)}

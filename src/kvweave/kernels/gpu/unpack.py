@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvweave.kernels.rope import Angles
-from kvweave.kernels.unpack import Packing, Rows
+from kvweave.kernels.unpack import Packing, StoredRows
 
 TOKENS = 8  # per program
 
@@ -97,7 +97,12 @@ def _unpack_rows(
 
 
 def unpack_rows(
-    data: Tensor, packing: Packing, rows: Rows, turn: Angles | None, out_k: Tensor, out_v: Tensor
+    data: Tensor,
+    packing: Packing,
+    rows: StoredRows,
+    turn: Angles | None,
+    out_k: Tensor,
+    out_v: Tensor,
 ) -> None:
     """As kernels/unpack.unpack; `data` has an even number of bytes."""
     num, (heads, head_dim) = len(rows.base), out_k.shape[1:]

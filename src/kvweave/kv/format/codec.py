@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvweave.errors import ConfigError
 from kvweave.kernels.quantise import dequantise, dequantise_fp8, quantise, quantise_fp8
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 from kvweave.kv.format.pieces import KEY_AXIS, VALUE_AXIS, fill, joined, sizes_of
 
 DTYPES: dict[str, torch.dtype] = {
@@ -42,7 +42,7 @@ class Codec(Protocol):
     @property
     def name(self) -> str: ...
 
-    def num_bytes(self, shape: Shape) -> int:
+    def num_bytes(self, shape: LayerShape) -> int:
         """Exactly what `encode` writes. Raises ValueError for a shape it cannot represent."""
         ...
 
@@ -50,7 +50,7 @@ class Codec(Protocol):
         """Fill out, uint8 [num_bytes]. Raises ValueError if a value cannot be represented."""
         ...
 
-    def decode(self, data: Tensor, shape: Shape, out: LayerKV | None = None) -> LayerKV:
+    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
         """Keys and values in the model's dtype, written into `out` if given.
 
         Without `out`, `raw` returns views of `data`: read-only, and valid only as long as it is.
@@ -58,7 +58,7 @@ class Codec(Protocol):
         ...
 
     def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         """Layers of several chunks, at least one, to lie behind each other in out [sum T, H, D].
 
@@ -68,13 +68,13 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainCodec:
     """Elements as they are, in the model's dtype (`raw`) or rounded to another."""
 
     name: str
     stored: torch.dtype | None = None  # None: the model's
 
-    def num_bytes(self, shape: Shape) -> int:
+    def num_bytes(self, shape: LayerShape) -> int:
         stored = self.stored or DTYPES[shape.dtype]
         return 2 * _elements(shape) * stored.itemsize
 
@@ -85,7 +85,7 @@ class Plain:
         if self.stored == torch.float16 and not bool(stored.isfinite().all()):
             raise ValueError("values beyond ±65504 or not finite do not fit fp16; use raw or bf16")
 
-    def decode(self, data: Tensor, shape: Shape, out: LayerKV | None = None) -> LayerKV:
+    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
         model = DTYPES[shape.dtype]
         stored = data.view(self.stored or model)
         k, v = stored.view(2, shape.num_tokens, shape.num_kv_heads, shape.head_dim)
@@ -96,7 +96,7 @@ class Plain:
         return out
 
     def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         at = 0
         for each, shape in zip(data, shapes, strict=True):
@@ -107,14 +107,14 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class GroupedCodec:
     """Integer codes with an fp16 (low, scale) per group: int8, int4."""
 
     name: str
     bits: int
     group: int = 64
 
-    def num_bytes(self, shape: Shape) -> int:
+    def num_bytes(self, shape: LayerShape) -> int:
         return sum(sizes_of(shape, self.bits, self.group, params=2))
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
@@ -125,11 +125,11 @@ class Grouped:
             pieces += [groups.q, groups.scale, groups.low]
         fill(out, pieces)
 
-    def decode(self, data: Tensor, shape: Shape, out: LayerKV | None = None) -> LayerKV:
+    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
         return self.decode_joined([data], [shape], out or _empty(shape, data.device))
 
     def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         lengths = tuple(shape.num_tokens for shape in shapes)
         stored = joined(data, shapes, self.bits, self.group, params=2)
@@ -139,13 +139,13 @@ class Grouped:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedFp8:
+class GroupedFp8Codec:
     """e4m3 codes with an fp16 scale per group."""
 
     name: str = "fp8"
     group: int = 64
 
-    def num_bytes(self, shape: Shape) -> int:
+    def num_bytes(self, shape: LayerShape) -> int:
         return sum(sizes_of(shape, 8, self.group, params=1))
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
@@ -155,11 +155,11 @@ class GroupedFp8:
             pieces += [groups.q, groups.scale]
         fill(out, pieces)
 
-    def decode(self, data: Tensor, shape: Shape, out: LayerKV | None = None) -> LayerKV:
+    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
         return self.decode_joined([data], [shape], out or _empty(shape, data.device))
 
     def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[Shape], out: LayerKV
+        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         lengths = tuple(shape.num_tokens for shape in shapes)
         stored = joined(data, shapes, 8, self.group, params=1)
@@ -169,12 +169,12 @@ class GroupedFp8:
 
 
 CODECS: dict[str, Codec] = {
-    "raw": Plain("raw"),
-    "fp16": Plain("fp16", torch.float16),
-    "bf16": Plain("bf16", torch.bfloat16),
-    "int8": Grouped("int8", bits=8),
-    "fp8": GroupedFp8(),
-    "int4": Grouped("int4", bits=4),
+    "raw": PlainCodec("raw"),
+    "fp16": PlainCodec("fp16", torch.float16),
+    "bf16": PlainCodec("bf16", torch.bfloat16),
+    "int8": GroupedCodec("int8", bits=8),
+    "fp8": GroupedFp8Codec(),
+    "int4": GroupedCodec("int4", bits=4),
 }
 
 
@@ -192,11 +192,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     raise ConfigError(f"chunk KV of {dtype} is not supported; known: {', '.join(DTYPES)}")
 
 
-def _elements(shape: Shape) -> int:
+def _elements(shape: LayerShape) -> int:
     return shape.num_tokens * shape.num_kv_heads * shape.head_dim
 
 
-def _empty(shape: Shape, device: torch.device) -> LayerKV:
+def _empty(shape: LayerShape, device: torch.device) -> LayerKV:
     size = (shape.num_tokens, shape.num_kv_heads, shape.head_dim)
     dtype = DTYPES[shape.dtype]
     return LayerKV(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from kvweave.errors import TierCorrupt, TierForeign
 from kvweave.kv.format.checksum import Buffer, checksum_of
-from kvweave.kv.format.layout import ALIGN, Header, Section, Shape, named_sections, round_up
+from kvweave.kv.format.layout import ALIGN, Header, LayerShape, Section, named_sections, round_up
 
 LAYOUT_VERSION = 1
 _MAGIC = b"kvweave\x00"
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # model dtypes an object may name
 
 def plan_header(
     key: bytes,
-    shape: Shape,
+    shape: LayerShape,
     codec: str,
     algorithm: str,
     num_layers: int,
@@ -111,7 +111,7 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
         raise TierCorrupt(f"object of key {own_key.hex()[:16]}… is filed under another key")
     if total != object_bytes:
         raise TierCorrupt(f"object has {object_bytes} bytes, its header says {total}")
-    shape = Shape(tokens, heads, dim, dtype)
+    shape = LayerShape(tokens, heads, dim, dtype)
     if dtype not in DTYPES or min(tokens, heads, dim) < 1:
         raise TierCorrupt(f"header claims layers of {shape}")
     tables = _FIXED.size + num_layers * _LAYER.size + num_extras * _EXTRA.size + _CHECKSUM_BYTES

@@ -29,7 +29,7 @@ FRONT_BYTES = 2 * ALIGN  # a load fetches this much first: the header, and the c
 HEAD_BYTES = 4 * ALIGN  # and this much where it wants extras: small ones come along
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """What one layer holds: keys and values, each [num_tokens, num_kv_heads, head_dim]."""
 
     num_tokens: int
@@ -51,7 +51,7 @@ class Header:
     """Everything about an object but its payload."""
 
     key: bytes
-    shape: Shape
+    shape: LayerShape
     codec: str
     algorithm: str  # of the section checksums
     layers: tuple[Section, ...]

@@ -16,7 +16,7 @@ from kvweave.kv.format.layout import (
     ALIGN,
     PRELUDE_BYTES,
     Header,
-    Shape,
+    LayerShape,
     check_section,
     named_sections,
 )
@@ -52,7 +52,7 @@ class EncodedLayer(NamedTuple):
     """One layer of one chunk as stored. Valid while the lease it came through is held."""
 
     data: Tensor  # uint8 [n] on the host: read-only
-    shape: Shape
+    shape: LayerShape
     codec: Codec
 
     def decode(self, out: LayerKV | None = None) -> LayerKV:
@@ -108,7 +108,7 @@ def pack_chunk(
     first = layers[0].k
     extras = extras or {}
     num_tokens, num_kv_heads, head_dim = first.shape
-    shape = Shape(num_tokens, num_kv_heads, head_dim, dtype_name(first.dtype))
+    shape = LayerShape(num_tokens, num_kv_heads, head_dim, dtype_name(first.dtype))
     if not first.numel():
         raise ValueError(f"layers of {shape} hold nothing to store")
     coder = open_codec(codec)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.quantise import Groups, num_groups
-from kvweave.kv.format.layout import Shape
+from kvweave.kv.format.layout import LayerShape
 
 KEY_AXIS, VALUE_AXIS = 0, 2  # keys are grouped along tokens, values along channels
 
 
 @lru_cache(maxsize=1024)  # asked for every layer of every chunk
-def sizes_of(shape: Shape, bits: int, group: int, params: int) -> tuple[int, ...]:
+def sizes_of(shape: LayerShape, bits: int, group: int, params: int) -> tuple[int, ...]:
     """Bytes of each piece: K codes, K parameters, V codes, V parameters.
 
     Raises ValueError for a shape that these codes cannot represent.
@@ -43,7 +43,7 @@ def fill(out: Tensor, pieces: Sequence[Tensor]) -> None:
 
 
 def joined(
-    data: Sequence[Tensor], shapes: Sequence[Shape], bits: int, group: int, params: int
+    data: Sequence[Tensor], shapes: Sequence[LayerShape], bits: int, group: int, params: int
 ) -> tuple[Groups, Groups]:
     """Keys and values of layers that were stored alike, one behind the other along tokens.
 

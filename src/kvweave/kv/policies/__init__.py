@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from kvweave.errors import ConfigError
-from kvweave.kv.policies.base import HALF_LIFE_S, Policy, Usage, UsageRecord
+from kvweave.kv.policies.base import HALF_LIFE_S, ItemUsage, Policy, UsageRecord
 from kvweave.kv.policies.gdsf import GDSF
 from kvweave.kv.policies.lfu import LFU
 from kvweave.kv.policies.lru import LRU
 from kvweave.kv.policies.pgdsf import PGDSF
-from kvweave.kv.policies.ranking import Ranking
+from kvweave.kv.policies.ranking import RankHeap
 
 __all__ = [
     "GDSF",
@@ -17,9 +17,9 @@ __all__ = [
     "LRU",
     "PGDSF",
     "POLICIES",
+    "ItemUsage",
     "Policy",
-    "Ranking",
-    "Usage",
+    "RankHeap",
     "UsageRecord",
     "open_policy",
 ]

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 HALF_LIFE_S = 3600.0  # an access an hour ago counts half; the RAGCache paper leaves this open
 
 
-class Usage(NamedTuple):
+class ItemUsage(NamedTuple):
     """What is known about one thing at the moment its rank is computed."""
 
     uses: float  # accesses, decayed with HALF_LIFE_S
@@ -26,7 +26,7 @@ class Usage(NamedTuple):
 class Policy(Protocol):
     """Ranks things of one tier. Pure but for the clock that `left` moves."""
 
-    def rank(self, usage: Usage) -> float:
+    def rank(self, usage: ItemUsage) -> float:
         """Higher is worth more. Called when a thing enters and on each access."""
         ...
 
@@ -37,7 +37,7 @@ class Policy(Protocol):
 
 @dataclass(slots=True)
 class UsageRecord:
-    """The running numbers behind `Usage`. Owned by the keeper; survives eviction for a while."""
+    """The running numbers behind `ItemUsage`. Owned by the keeper; outlives eviction a while."""
 
     size: int
     uses: float = 0.0
@@ -61,5 +61,7 @@ class UsageRecord:
         self.misses += 1
         self.cost_per_unit_s += (cost_s / units - self.cost_per_unit_s) / self.misses
 
-    def seen(self) -> Usage:
-        return Usage(self.uses, self.last_access_s, self.size, self.cost_s, self.cost_per_unit_s)
+    def seen(self) -> ItemUsage:
+        return ItemUsage(
+            self.uses, self.last_access_s, self.size, self.cost_s, self.cost_per_unit_s
+        )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvweave.kv.policies.base import Usage
+from kvweave.kv.policies.base import ItemUsage
 
 
 @dataclass(slots=True)
@@ -15,7 +15,7 @@ class PGDSF:
 
     clock: float = 0.0
 
-    def rank(self, usage: Usage) -> float:
+    def rank(self, usage: ItemUsage) -> float:
         return self.clock + usage.uses * usage.cost_per_unit_s
 
     def left(self, rank: float) -> None:

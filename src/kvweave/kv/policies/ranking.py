@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Ranking(Generic[K]):
+class RankHeap(Generic[K]):
     """A heap of ranks in which each thing has one valid rank. Not thread-safe.
 
     Changing a rank pushes a new heap entry and leaves the old one to be skipped, so an access costs

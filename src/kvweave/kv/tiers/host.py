@@ -24,7 +24,7 @@ from kvweave.kv.memory import Memory, new_memory, slice_memory
 from kvweave.kv.tiers.base import StoredObject
 
 
-class _Kept(NamedTuple):
+class _HostObject(NamedTuple):
     memory: Memory
     size_bytes: int
     is_whole: bool = True
@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
 class HostReader:
     """Reads a copy under the tier's lock: a deleted object gives TierError, never other bytes."""
 
-    def __init__(self, tier: "HostTier", key: ChunkKey, kept: _Kept) -> None:
+    def __init__(self, tier: "HostTier", key: ChunkKey, kept: _HostObject) -> None:
         self.size_bytes = kept.size_bytes
         self._tier = tier
         self._key = key
@@ -61,7 +61,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._arena = Arena(cfg.capacity_bytes, ALIGN)
         self._memory: Memory | None = _take(self._arena.capacity_bytes, pinned=self.pinned)
-        self._kept: dict[ChunkKey, _Kept] = {}
+        self._kept: dict[ChunkKey, _HostObject] = {}
 
     def size(self, key: ChunkKey) -> int | None:
         kept = self._kept.get(key)
@@ -132,7 +132,7 @@ class HostTier:
             older = self._kept.pop(key, None)
             if older is not None:
                 self._give_back(older.memory)
-            self._kept[key] = _Kept(memory, size_bytes, is_whole)
+            self._kept[key] = _HostObject(memory, size_bytes, is_whole)
 
     def complete(self, key: ChunkKey) -> None:
         """What an object lacked was filled in. Harmless behind `close`, which waits for no load."""
@@ -160,7 +160,7 @@ class HostTier:
         with self._lock:
             self._arena.check_integrity()
 
-    def _copy_out(self, key: ChunkKey, kept: _Kept, offset: int, out: memoryview) -> None:
+    def _copy_out(self, key: ChunkKey, kept: _HostObject, offset: int, out: memoryview) -> None:
         with self._lock:
             if self._kept.get(key) is not kept:
                 raise TierError(f"{key.hex()[:16]}… left the host tier while it was read")

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Callable
 
-from kvweave.kv.policies import Policy, Ranking, Usage
+from kvweave.kv.policies import ItemUsage, Policy, RankHeap
 from kvweave.kv.tree.node import Node, TreeTier
 
 
@@ -19,13 +19,13 @@ class Floor:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.policy = policy
-        self._leaves: Ranking[Node] = Ranking()
+        self._leaves: RankHeap[Node] = RankHeap()
 
     @property
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes
 
-    def rerank(self, node: Node, usage: Usage) -> None:
+    def rerank(self, node: Node, usage: ItemUsage) -> None:
         """The node entered this tier or was accessed: its rank is taken from today's clock."""
         node.ranks[self.tier] = self.policy.rank(usage)
         self.place(node)

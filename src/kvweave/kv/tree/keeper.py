@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from kvweave.kv.policies import Policy, Usage
+from kvweave.kv.policies import ItemUsage, Policy
 from kvweave.kv.tree.floor import Floor
 from kvweave.kv.tree.memory import PathMemory
 from kvweave.kv.tree.node import DEVICE, HOST, Node, PageOwner, Pages, TreeTier
@@ -20,7 +20,7 @@ class Keeper:
         self,
         floors: dict[TreeTier, Floor],
         owner: PageOwner,
-        usage: Callable[[Node], Usage],
+        usage: Callable[[Node], ItemUsage],
         memory: PathMemory,
     ) -> None:
         self.floors = floors

@@ -6,14 +6,14 @@ tokens, and each path on the way that is not in the tree remembers its part.
 
 from collections.abc import Callable, Sequence
 
-from kvweave.kv.policies import Usage
+from kvweave.kv.policies import ItemUsage
 from kvweave.kv.tree.memory import PathMemory
 from kvweave.kv.tree.node import ChunkRef, Node, path_key
 
 _TOKENS = 1024  # of a prefill that prices are measured against
 
 
-class Pricing:
+class NodePricing:
     """On the engine thread. `cost_s(cached, new)` is the measured time of a prefill."""
 
     def __init__(
@@ -61,6 +61,6 @@ class Pricing:
             record.touch(now_s)
             record.computed(cost_s, num_new)
 
-    def usage(self, node: Node) -> Usage:
+    def usage(self, node: Node) -> ItemUsage:
         """What the policy is told of a node."""
         return node.usage.seen()._replace(cost_s=node.num_tokens * self._token_s)

@@ -26,7 +26,7 @@ from kvweave.kv.tree.node import (
     TreeTier,
     path_key,
 )
-from kvweave.kv.tree.pricing import Pricing
+from kvweave.kv.tree.pricing import NodePricing
 from kvweave.kv.tree.reads import TreeReads
 from kvweave.types import ChunkId
 
@@ -62,7 +62,7 @@ class KnowledgeTree(TreeReads):
         self.config = config
         self._now_s = now_s
         memory = PathMemory(config.remembered_paths)
-        self._pricing = Pricing(cost_s, memory, config.max_depth)
+        self._pricing = NodePricing(cost_s, memory, config.max_depth)
         policies = (open_policy(config.policy), open_policy(config.policy))
         floors = Keeper.make_floors(config.device_bytes, config.host_bytes, policies)
         self._keeper = Keeper(floors, owner, self._pricing.usage, memory)

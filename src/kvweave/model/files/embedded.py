@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
-from kvweave.model.files.model_cache import Origin, Progress, Shelf, Shelved, Step
+from kvweave.model.files.model_cache import CachedModel, CacheOrigin, ModelCache, Progress, Step
 from kvweave.model.files.wheel import check_sha256, download_wheel, unpack
 
 
@@ -36,10 +36,10 @@ class EmbeddedModel:
         return self.members[0].endswith(".gguf")
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> CacheOrigin:
         source = f"wheel {self.wheel} {self.version}"
         converter = CONVERTER_VERSION if self.is_gguf else 0
-        return Origin(self.name, self.what, source, self.licence, self.sha256, converter)
+        return CacheOrigin(self.name, self.what, source, self.licence, self.sha256, converter)
 
 
 SMOLLM2 = EmbeddedModel(
@@ -85,20 +85,20 @@ def embedded(name: str) -> EmbeddedModel:
     return EMBEDDED[name]
 
 
-def peek(model: EmbeddedModel, shelf: Shelf) -> Shelved | None:
+def peek(model: EmbeddedModel, shelf: ModelCache) -> CachedModel | None:
     """The pulled model, if it is on the shelf and of this version."""
     return shelf.peek(model.folder_name, model.origin)
 
 
 def pull(
-    model: EmbeddedModel, *, progress: Progress | None = None, shelf: Shelf | None = None
+    model: EmbeddedModel, *, progress: Progress | None = None, shelf: ModelCache | None = None
 ) -> Path:
     """The model's folder, downloaded and converted unless it is there.
 
     Killed or failed at any point it leaves nothing that counts as present; calling again starts
     afresh. Two calls at once, in whatever processes, do the work once.
     """
-    shelf = shelf or Shelf()
+    shelf = shelf or ModelCache()
     report = progress or _ignore
     found = peek(model, shelf)
     if found is not None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import ModelCorrupt, ModelNotFound, UnsupportedModel
-from kvweave.model.files.gguf_quants import F32, PACKINGS, REFUSED, Packing, dequantise
+from kvweave.model.files.gguf_quants import F32, PACKINGS, REFUSED, GGUFPacking, dequantise
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -51,7 +51,7 @@ class TensorInfo(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # outermost axis first, as numpy has it (GGUF stores the reverse)
-    packing: Packing
+    packing: GGUFPacking
     start: int  # first byte, from the start of the file
     size_bytes: int
 

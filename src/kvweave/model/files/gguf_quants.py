@@ -21,7 +21,7 @@ Bits = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class GGUFPacking:
     """One GGUF tensor type."""
 
     name: str  # as GGUF tools print it
@@ -34,7 +34,7 @@ class Packing:
         return self.record.itemsize
 
 
-def dequantise(rows: Bits, packing: Packing) -> F32:
+def dequantise(rows: Bits, packing: GGUFPacking) -> F32:
     """Float32 [R, C] from the packed bytes [R, C / values × record bytes] of R rows."""
     num_rows = len(rows)
     records = np.ascontiguousarray(rows).reshape(-1).view(packing.record)
@@ -175,20 +175,20 @@ def _unpack_q6_k(r: Records) -> F32:
 
 
 # type number in the file → packing
-PACKINGS: dict[int, Packing] = {
-    0: Packing("F32", 1, _RAW_F32, _unpack_float),
-    1: Packing("F16", 1, _RAW_F16, _unpack_float),
-    2: Packing("Q4_0", 32, _Q4_0, _unpack_q4_0),
-    3: Packing("Q4_1", 32, _Q4_1, _unpack_q4_1),
-    6: Packing("Q5_0", 32, _Q5_0, _unpack_q5_0),
-    7: Packing("Q5_1", 32, _Q5_1, _unpack_q5_1),
-    8: Packing("Q8_0", 32, _Q8_0, _unpack_q8_0),
-    10: Packing("Q2_K", 256, _Q2_K, _unpack_q2_k),
-    11: Packing("Q3_K", 256, _Q3_K, _unpack_q3_k),
-    12: Packing("Q4_K", 256, _Q4_K, _unpack_q4_k),
-    13: Packing("Q5_K", 256, _Q5_K, _unpack_q5_k),
-    14: Packing("Q6_K", 256, _Q6_K, _unpack_q6_k),
-    30: Packing("BF16", 1, _RAW_BF16, _unpack_bf16),
+PACKINGS: dict[int, GGUFPacking] = {
+    0: GGUFPacking("F32", 1, _RAW_F32, _unpack_float),
+    1: GGUFPacking("F16", 1, _RAW_F16, _unpack_float),
+    2: GGUFPacking("Q4_0", 32, _Q4_0, _unpack_q4_0),
+    3: GGUFPacking("Q4_1", 32, _Q4_1, _unpack_q4_1),
+    6: GGUFPacking("Q5_0", 32, _Q5_0, _unpack_q5_0),
+    7: GGUFPacking("Q5_1", 32, _Q5_1, _unpack_q5_1),
+    8: GGUFPacking("Q8_0", 32, _Q8_0, _unpack_q8_0),
+    10: GGUFPacking("Q2_K", 256, _Q2_K, _unpack_q2_k),
+    11: GGUFPacking("Q3_K", 256, _Q3_K, _unpack_q3_k),
+    12: GGUFPacking("Q4_K", 256, _Q4_K, _unpack_q4_k),
+    13: GGUFPacking("Q5_K", 256, _Q5_K, _unpack_q5_k),
+    14: GGUFPacking("Q6_K", 256, _Q6_K, _unpack_q6_k),
+    30: GGUFPacking("BF16", 1, _RAW_BF16, _unpack_bf16),
 }
 
 # types we know by name and refuse

@@ -15,7 +15,7 @@ from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, peek
 from kvweave.model.files.embedded import pull as pull_embedded
 from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
-from kvweave.model.files.model_cache import Origin, Progress, Shelf, Step
+from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Progress, Step
 from kvweave.model.files.wheel import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -25,14 +25,18 @@ _FORMS = "a folder with config.json, a .gguf file or a hub id org/name"
 
 
 def locate(
-    name: str, *, pull: bool = True, progress: Progress | None = None, shelf: Shelf | None = None
+    name: str,
+    *,
+    pull: bool = True,
+    progress: Progress | None = None,
+    shelf: ModelCache | None = None,
 ) -> Path:
     """The folder of the model called `name`. Blocks while it downloads or converts.
 
     With `pull=False` an embedded model or hub id that is not on this machine is a ModelNotFound.
     A folder that shares its name with an embedded model is written ./name.
     """
-    shelf = shelf or Shelf()
+    shelf = shelf or ModelCache()
     path = Path(name).expanduser()
     if name in EMBEDDED:
         return _embedded(name, pull, progress, shelf)
@@ -52,16 +56,16 @@ def locate(
 
 
 def gguf_folder(
-    path: Path, *, progress: Progress | None = None, shelf: Shelf | None = None
+    path: Path, *, progress: Progress | None = None, shelf: ModelCache | None = None
 ) -> Path:
     """The folder converted from a GGUF file, by content: a moved file is not converted twice."""
     if not path.is_file():
         raise ModelNotFound(f"{path} does not exist or is not a file; check the path")
-    shelf = shelf or Shelf()
+    shelf = shelf or ModelCache()
     report = progress or _ignore
     sha256 = _content_hash(path, shelf)
     folder_name = f"gguf-{sha256[:16]}"
-    origin = Origin(
+    origin = CacheOrigin(
         name=folder_name,
         what=path.name,
         source="GGUF file",
@@ -82,7 +86,7 @@ def gguf_folder(
     )
 
 
-def _embedded(name: str, pull: bool, progress: Progress | None, shelf: Shelf) -> Path:
+def _embedded(name: str, pull: bool, progress: Progress | None, shelf: ModelCache) -> Path:
     if pull:
         return pull_embedded(EMBEDDED[name], progress=progress, shelf=shelf)
     found = peek(EMBEDDED[name], shelf)
@@ -91,7 +95,7 @@ def _embedded(name: str, pull: bool, progress: Progress | None, shelf: Shelf) ->
     return found.path
 
 
-def _content_hash(path: Path, shelf: Shelf) -> str:
+def _content_hash(path: Path, shelf: ModelCache) -> str:
     """sha256 of a file, remembered by path, size and time of change: hashing 100 GB takes minutes.
 
     The memory is one tiny file per answer. Losing it costs a hash, two writers write the same.

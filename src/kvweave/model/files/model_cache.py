@@ -37,7 +37,7 @@ Progress = Callable[[Step], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class CacheOrigin:
     """What a folder was made from."""
 
     name: str  # what the user calls it
@@ -47,27 +47,27 @@ class Origin:
     sha256: str  # of the source
     converter: int  # version of our conversion
 
-    def gives_the_same_as(self, other: "Origin") -> bool:
+    def gives_the_same_as(self, other: "CacheOrigin") -> bool:
         """Whether both give the same bytes, whatever people call them."""
         return (self.sha256, self.converter) == (other.sha256, other.converter)
 
 
-class Shelved(NamedTuple):
+class CachedModel(NamedTuple):
     """A folder that is present and complete."""
 
     path: Path
-    origin: Origin
+    origin: CacheOrigin
     made: str  # ISO date
     size_bytes: int
 
 
-class Shelf:
+class ModelCache:
     """Opens the shelf; creates nothing until something is made. Safe for many processes."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = home() / "models" if root is None else root
 
-    def peek(self, folder_name: str, origin: Origin | None = None) -> Shelved | None:
+    def peek(self, folder_name: str, origin: CacheOrigin | None = None) -> CachedModel | None:
         """The folder if it is whole: every file has the length it had when made.
 
         With `origin`, only a folder made from the same bytes counts.
@@ -78,14 +78,14 @@ class Shelf:
             files: dict[str, int] = manifest["files"]
             if any((path / name).stat().st_size != size for name, size in files.items()):
                 return None
-            found = Origin(**manifest["origin"])
+            found = CacheOrigin(**manifest["origin"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None  # absent, or not ours, or damaged: in each case it has to be made again
         if origin is not None and not found.gives_the_same_as(origin):
             return None
-        return Shelved(path, found, str(manifest.get("made", "")), sum(files.values()))
+        return CachedModel(path, found, str(manifest.get("made", "")), sum(files.values()))
 
-    def list(self) -> "list[Shelved]":
+    def list(self) -> "list[CachedModel]":
         if not self.root.is_dir():
             return []
         names = sorted(p.name for p in self.root.iterdir() if not p.name.startswith("."))
@@ -94,7 +94,7 @@ class Shelf:
     def make(
         self,
         folder_name: str,
-        origin: Origin,
+        origin: CacheOrigin,
         fill: Callable[[Path, Path], None],
         progress: Progress,
     ) -> Path:
@@ -174,7 +174,7 @@ class Shelf:
             shutil.rmtree(scratch, ignore_errors=True)  # what stays behind goes next time
 
 
-def _seal(folder: Path, origin: Origin) -> None:
+def _seal(folder: Path, origin: CacheOrigin) -> None:
     """Write the manifest, last of all, and see everything onto the disk."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     manifest: dict[str, Any] = {

@@ -24,7 +24,7 @@ SAMPLE_BYTES = 4096  # read at a time for the fingerprint
 SAMPLE_STRIDE = 256 << 10  # bytes from one sample to the next
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where one tensor lies."""
 
     path: Path
@@ -39,7 +39,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, TensorEntry] = {}
         for path in _weight_files(folder):
             self._entries.update(_read_table(path))
 
@@ -103,7 +103,7 @@ def _weight_files(folder: Path) -> Sequence[Path]:
     )
 
 
-def _read_table(path: Path) -> dict[str, Entry]:
+def _read_table(path: Path) -> dict[str, TensorEntry]:
     file_bytes = path.stat().st_size
     broken = ModelCorrupt(f"{path} is truncated or not a safetensors file; download it again")
     with path.open("rb") as file:
@@ -129,7 +129,9 @@ def _read_table(path: Path) -> dict[str, Entry]:
                 size_bytes = dtype.itemsize * torch.Size(shape).numel()
                 if end - start != size_bytes or 8 + header_bytes + end > file_bytes:
                     raise broken
-                entries[name] = Entry(path, dtype, shape, 8 + header_bytes + start, size_bytes)
+                entries[name] = TensorEntry(
+                    path, dtype, shape, 8 + header_bytes + start, size_bytes
+                )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise broken from error
     return entries

@@ -8,7 +8,7 @@ the engine   whatever `engine.stats()` says
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from kvweave.app.weave import Answer
-from kvweave.serve.observe.scraping import Live
+from kvweave.serve.observe.scraping import LiveNumbers
 from kvweave.serve.observe.spans import AnswerSpans
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -90,7 +90,7 @@ class ServerMetrics:
 
     # ── the page ─────────────────────────────────────────────────────────────
 
-    def watch(self, live: Live) -> None:
+    def watch(self, live: LiveNumbers) -> None:
         """Read these at every scrape."""
         self._registry.register(live)
 

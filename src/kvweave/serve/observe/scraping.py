@@ -23,18 +23,18 @@ class CountsLike(Protocol):
     def waiting(self) -> int: ...
 
 
-class Engine(Protocol):
+class EngineLike(Protocol):
     """What the server asks of an engine. Called on the event loop; must not block."""
 
     def stats(self) -> object:
         """A dataclass, a NamedTuple or a mapping of numbers, or of mappings of numbers."""
 
 
-class Live(Collector):
+class LiveNumbers(Collector):
     """See the module."""
 
     def __init__(
-        self, counts: Callable[[], CountsLike], libraries: Libraries, engine: Engine
+        self, counts: Callable[[], CountsLike], libraries: Libraries, engine: EngineLike
     ) -> None:
         self._counts = counts
         self._libraries = libraries

@@ -3,7 +3,7 @@
 import math
 
 from kvweave.app.weave import Answer
-from kvweave.serve.wire.explain import ChunkOut, DecisionOut, Explain, OptionOut, Timeline
+from kvweave.serve.wire.explain import ChunkOut, DecisionOut, Explain, OptionOut, TimelineOut
 
 
 def explain(answer: Answer, queue_s: float) -> Explain:
@@ -77,9 +77,9 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None or not math.isfinite(seconds) else round(seconds * 1e3, 3)
 
 
-def _timeline(answer: Answer, queue_s: float) -> Timeline:
+def _timeline(answer: Answer, queue_s: float) -> TimelineOut:
     stages = None if answer.explain is None else answer.explain.stages
-    return Timeline(
+    return TimelineOut(
         queue=round(queue_s * 1e3, 3),
         retrieve=round(stages.retrieve, 3) if stages else 0.0,
         load=round(stages.load, 3) if stages else 0.0,

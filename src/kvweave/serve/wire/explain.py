@@ -39,7 +39,7 @@ class DecisionOut(Outgoing):
     options: list[OptionOut]
 
 
-class Timeline(Outgoing):
+class TimelineOut(Outgoing):
     """Where the time went, in milliseconds."""
 
     queue: float  # admitted, not begun
@@ -65,7 +65,7 @@ class Explain(Outgoing):
     states: list[tuple[str, int, int]]  # runs of tokens of one state: state, start, end
     decision: DecisionOut | None  # null unless reuse is "auto"
     speculation: dict[str, int | float | None] | None = None  # what was guessed while searching
-    timeline_ms: Timeline
+    timeline_ms: TimelineOut
 
 
 class ChatReply(Outgoing):
