@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
-from kvweave.app.library.encoder_setup import key_context
+from kvweave.app.library.library_kv import KVOptions, key_context
 from kvweave.app.weave import Document, Sampling
 from kvweave.calibrate.profiles import user_path
 from kvweave.corpus.embedder import SentenceEmbedder
@@ -26,6 +26,7 @@ from kvweave.model.load import load_decoder
 from kvweave.text.prompt import build_prompt, chunk_text
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import plain_weave
 
 TEXTS = [
     ("Anna", "Anna lives in a red house by the sea and works as a marine biologist in Bergen."),
@@ -49,7 +50,10 @@ def weave(tmp_path: Path, chat_model_folder: Path) -> Iterator[Weave]:
 
 @pytest.mark.parametrize(
     "part",
-    ["kvweave.app.library.library.make_encoder", "kvweave.corpus.embedder.SentenceEmbedder._embed"],
+    [
+        "kvweave.app.library.library_kv.ChunkEncoder",
+        "kvweave.corpus.embedder.SentenceEmbedder._embed",
+    ],
 )
 def test_a_knowledge_base_that_does_not_open_leaves_nothing_open(
     tmp_path: Path, chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch, part: str
@@ -63,7 +67,7 @@ def test_a_knowledge_base_that_does_not_open_leaves_nothing_open(
 
         monkeypatch.setattr(kind, "close", close)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ConfigError("not here")
 
     monkeypatch.setattr(part, refuse)
@@ -238,7 +242,9 @@ def test_what_changes_chunk_kv_changes_its_key(
 ) -> None:
     def key(folder: Path, system: str = "S", **options: str) -> bytes:
         decoder = load_decoder(folder, device="cpu", **options)
-        return make_chunk_key(key_context(decoder, Tokenizer(folder), system), [1, 2, 3])
+        return make_chunk_key(
+            key_context(decoder, Tokenizer(folder), KVOptions(system=system)), [1, 2, 3]
+        )
 
     folder = tmp_path / "other"
     shutil.copytree(chat_model_folder, folder)
@@ -290,7 +296,7 @@ def test_a_prompt_prefilled_in_slices_gives_the_same_answer(
     )
     texts = []
     for rows in (4096, 7):
-        with Weave(decoder, tokenizer, "tiny", "S", engine=EngineConfig(alone_rows=rows)) as weave:
+        with plain_weave(decoder, tokenizer, EngineConfig(alone_rows=rows)) as weave:
             sizes.clear()
             texts.append(weave.ask(question, sampling=GREEDY).text)
     assert texts[0] == texts[1]
@@ -329,7 +335,7 @@ def test_a_damaged_profile_is_no_trouble_of_who_does_not_need_it(
 ) -> None:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     weave.ingest(*TEXTS)
-    path = user_path(weave._decoder.weights.fingerprint)
+    path = user_path(weave.runtime.decoder.weights.fingerprint)
     path.parent.mkdir(parents=True)
     path.write_text("{")
     for reuse in ("full", "prefix", "weave"):

@@ -17,7 +17,6 @@ from kvweave.kv.config import (
     HostTierConfig,
     StoreConfig,
 )
-from kvweave.kv.store import KVStore
 from kvweave.plan.plan import Reason
 from worlds.running import Ran, Run
 from worlds.tiny_corpus import WordEmbedder
@@ -235,11 +234,11 @@ def test_chunk_kv_that_was_saved_is_counted(world: World) -> None:
 def test_chunk_kv_that_could_not_be_saved_is_said(
     world: World, monkeypatch: pytest.MonkeyPatch, plan: FaultPlan, why: str
 ) -> None:
-    def broken_store(folder: Path) -> KVStore:
+    def broken_store(folder: Path) -> StoreConfig:
         disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
-        return KVStore(StoreConfig(tiers=(HostTierConfig(), disk)))
+        return StoreConfig(tiers=(HostTierConfig(), disk))
 
-    monkeypatch.setattr("kvweave.app.library.encoder_setup.open_store", broken_store)
+    monkeypatch.setattr("kvweave.app.library.library_kv.store_config", broken_store)
     ran = world.stored("--encoding", "isolated", "--json")
     chunk_kv = json.loads(ran.out)["chunk_kv"]
     assert (chunk_kv["saved"], chunk_kv["dropped"]) == (0, 2)
@@ -255,7 +254,7 @@ def test_chunk_kv_in_memory_alone_is_not_saved(
     (tmp_path / "file").touch()
     tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
     monkeypatch.setattr(
-        "kvweave.app.library.encoder_setup.open_store", lambda _: KVStore(StoreConfig(tiers=tiers))
+        "kvweave.app.library.library_kv.store_config", lambda _: StoreConfig(tiers=tiers)
     )
     ran = world.stored("--encoding", "isolated")
     assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err

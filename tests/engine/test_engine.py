@@ -254,16 +254,6 @@ def test_sixty_four_threads_get_their_own_answers(decoder: Decoder) -> None:
         assert engine.stats()["requests_finished"] == 64
 
 
-def test_a_request_made_late_raises_what_making_it_raises(decoder: Decoder) -> None:
-    def make() -> EngineRequest:
-        raise RequestError("no plan")
-
-    with Engine(decoder, SMALL) as engine:
-        with pytest.raises(RequestError, match="no plan"):
-            list(engine.submit(make))
-        assert len(list(engine.submit(lambda: plain([1, 2], max_tokens=2)))) == 2
-
-
 def test_what_cannot_be_computed_is_refused_at_once(decoder: Decoder) -> None:
     with Engine(decoder, TINY) as engine:
         with pytest.raises(RequestError, match="the KV pool holds 96"):

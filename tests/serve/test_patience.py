@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app.weave import Weave
 from kvweave.engine.config import EngineConfig
 from kvweave.model.load import load_decoder
 from kvweave.serve.limits import Limits
@@ -24,6 +23,7 @@ from worlds.serving import (
     user,
     wait_for_health,
 )
+from worlds.weaves import plain_weave
 
 LONG: dict[str, Any] = {"messages": user("hello"), "max_tokens": 400, "temperature": 0}
 
@@ -118,7 +118,7 @@ def test_a_client_that_leaves_before_the_first_token_stops_the_work_at_the_next_
 ) -> None:
     decoder = GatedDecoder(load_decoder(chat_model_folder, device="cpu"))
     engine = EngineConfig(max_running=1, alone_rows=16, step_rows=16)
-    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.", engine=engine)
+    weave = plain_weave(decoder, Tokenizer(chat_model_folder), engine)
     long = {**LONG, "messages": user("a word and another " * 12)}  # a dozen steps
     with serving(weave) as url, raw_request(url, long) as first:
         wait_for_health(url, lambda h: h["running"] == 1)
@@ -142,7 +142,7 @@ def test_a_prompt_that_the_pool_cannot_hold_is_a_400_also_for_a_stream(
     chat_model_folder: Path, stream: bool
 ) -> None:
     decoder, engine = load_decoder(chat_model_folder, device="cpu"), EngineConfig(pool_tokens=64)
-    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.", engine=engine)
+    weave = plain_weave(decoder, Tokenizer(chat_model_folder), engine)
     with serving(weave) as url:
         body = {**LONG, "messages": user("a word " * 30), "stream": stream}
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)

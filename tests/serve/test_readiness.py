@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app.auto.machine import find_machine
+from kvweave.app.auto.machine_profile import find_machine
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.model.load import load_decoder
 from kvweave.serve.server import Prepare, Server
 from kvweave.text.tokenizer import Tokenizer
 from worlds.serving import GatedDecoder, make_libraries, make_weave, user
+from worlds.weaves import plain_weave
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
 
@@ -50,7 +51,7 @@ def test_a_server_that_measures_is_alive_and_not_ready_until_it_has(
 ) -> None:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
     decoder = GatedDecoder(load_decoder(chat_model_folder, device="cpu"))
-    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.")
+    weave = plain_weave(decoder, Tokenizer(chat_model_folder))
     with preparing(weave, Prepare("measuring this machine", weave.measure)) as (url, said):
         assert httpx.get(f"{url}/healthz", timeout=10).status_code == 200
         reply = httpx.get(f"{url}/readyz", timeout=10)
@@ -77,7 +78,7 @@ def test_the_first_request_for_auto_measures_nothing_once_the_server_is_ready(
         prepare = Prepare("measuring", weave.measure)
         with preparing(weave, prepare, libraries) as (url, said):
             assert said.wait(60)
-            assert find_machine(weave._decoder) is not None
+            assert find_machine(weave.runtime.decoder) is not None
             told = capfd.readouterr().err
             assert ("measuring this machine" in told) is (life == 1), "the second life knows"
             httpx.post(f"{url}/v1/kb/notes/documents", json=NOTE, timeout=60)

@@ -9,16 +9,14 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app.auto.auto_planner import AutoPlanner
-from kvweave.app.auto.machine import profile_path
-from kvweave.app.library.encoder_setup import make_encoder
-from kvweave.app.library.library import Library
+from kvweave.app.auto.machine_profile import profile_path
+from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
-from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
-from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
@@ -26,6 +24,7 @@ from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_text, open_kb
 from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import library_of
 
 TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(5)]
 QUESTION = "How do I drain a node and evict its pods?"
@@ -56,11 +55,9 @@ class World:
             HostTierConfig(1 << 26),
             DiskTierConfig(self.folder / "kv"),
         )
-        store = KVStore(StoreConfig(tiers=(self.tier,) if self.tier else tiers))
-        preparation = Preparation.parse("filler:1")
-        encoder = make_encoder(self.decoder, self.tokenizer, store, preparation, SYSTEM, kb, None)
-        library = Library(kb, store, self.decoder, encoder)
-        return Weave(self.decoder, self.tokenizer, "tiny", SYSTEM, library)
+        store = StoreConfig(tiers=(self.tier,) if self.tier else tiers)
+        runtime = ModelRuntime(self.decoder, self.tokenizer, "tiny")
+        return Weave(runtime, library_of(kb, runtime, KVOptions("filler:1", store=store)))
 
     def calibrate(
         self,
@@ -136,9 +133,7 @@ def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
 
 def planning_of(weave: Weave) -> AutoPlanner:
     """What `auto` is planned with. It opens with the first plan."""
-    planning = weave._replying.ways.planning
-    assert planning is not None
-    return planning
+    return weave._answerer.router.planner()
 
 
 def load_links(weave: Weave) -> dict[str, TierLink]:

@@ -50,7 +50,7 @@ class World:
         way = open_strategy(strategy, facts)
         if way.taper is not None:  # of so few layers the real one would leave none out
             way = replace(way, taper=Taper(1, 0.4))
-        return FusedPart(self.store, lambda: preamble, named, way, ratio)
+        return FusedPart(self.store, preamble, named, way, ratio)
 
     def request(
         self, chunks: list[tuple[int, ...]], strategy: str = "weave", ratio: float = 0.3
@@ -64,7 +64,7 @@ class World:
         assert part is not None
         kv = decoder.new_kv(1)
         logits = prefill_from_store(
-            decoder, part.preamble(), part.chunks, request.question, self.store, kv,
+            decoder, part.preamble, part.chunks, request.question, self.store, kv,
             part.strategy, part.ratio,
         ).logits  # fmt: skip
         tokens, at = [int(logits.argmax())], len(request.prompt_ids)

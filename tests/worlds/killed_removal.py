@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvweave.app.library.encoder_setup import remove_with_kv
+from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.corpus.knowledge_base import KnowledgeBase
 
 

@@ -23,6 +23,7 @@ from kvweave.serve.limits import Limits
 from kvweave.serve.server import Server
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder
+from worlds.weaves import plain_weave
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class FailingDecoder(Decoder):
 
 def make_weave(folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d) -> Weave:
     decoder = wrap(load_decoder(folder, device="cpu"))
-    return Weave(decoder, Tokenizer(folder), "tiny", "Be brief.")
+    return plain_weave(decoder, Tokenizer(folder))
 
 
 @dataclass

@@ -3,22 +3,44 @@
 from pathlib import Path
 
 from kvweave import Weave
-from kvweave.app.library.encoder_setup import make_encoder
+from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.library.library import Library
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.app.library.library_kv import KVOptions, LibraryKV
+from kvweave.app.runtime import EngineClient, ModelRuntime
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.config import EngineConfig
 from kvweave.kv.config import HostTierConfig, StoreConfig
-from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
-from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import open_kb
 
 
+def plain_weave(
+    decoder: Decoder, tokenizer: Tokenizer, engine: EngineConfig | None = None
+) -> Weave:
+    """A Weave without a knowledge base."""
+    runtime = ModelRuntime(decoder, tokenizer, "tiny", engine)
+    return Weave(runtime, settings=AnswerSettings("Be brief."))
+
+
+def library_over(
+    kb: KnowledgeBase, decoder: Decoder, tokenizer: Tokenizer, options: KVOptions
+) -> Library:
+    """A library that computes its KV by itself: no engine runs."""
+    return Library(kb, LibraryKV.open(kb, decoder, tokenizer, options), EngineClient(decoder))
+
+
+def library_of(
+    kb: KnowledgeBase, runtime: ModelRuntime, options: KVOptions, promotion: int = 2
+) -> Library:
+    """The library of a Weave: it computes its KV where the runtime's engine does."""
+    run_alone = runtime.client.run_alone
+    kv = LibraryKV.open(kb, runtime.decoder, runtime.tokenizer, options, run_alone=run_alone)
+    return Library(kb, kv, runtime.client, promotion=promotion)
+
+
 def open_weave(folder: Path, model: tuple[Decoder, Tokenizer], promotion: int = 2) -> Weave:
-    decoder, tokenizer = model
-    kb = open_kb(folder, tokenizer, chunk_tokens=256)
-    store = KVStore(StoreConfig(tiers=(HostTierConfig(1 << 26),)))
-    preparation = Preparation.parse("filler:1")
-    encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, None)
-    library = Library(kb, store, decoder, encoder)
-    return Weave(decoder, tokenizer, "tiny", SYSTEM, library, promotion=promotion)
+    runtime = ModelRuntime(*model, "tiny")
+    kb = open_kb(folder, runtime.tokenizer, chunk_tokens=256)
+    options = KVOptions("filler:1", store=StoreConfig(tiers=(HostTierConfig(1 << 26),)))
+    return Weave(runtime, library_of(kb, runtime, options, promotion))

@@ -1,7 +1,4 @@
-"""What a caller asks for: a question with everything that goes with it, judged once.
-
-Part of the composition root: `app.py` makes it of keyword arguments, its helpers read it.
-"""
+"""What a caller asks for: a question with everything that goes with it, checked in one place."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,25 +17,20 @@ AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 
 
-class PlanOptions(TypedDict, total=False):
-    """Keyword arguments of `Weave.plan`; `Question` says what each means."""
+class AskOptions(TypedDict, total=False):
+    """Keyword arguments of `Weave.ask`, `stream` and `plan`; `Question` says what each means."""
 
     documents: Sequence[Document | str] | None
+    sampling: Sampling | None
     system: str | None
     k: int
+    reuse: str | None
+    ratio: float | None
     bound: float
     order: str
     conversation_id: str | None
     history: Sequence[Mapping[str, Any]]
     tenant: str
-
-
-class AskOptions(PlanOptions, total=False):
-    """Keyword arguments of `Weave.ask` and `Weave.stream`; `Question` says what each means."""
-
-    sampling: Sampling | None
-    reuse: str | None
-    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +42,7 @@ class Question:
     sampling: Sampling | None = None  # None: the likeliest token each time
     system: str | None = None  # in place of the Weave's own system prompt
     k: int = TOP_K  # chunks to take from the knowledge base
-    reuse: str | None = None  # a strategy, or "auto"; None: see `ways.py`
+    reuse: str | None = None  # a strategy, or "auto"; None: see `answer/router.py`
     ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
     bound: float = BOUND  # "auto": nats per token that reuse may cost
     order: str = "keep"  # "auto": "free" lets it move chunks

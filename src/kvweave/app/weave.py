@@ -1,26 +1,38 @@
-"""The face of the composition root: documents in, answers out.
+"""The face of kvweave: documents in, answers out.
 
-`Weave` is what the library, the command line and the server share. It may be used from many
-threads: one engine computes for all of them. `opened.py` has what it is made of and how it ends.
+`Weave` is what the library, the command line and the server share.
 """
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from kvweave.app.answer.answering import Answer, AnswerStream, Piece, TokenLogprob
-from kvweave.app.opened import Opened
-from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, AskOptions, PlanOptions, Question
+from kvweave.app.answer.answer_stream import Answer, AnswerStream, Piece, TokenLogprob
+from kvweave.app.answer.answerer import Answerer, AnswerSettings
+from kvweave.app.answer.speculation import Mode, SpeculationConfig
+from kvweave.app.library.library import Library
+from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, AskOptions, Question
+from kvweave.app.runtime import ModelRuntime
+from kvweave.engine.engine import Engine
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
+from kvweave.plan.ordering import PROMOTION
 from kvweave.text.detokenizer import texts_of
-from kvweave.text.prompt import Document, Prompt
+from kvweave.text.prompt import SYSTEM, Document, Prompt
 
 if TYPE_CHECKING:
+    from kvweave.app.library.library import OpenEmbedder
+    from kvweave.calibrate.profiles import Profile
+    from kvweave.fuse.strategy import ModelFacts
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
     from kvweave.plan.plan import Plan
+    from kvweave.types import Hit
 
 __all__ = [
     "AUTO",
@@ -37,8 +49,99 @@ __all__ = [
 ]
 
 
-class Weave(Opened):
-    """Answers questions with one loaded model, over given documents or a knowledge base."""
+class Weave:
+    """Answers questions with one loaded model, over given documents or a knowledge base.
+
+    May be used from many threads: one engine computes for all of them. `close` it when done, or use
+    `with`.
+    """
+
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        library: Library | None = None,
+        settings: AnswerSettings | None = None,
+        *,
+        owns_runtime: bool = True,
+    ) -> None:
+        """Closes the library, and the runtime unless others share it (`owns_runtime`)."""
+        self._runtime = runtime
+        self._library = library
+        self._settings = settings or AnswerSettings()
+        self._owns_runtime = owns_runtime
+        self._ingesting = threading.Lock()
+        self._answerer = Answerer(runtime, library, self._settings)
+
+    @classmethod
+    def open(
+        cls,
+        kb: str | Path | None = None,
+        *,
+        model: str = "smollm2",
+        device: str = "auto",
+        dtype: str = "auto",
+        quant: str = "none",
+        system: str = SYSTEM,
+        embedder: str | None = None,
+        encoding: str | None = None,
+        extras: Sequence[str] | None = None,
+        promotion: int = PROMOTION,
+        speculate: Mode = "auto",
+    ) -> Self:
+        """Load a model: an embedded name, a folder, a .gguf file or a hub id.
+
+        `kb` is the folder of a knowledge base, made if it is not there, whose embedder is loaded as
+        well; None does without one. `embedder` None is the one it was made with, MiniLM for a new
+        one. `encoding` is the encoding context of chunk KV ("isolated", "filler:4", "neighbours:3";
+        "neighbours" are as many as calibration found for the model, 3 if it did not) and `extras`
+        what is stored beside it; None, each for itself, is what the knowledge base has, filler
+        without extras for a new one. `promotion`: how many requests bring a document that was never
+        ingested before its KV is stored with the knowledge base; 0: never. `speculate` computes
+        prompts while their chunks are searched for: "auto" where that is expected to gain time,
+        "on" always, "off" never.
+        """
+        runtime = ModelRuntime.open(model, device=device, dtype=dtype, quant=quant)
+        if kb is None:
+            return cls(runtime, settings=AnswerSettings(system))
+        settings = AnswerSettings(system, speculation=SpeculationConfig(speculate))
+        options = KVOptions(encoding, extras, system)
+        library = Library.open(Path(kb), runtime, options, embedder=embedder, promotion=promotion)
+        with ExitStack() as stack:  # an embedder that does not load leaves nothing open
+            stack.callback(library.close)
+            library.kb.warm()
+            stack.pop_all()
+        return cls(runtime, library, settings)
+
+    def over(
+        self,
+        folder: Path,
+        options: KVOptions,
+        settings: AnswerSettings,
+        *,
+        open_embedder: "OpenEmbedder | None" = None,
+    ) -> Self:
+        """Another with the same model over another knowledge base, made if it is not there. The two
+        share an engine: close this one last."""
+        library = Library.open(folder, self._runtime, options, open_embedder=open_embedder)
+        return type(self)(self._runtime, library, settings, owns_runtime=False)
+
+    def close(self) -> None:
+        """End what runs and give everything back. Harmless the second time."""
+        if self._library is not None:
+            self._library.settle()
+        if self._owns_runtime:
+            self._runtime.close()
+        self._answerer.router.close()
+        if self._library is not None:
+            self._library.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- documents
 
     def ingest(
         self,
@@ -71,15 +174,21 @@ class Weave(Opened):
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""
         return self.library.remove(reference)
 
+    def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
+        """The chunks of the knowledge base nearest to `question`, best first."""
+        return self._answerer.search(question, k)
+
+    # ---- answers
+
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
         `system` takes the place of the Weave's own system prompt for this question. `reuse` names a
         strategy: "full" prefills everything, "prefix" reuses what is exact, "reuse" takes stored
         chunk KV as it is, "weave" and others recompute a `ratio` of it (their own default if None):
-        faster, and not exact. "auto" takes the cheapest way on this machine that calibration allows
-        within `bound` (nats per token); `order="free"` lets it move chunks. Without `reuse`, a
-        `ratio` means "weave"; without both it is "auto" where the knowledge base has KV of the
+        faster, and not exact. "auto" takes the cheapest option on this machine that calibration
+        allows within `bound` (nats per token); `order="free"` lets it move chunks. Without `reuse`,
+        a `ratio` means "weave"; without both it is "auto" where the knowledge base has KV of the
         chunks and this machine was measured before, else "full". `Answer.explain` says what was
         done, and `Answer.decision` why.
 
@@ -92,11 +201,11 @@ class Weave(Opened):
     def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
-        return self._replying.answer(Question(question, **options), called_s)
+        return self._answerer.answer(Question(question, **options), called_s)
 
-    def plan(self, question: str, **options: Unpack[PlanOptions]) -> "Plan":
+    def plan(self, question: str, **options: Unpack[AskOptions]) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
-        return self._replying.plan(Question(question, **options))
+        return self._answerer.plan(Question(question, **options))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
@@ -105,15 +214,17 @@ class Weave(Opened):
         called_s = time.perf_counter()
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        return self._replying.plain(self._tokenizer.encode_chat(messages), sampling, called_s)
+        ids = self._runtime.tokenizer.encode_chat(messages)
+        return self._answerer.plain(ids, sampling, called_s)
 
     def complete(
         self, prompt: str | Sequence[int], *, sampling: Sampling | None = None
     ) -> AnswerStream:
         """Continue a text or token ids, without a chat template."""
         called_s = time.perf_counter()
-        ids = self._tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        return self._replying.plain(ids, sampling, called_s)
+        tokenizer = self._runtime.tokenizer
+        ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
+        return self._answerer.plain(ids, sampling, called_s)
 
     def build_prompt(
         self,
@@ -122,8 +233,60 @@ class Weave(Opened):
         system: str | None = None,
     ) -> Prompt:
         """The prompt `ask` would use for these documents, by part."""
-        return self._replying.prompting.build(question, documents, system)
+        return self._answerer.build_prompt(question, documents, system)
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds; a character of several tokens comes with its last one."""
-        return texts_of(self._tokenizer, token_ids)
+        return texts_of(self._runtime.tokenizer, token_ids)
+
+    # ---- what it is made of
+
+    @property
+    def model_name(self) -> str:
+        return self._runtime.name
+
+    @property
+    def system(self) -> str:
+        """The system prompt, unless a question brings another."""
+        return self._settings.system
+
+    @property
+    def profile(self) -> "Profile | None":
+        """What was measured of the model: the user's profile, or the packaged one."""
+        return self._answerer.router.profile
+
+    @property
+    def facts(self) -> "ModelFacts":
+        """What strategies must know of the model, from its profile if it has one."""
+        return self._answerer.router.facts
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self._runtime.max_context
+
+    @property
+    def engine(self) -> Engine:
+        """What computes; started if it is not yet."""
+        return self._runtime.client.engine
+
+    @property
+    def library(self) -> Library:
+        """The open knowledge base."""
+        return self._answerer.router.library
+
+    @property
+    def runtime(self) -> ModelRuntime:
+        """The loaded model, to be shared with another Weave."""
+        return self._runtime
+
+    def measure(self) -> None:
+        """Measure this machine for reuse="auto" now, unless it was measured before; otherwise the
+        first question with "auto" waits for it. Seconds, in which nothing is answered."""
+        self._answerer.router.measure()
+
+    def is_at_rest(self) -> bool:
+        """No request that is over still holds chunk KV of the open knowledge base. Waits for the
+        engine's step, in which it hears of those that have left."""
+        self.engine.run_alone(lambda: None)
+        return self.library.store.num_pinned() == 0

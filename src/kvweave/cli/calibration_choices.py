@@ -64,7 +64,7 @@ def variants_of(encodings: str | None, kb_folder: Path | None) -> "list[Variant]
 
 def encoding_of(kb_folder: Path | None) -> str:
     """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
-    from kvweave.app.library.encoder_setup import KV_FOLDER
+    from kvweave.app.library.stored_kv import KV_FOLDER
     from kvweave.fuse.encode.preparation import DEFAULT_ENCODING, read_preparation
 
     found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)

@@ -86,7 +86,7 @@ def rm_command(
         ids = {document.id for reference in references for document in kb.find(reference)}
         gone = len(ids)
         if (kb_folder / "kv").is_dir():
-            from kvweave.app.library.encoder_setup import (
+            from kvweave.app.library.kv_sync import (
                 remove_with_kv,  # brings torch: only where there is KV
             )
 

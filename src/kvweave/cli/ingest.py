@@ -1,6 +1,7 @@
 """`kvweave ingest`: files and folders into a knowledge base."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ from kvweave.cli.numbers import Amount
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvweave.app.library.kv_sync import KVSync
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-    from kvweave.ingest.encoder import Upkeep
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
 
@@ -139,6 +140,7 @@ def command(
         ctx.exit(EXIT_SKIPPED)
 
 
+@contextmanager
 def _encoding(
     kb: "KnowledgeBase",
     model: str,
@@ -147,26 +149,33 @@ def _encoding(
     extras: tuple[str, ...] | None,
     refresh: bool,
     machine: dict[str, str],
-) -> "AbstractContextManager[tuple[ChunkEncoder | None, Upkeep | None]]":
-    """Whoever computes chunk KV and whoever keeps what is there in step with the documents.
+) -> Iterator["tuple[ChunkEncoder | None, KVSync | None]"]:
+    """What computes chunk KV, and what keeps the KV that is there in step with the documents.
 
     Loading the model takes a moment, so only if it is wanted.
     """
     if not wanted and not (kb.folder / "kv").is_dir():
-        return nullcontext((None, None))
-    from kvweave.app.library.encoder_setup import chunk_encoder, upkeep_without_model
+        yield None, None
+        return
+    from kvweave.app.library.kv_sync import SyncJob, sync_without_model
 
     if not wanted:
-        return upkeep_without_model(kb)
-    return chunk_encoder(
-        kb,
-        model,
-        encoding,
-        extras,
-        refresh=refresh,
-        say=lambda line: click.echo(line, err=True),
-        **machine,
-    )
+        with sync_without_model(kb) as sync:
+            yield None, sync
+        return
+    from kvweave.app.library.library_kv import KVOptions, LibraryKV
+    from kvweave.app.runtime import ModelRuntime
+
+    device, dtype, quant = machine["device"], machine["dtype"], machine["quant"]
+    runtime = ModelRuntime.open(model, device=device, dtype=dtype, quant=quant)
+    options = KVOptions(encoding, extras)
+    with LibraryKV.open(kb, runtime.decoder, runtime.tokenizer, options, say=_say) as kv:
+        kv.prepare_to_encode()
+        yield kv.encoder, kv.sync(SyncJob(encodes=True, refresh=refresh))
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _refuse_without_kv(options: list[str]) -> None:

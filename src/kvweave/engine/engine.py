@@ -74,19 +74,13 @@ class Engine:
 
     # ---- any thread
 
-    def submit(
-        self, request: EngineRequest | Callable[[], EngineRequest], *, held: bool = False
-    ) -> Ticket:
+    def submit(self, request: EngineRequest, *, held: bool = False) -> Ticket:
         """Compute a request. Raises RequestError at once when it cannot be computed here.
 
-        A function instead of a request is called on the engine thread right before it begins: a
-        plan sees the tree as it is then. What it raises, the ticket raises. `held` computes the
-        prompt and gives nothing out until `Ticket.release`.
+        `held` computes the prompt and gives nothing out until `Ticket.release`.
         """
-        if isinstance(request, EngineRequest):
-            self._desk.check(request.prompt_ids)
-        make = (lambda: request) if isinstance(request, EngineRequest) else request
-        ticket = Ticket(make, held, self._notify)
+        self._desk.check(request.prompt_ids)
+        ticket = Ticket(request, held, self._notify)
         self._post(ticket)
         return ticket
 

@@ -52,7 +52,7 @@ def _exact(live: EngineSequence, part: FusedPart, placing: PageManager) -> tuple
     in_front = 1 + bool(live.request.preamble)  # nodes of a path before its first chunk
     num_exact = 0 if live.lease is None else max(0, len(live.lease.nodes) - in_front)
     if live.lease is None or not num_exact:
-        return part.preamble(), 0
+        return part.preamble, 0
     return _prefix(live, live.lease, placing), num_exact
 
 

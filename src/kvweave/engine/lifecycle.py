@@ -55,13 +55,8 @@ class Lifecycle:
             self._begin(ticket)
 
     def _begin(self, ticket: Ticket) -> None:
-        try:
-            request = ticket.make()
-            ids = request.prompt_ids
-            self.check(ids)
-        except Exception as error:  # the planner's, or what it planned cannot be computed
-            ticket.end(error)
-            return
+        request = ticket.request
+        ids = request.prompt_ids
         self._arrivals += 1
         live = EngineSequence(
             self._arrivals,

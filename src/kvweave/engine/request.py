@@ -36,7 +36,7 @@ class FusedPart:
     """How a prompt is woven from stored chunk KV. See fuse/prefill.py for the fields' meaning."""
 
     store: KVStore
-    preamble: Callable[[], Prefix]  # called on the engine thread: it may have to compute it
+    preamble: Prefix  # the exact KV in front of all chunks
     chunks: tuple[PromptChunk, ...]  # the request's, with the names of their KV
     strategy: Strategy
     ratio: float
@@ -112,9 +112,9 @@ class Ticket(Iterator[Choice]):
     """
 
     def __init__(
-        self, make: Callable[[], EngineRequest], held: bool, wake: Callable[["Ticket"], None]
+        self, request: EngineRequest, held: bool, wake: Callable[["Ticket"], None]
     ) -> None:
-        self.make = make  # the request; called once, by the engine
+        self.request = request
         self.record: FuseRecord | None = None  # how the prompt was prefilled; from the first token
         self.timeline = Timeline(time.perf_counter())
         self._changed = threading.Condition()

@@ -127,8 +127,8 @@ def weave(
     tmp_path: Path, folder: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Weave]:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("kvweave.app.auto.machine.PREFILL_BUDGET_S", 0.2)
-    monkeypatch.setattr("kvweave.app.auto.machine.RECOMPUTE_BUDGET_S", 0.2)
+    monkeypatch.setattr("kvweave.app.auto.machine_profile.PREFILL_BUDGET_S", 0.2)
+    monkeypatch.setattr("kvweave.app.auto.machine_profile.RECOMPUTE_BUDGET_S", 0.2)
     with open_weave(tmp_path / "kb", (decoder, Tokenizer(folder))) as weave:
         yield weave
 

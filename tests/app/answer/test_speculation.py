@@ -11,29 +11,28 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.answering import Answer
-from kvweave.app.answer.engine_client import plain_request
+from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.speculation import SpeculationConfig
-from kvweave.app.auto.machine import profile_path
-from kvweave.app.library.encoder_setup import make_encoder
-from kvweave.app.library.library import Library
+from kvweave.app.auto.machine_profile import profile_path
+from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.requests import plain_request
+from kvweave.app.runtime import ModelRuntime
+from kvweave.app.weave import Answer
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, CorpusError
-from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import HostTierConfig, StoreConfig
-from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import Node
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
-from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
 from worlds.tiny_corpus import make_text, open_kb
 from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import library_of
 
 # The flat index compares in order of arrival: what came first is known first.
 TEXTS = [
@@ -116,12 +115,11 @@ def open_world(
     def make(mode: str = "on", max_prefill_bs: int = 1) -> World:
         decoder, tokenizer = model
         kb = open_kb(tmp_path / f"kb{len(worlds)}", tokenizer, chunk_tokens=64, index="flat")
-        store = KVStore(StoreConfig(tiers=(HostTierConfig(1 << 24),)))
-        isolated = Preparation.parse("isolated")
-        encoder = make_encoder(decoder, tokenizer, store, isolated, SYSTEM, kb, None)
-        library = Library(kb, store, decoder, encoder)
+        runtime = ModelRuntime(decoder, tokenizer, "tiny", SMALL)
+        options = KVOptions("isolated", store=StoreConfig(tiers=(HostTierConfig(1 << 24),)))
+        library = library_of(kb, runtime, options)
         speculation = SpeculationConfig(mode, max_prefill_bs)  # type: ignore[arg-type]
-        world = World(Weave(decoder, tokenizer, "tiny", SYSTEM, library, SMALL, speculation))
+        world = World(Weave(runtime, library, AnswerSettings(speculation=speculation)))
         world.weave.ingest(*TEXTS, chunk_kv=True)
         submit, staged = world.engine.submit, kb.search_staged
 

@@ -19,9 +19,10 @@ from kvweave.app.auto.facts import (
     plain_bytes,
     strategy_info,
 )
-from kvweave.app.auto.machine import profile_path
+from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.auto.tier_probes import STALE_S
-from kvweave.app.question import AskOptions, PlanOptions, Question
+from kvweave.app.question import AskOptions, Question
+from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer
 from kvweave.calibrate.gate import BOUND
 from kvweave.cli import planning as cli_planning
@@ -42,7 +43,6 @@ from kvweave.model.decoder import Decoder
 from kvweave.plan.loading_cost import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, TierLink, load_profile
-from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from worlds.auto import (
     GREEDY,
@@ -265,9 +265,9 @@ def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path
         links.clear()
         links["disk/int8"] = TierLink(1e6, seen_s=time.time())
         plan = weave.plan(QUESTION)
-        planning = weave._replying.ways.planning
-        assert planning is not None
-        assert planning._expected(plan).load_s == pytest.approx(plan.chosen.load_bytes / 1e6)
+        assert planning_of(weave).expected(plan).load_s == pytest.approx(
+            plan.chosen.load_bytes / 1e6
+        )
 
 
 def plan_until(weave: Weave, is_so: Callable[[Plan], bool]) -> None:
@@ -420,7 +420,6 @@ def test_the_knowledge_tree_is_priced_by_the_measured_machine(
 def test_every_keyword_of_ask_is_a_field_with_a_default() -> None:
     names = {field.name for field in fields(Question)} - {"question"}
     assert names == AskOptions.__optional_keys__
-    assert names - {"sampling", "reuse", "ratio"} == PlanOptions.__optional_keys__
 
 
 def test_a_free_order_is_a_permutation_and_keep_keeps(world: World, weave: Weave) -> None:
@@ -455,7 +454,7 @@ def test_without_a_knowledge_base_auto_names_the_way_to_one(
     model: tuple[Decoder, Tokenizer],
 ) -> None:
     with pytest.raises(ConfigError, match="no knowledge base is open"):
-        ask(Weave(*model, "tiny", SYSTEM))
+        ask(Weave(ModelRuntime(*model, "tiny")))
 
 
 def test_the_gate_knows_strategies_that_were_measured_and_no_others() -> None:

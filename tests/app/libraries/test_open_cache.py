@@ -13,13 +13,14 @@ import pytest
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
 from kvweave.app.libraries.open_cache import AllInUse, OpenCache
-from kvweave.app.weave import Sampling, Weave
+from kvweave.app.weave import Sampling
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from worlds.serving import serving, user
 from worlds.tiny_corpus import WordEmbedder
+from worlds.weaves import plain_weave
 
 MIB = 1 << 20
 GREEDY = Sampling(max_tokens=4)
@@ -225,7 +226,7 @@ def libraries(
     """Two may be open."""
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     decoder, engine = load_decoder(chat_model_folder, device="cpu"), EngineConfig(idle_s=0.05)
-    weave = Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.", engine=engine)
+    weave = plain_weave(decoder, Tokenizer(chat_model_folder), engine)
     config = LibrariesConfig(
         root=tmp_path / "kbs",
         embedder="words",

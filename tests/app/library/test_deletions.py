@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import pytest
 
+from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -21,6 +23,7 @@ from kvweave.types import ChunkId
 from worlds.engine import SMALL, alone, ids, with_chunks
 from worlds.serving import GatedDecoder, Interrupted
 from worlds.tiny_corpus import WordEmbedder
+from worlds.weaves import plain_weave
 
 T = TypeVar("T")
 GREEDY = Sampling(max_tokens=2)
@@ -96,12 +99,12 @@ def test_deletions_beyond_what_is_remembered_count_for_everybody_who_is_older() 
 def world(chat_model_folder: Path, tmp_path: Path) -> Iterator[tuple[Weave, Interrupted]]:
     decoder, searches = load_decoder(chat_model_folder, device="cpu"), Interrupted()
     with (
-        Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.") as whole,
+        plain_weave(decoder, Tokenizer(chat_model_folder)) as whole,
         whole.over(
             tmp_path,
+            KVOptions("isolated", system=whole.system),
+            AnswerSettings(whole.system, look_up=searches),
             open_embedder=lambda name: WordEmbedder(),
-            encoding="isolated",
-            look_up=searches,
         ) as weave,
     ):
         weave.ingest(("Drain", "To drain a node, cordon it first."), chunk_kv=True)
@@ -122,8 +125,8 @@ def test_a_document_deleted_right_behind_a_search_stays_deleted(
     searches.then = lambda: weave.remove(document.id)
     answer = weave.ask("How do I drain a node?", k=1, reuse=reuse, sampling=GREEDY)
     assert answer.completion_tokens > 0
-    assert weave._replying.seen is not None
-    assert weave._replying.seen.wait(30)
+    assert weave.library.promotion is not None
+    assert weave.library.promotion.wait(30)
     assert not any(each.endswith(name) for each in names(weave.engine))
     assert weave.library.store.flush()
     assert weave.library.store.peek([key])[0].residency is Residency.ABSENT
@@ -136,10 +139,10 @@ def test_a_document_deleted_right_behind_a_search_stays_deleted(
 
 @pytest.mark.parametrize("when", ["before it is computed", "before it is saved"])
 def test_a_chunk_deleted_while_it_is_being_stored_is_not_left_behind(
-    world: tuple[Weave, Interrupted], when: str
+    world: tuple[Weave, Interrupted], monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     weave, _ = world
-    seen, encoder = weave._replying.seen, weave.library.encoder
+    seen, encoder = weave.library.promotion, weave.library.encoder
     token_ids = weave.build_prompt("x", ["A quota limits pods."]).chunks[0]
     name, compute = make_chunk_id(token_ids), encoder.alone
 
@@ -148,15 +151,15 @@ def test_a_chunk_deleted_while_it_is_being_stored_is_not_left_behind(
         weave.engine.forget([name])
         return made
 
-    def deleted_first(work: Callable[[], None]) -> None:
+    def deleted_first(timeout_s: float) -> bool:
         weave.engine.forget([name])
-        work()
+        return True
 
     assert seen is not None
     if when == "before it is saved":
         encoder.alone = interrupted
     else:
-        seen._run_alone = deleted_first
+        monkeypatch.setattr(weave.runtime.client.answers, "wait_for_none", deleted_first)
     seen.saw([token_ids], at_once={name}, as_of=weave.engine.tombstones.generation)
     assert seen.wait(30)
     assert weave.library.store.flush()

@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app.library.encoded import FILE
-from kvweave.app.library.encoder_setup import make_encoder, open_store
+from kvweave.app.library.kv_sync import FILE
 from kvweave.app.library.library import Library
-from kvweave.app.library.neighbours import open_table
+from kvweave.app.library.library_kv import KVOptions, store_config
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.sources import TextSource
 from kvweave.kv.residency import Residency
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import library_over
 
 Open = Callable[..., "contextmanager[Looked]"]
 WORDS = ["node", "pod", "volume", "claim", "quota", "taint", "lease", "probe"]
@@ -91,10 +89,8 @@ def opened(tmp_path: Path, model_folder: Path, decoder: Decoder) -> Open:
             chunk_tokens=64,
             create=True,
         )
-        store, preparation = open_store(folder, 1 << 24), Preparation.parse(encoding)
-        table = open_table(folder, preparation)
-        encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
-        library = Library(kb, store, decoder, encoder, table)
+        options = KVOptions(encoding, store=store_config(folder, 1 << 24))
+        library = library_over(kb, decoder, tokenizer, options)
         try:
             yield Looked(library)
         finally:

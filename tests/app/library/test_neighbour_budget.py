@@ -6,22 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app.library.encoder_setup import make_encoder
 from kvweave.app.library.library import Library
-from kvweave.app.library.neighbours import open_table
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.encode.save_log import Saves
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from worlds.tiny_corpus import WordEmbedder, make_folder
 from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import library_over
 
 PLENTY = 1 << 30
 
@@ -45,7 +42,7 @@ class World:
 
     @contextmanager
     def library(self, name: str, disk_bytes: int) -> Iterator[Library]:
-        folder, preparation = self._folder / name, Preparation.parse("neighbours:2")
+        folder = self._folder / name
         kb = KnowledgeBase.open(
             folder,
             tokenizer=self._tokenizer,
@@ -54,12 +51,9 @@ class World:
             create=True,
         )
         disk = DiskTierConfig(folder / KV_FOLDER, disk_bytes)
-        store = KVStore(StoreConfig(tiers=(HostTierConfig(1 << 20), disk)))
-        table = open_table(folder, preparation)
-        encoder = make_encoder(
-            self._decoder, self._tokenizer, store, preparation, SYSTEM, kb, table
-        )
-        library = Library(kb, store, self._decoder, encoder, table)
+        store = StoreConfig(tiers=(HostTierConfig(1 << 20), disk))
+        options = KVOptions("neighbours:2", store=store)
+        library = library_over(kb, self._decoder, self._tokenizer, options)
         try:
             yield library
         finally:
@@ -106,7 +100,7 @@ def forbid_computing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("computed again")
 
     for module in ("chunk_encoder", "neighbour_encoder"):
-        monkeypatch.setattr(f"kvweave.fuse.{module}.encode_chunks", compute)
+        monkeypatch.setattr(f"kvweave.fuse.encode.{module}.encode_chunks", compute)
 
 
 def test_a_tight_disk_keeps_all_that_is_served_and_the_next_ingest_computes_nothing(

@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.app.library.encoder_setup import make_encoder, open_store, remove_with_kv
-from kvweave.app.library.kv_sync import KVSync
+from kvweave.app.library.kv_sync import KVSync, remove_with_kv
 from kvweave.app.library.library import Library
-from kvweave.app.library.neighbours import open_table
+from kvweave.app.library.library_kv import CODEC, KVOptions
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
-from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import prefill_from_store
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
@@ -35,7 +33,6 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
 from worlds import killed_removal
@@ -43,6 +40,7 @@ from worlds.killing import kill_at
 from worlds.running import Run, run  # noqa: F401  (a fixture)
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import library_over
 
 SIZE = 2
 TEXTS = {
@@ -78,7 +76,9 @@ Open = Callable[..., "contextmanager[Library]"]
 @pytest.fixture
 def opened(tmp_path: Path, model_folder: Path, decoder: Decoder) -> Open:
     @contextmanager
-    def opened(encoding: str = f"neighbours:{SIZE}", index: str | None = None) -> Iterator[Library]:
+    def opened(
+        encoding: str = f"neighbours:{SIZE}", index: str | None = None, codec: str = CODEC
+    ) -> Iterator[Library]:
         folder, tokenizer = tmp_path / "kb", Tokenizer(model_folder)
         kb = KnowledgeBase.open(
             folder,
@@ -88,10 +88,7 @@ def opened(tmp_path: Path, model_folder: Path, decoder: Decoder) -> Open:
             index=index,
             create=True,
         )
-        store, preparation = open_store(folder), Preparation.parse(encoding)
-        table = open_table(folder, preparation)
-        encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, table)
-        library = Library(kb, store, decoder, encoder, table)
+        library = library_over(kb, decoder, tokenizer, KVOptions(encoding, codec=codec))
         try:
             library.repair()
             yield library
@@ -123,7 +120,7 @@ def entries_of(library: Library) -> dict[str, tuple[str, ...] | None]:
 
 
 def table_of(library: Library) -> NeighbourTable:
-    table = library._table
+    table = library.kv.table
     assert table is not None
     return table
 
@@ -244,11 +241,9 @@ def test_a_second_model_takes_the_same_neighbours(opened: Open, docs: Path, tmp_
             dtype="float32",
         )
         tokenizer = Tokenizer(tmp_path / "other" / "llama")
-        preparation = library.encoder.preparation
-        encoder = make_encoder(
-            other, tokenizer, library.store, preparation, SYSTEM, library.kb, table_of(library)
-        )
-        second = Library(library.kb, library.store, other, encoder, table_of(library))
+        encoding = str(library.encoder.preparation.variant)
+        second = library_over(library.kb, other, tokenizer, KVOptions(encoding))
+        encoder = second.encoder
         ingest(second, docs)
         assert entries_of(second) == entries
         for chunk in chunks_of(library).values():
@@ -329,10 +324,9 @@ def test_ratio_one_over_kv_behind_neighbours_is_full_prefill(
 
 
 def test_ratio_one_is_full_prefill_to_the_last_bit_that_floats_have(
-    opened: Open, docs: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    opened: Open, docs: Path, decoder: Decoder
 ) -> None:
-    monkeypatch.setattr("kvweave.app.library.encoder_setup.CODEC", "raw")
-    with opened() as library:
+    with opened(codec="raw") as library:
         ingest(library, docs)
         chunks = list(chunks_of(library).values())
         for strategy in ("random", "epic", "cacheblend", "fusionrag", "weave"):
@@ -517,7 +511,7 @@ def test_kv_goes_from_memory_where_no_disk_tier_could_be_opened(
         encoder, chunks = library.encoder, chunks_of(library)
         evict = chunks["evict"].token_ids
         keys = {encoder.exact_key(evict), encoder.key(evict)}
-        if library._table is not None:
+        if library.kv.table is not None:
             keys.add(encoder.filled_key(evict))
             users = [t for t, e in entries_of(library).items() if e and "evict" in e]
             keys |= {encoder.key(chunks[user].token_ids) for user in users}

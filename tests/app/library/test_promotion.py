@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.library.encoder_setup import key_context
+from kvweave.app.library.library_kv import key_context
 from kvweave.app.library.promotion import ChunkPromotion
+from kvweave.app.runtime import ActiveAnswers
 from kvweave.app.weave import Answer, Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
@@ -40,7 +41,7 @@ def weave(tmp_path: Path, model: tuple[Decoder, Tokenizer]) -> Iterator[Weave]:
 
 def ask(weave: Weave, *texts: str) -> Answer:
     answer = weave.ask("What is it?", documents=texts, reuse="reuse", sampling=GREEDY)
-    assert weave._replying.seen is None or weave._replying.seen.wait(30)
+    assert weave.library.promotion is None or weave.library.promotion.wait(30)
     return answer
 
 
@@ -91,24 +92,24 @@ def test_promotion_zero_keeps_nothing_of_a_request(
 def test_full_prefill_stores_nothing(weave: Weave) -> None:
     for _ in range(3):
         weave.ask("What is it?", documents=TEXTS[:1], reuse="full", sampling=GREEDY)
-    assert weave._replying.seen is not None
-    assert weave._replying.seen.wait(10)
+    assert weave.library.promotion is not None
+    assert weave.library.promotion.wait(10)
     assert num_stored(weave) == 0
 
 
 def test_encoding_waits_while_an_answer_is_in_the_making(weave: Weave) -> None:
-    assert weave._replying.seen is not None
+    assert weave.library.promotion is not None
     ask(weave, TEXTS[0])
     under_way = weave.stream("Is it so?", documents=["x"], sampling=GREEDY)
     pieces = iter(under_way)
     next(pieces)
     asked = weave.ask("Why?", documents=TEXTS[:1], reuse="reuse", sampling=GREEDY)
     assert asked.text is not None
-    assert not weave._replying.seen.wait(0.3), "somebody is being answered"
+    assert not weave.library.promotion.wait(0.3), "somebody is being answered"
     assert num_stored(weave) == 0
     for _ in pieces:
         pass
-    assert weave._replying.seen.wait(30)
+    assert weave.library.promotion.wait(30)
     assert num_stored(weave) > 0
 
 
@@ -153,7 +154,7 @@ def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
             encoder = ChunkEncoder(
                 decoder, store, context, preparation, texts, neighbours_of=lambda _: None
             )
-            seen = ChunkPromotion(encoder, max_context, lambda work: work(), threshold=1)
+            seen = ChunkPromotion(encoder, max_context, ActiveAnswers(), threshold=1)
             seen.saw([chunk])
             assert seen.wait(30)
             seen.close()

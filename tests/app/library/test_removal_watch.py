@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
-from kvweave.app.library.encoder_setup import remove_with_kv
-from kvweave.app.library.kv_sync import KVSync
+from kvweave.app.library.kv_sync import KVSync, remove_with_kv
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -27,6 +28,7 @@ from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from worlds.serving import Interrupted
 from worlds.tiny_corpus import WordEmbedder
+from worlds.weaves import plain_weave
 
 GREEDY = Sampling(max_tokens=2)
 DRAIN = ("Drain", "To drain a node, cordon it first.")
@@ -42,12 +44,12 @@ def over(chat_model_folder: Path, tmp_path: Path) -> Iterator[Over]:
     """Opens the knowledge base with one engine and one memory of conversations, as a server does:
     again after it was closed for another."""
     decoder, conversations = load_decoder(chat_model_folder, device="cpu"), Conversations()
-    with Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.") as whole:
+    with plain_weave(decoder, Tokenizer(chat_model_folder)) as whole:
         yield lambda: whole.over(
             tmp_path / "kb",
+            KVOptions("isolated", system=whole.system),
+            AnswerSettings(whole.system, conversations=conversations),
             open_embedder=lambda name: WordEmbedder(),
-            encoding="isolated",
-            conversations=conversations,
         )
 
 
@@ -146,7 +148,7 @@ def test_a_chunk_that_another_process_brought_back_stays(over: Over, tmp_path: P
         chunk = fill(weave)
         kb = weave.library.kb
         with KnowledgeBase.open(
-            tmp_path / "kb", tokenizer=weave._tokenizer, embedder=WordEmbedder()
+            tmp_path / "kb", tokenizer=weave.runtime.tokenizer, embedder=WordEmbedder()
         ) as other:
             other.remove_documents([other.documents()[0].id])
             ingest(other, [DRAIN])
@@ -187,7 +189,7 @@ def test_a_chunk_removed_elsewhere_while_it_is_being_stored_is_not_left_behind(
     with over() as weave:
         weave.ingest(DRAIN, chunk_kv=False)
         (hit,) = weave.search("drain", 1)
-        seen, encoder = weave._replying.seen, weave.library.encoder
+        seen, encoder = weave.library.promotion, weave.library.encoder
         assert seen is not None
         alone = encoder.alone
 
@@ -211,14 +213,14 @@ def test_a_request_that_searched_before_a_removal_elsewhere_brings_nothing_back(
 ) -> None:
     decoder, searches = load_decoder(chat_model_folder, device="cpu"), Interrupted()
     folder = tmp_path / "kb"
-    with Weave(decoder, Tokenizer(chat_model_folder), "tiny", "Be brief.") as whole:
+    with plain_weave(decoder, Tokenizer(chat_model_folder)) as whole:
 
         def opened() -> AbstractContextManager[Weave]:
             return whole.over(
                 folder,
+                KVOptions("isolated", system=whole.system),
+                AnswerSettings(whole.system, look_up=searches),
                 open_embedder=lambda name: WordEmbedder(),
-                encoding="isolated",
-                look_up=searches,
             )
 
         with opened() as weave:
@@ -240,8 +242,8 @@ def test_a_request_that_searched_before_a_removal_elsewhere_brings_nothing_back(
             assert not store.keys_at_hand(carries([chunk.id]))
             for _ in range(2):  # the same text from the caller is the caller's own
                 weave.ask("Well?", documents=[chunk.text], sampling=GREEDY)
-            assert weave._replying.seen is not None
-            assert weave._replying.seen.wait(30)
+            assert weave.library.promotion is not None
+            assert weave.library.promotion.wait(30)
             assert store.keys_at_hand(carries([chunk.id]))
 
 
@@ -276,7 +278,7 @@ def test_a_chunk_removed_elsewhere_while_its_file_is_being_written_is_not_left_b
     with over() as weave:
         weave.ingest(DRAIN, chunk_kv=False)
         (hit,) = weave.search("drain", 1)
-        seen = weave._replying.seen
+        seen = weave.library.promotion
         assert seen is not None
         removed_first()
         now = weave.engine.tombstones.generation
@@ -296,7 +298,7 @@ def test_a_chunk_that_came_back_elsewhere_is_kept_in_memory_again(
     with over() as weave:
         store = weave.library.store
         with KnowledgeBase.open(
-            tmp_path / "kb", tokenizer=weave._tokenizer, embedder=WordEmbedder()
+            tmp_path / "kb", tokenizer=weave.runtime.tokenizer, embedder=WordEmbedder()
         ) as other:
             other.remove_documents([other.documents()[0].id])  # by one who knows of no KV
             weave.plan("Well?", documents=["A quota limits pods."])

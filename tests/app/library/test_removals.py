@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app.library.encoder_setup import make_encoder, open_store, remove_with_kv
+from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library import Library
+from kvweave.app.library.library_kv import KVOptions, store_config
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.sources import TextSource
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from worlds import killed_removal
 from worlds.killing import kill_at
 from worlds.tiny_corpus import WordEmbedder
+from worlds.weaves import library_over
 
 Open = Callable[[str], AbstractContextManager[Library]]
 ENCODINGS = ["isolated", "filler:1"]
@@ -49,9 +49,8 @@ def opened(tmp_path: Path, chat_model_folder: Path, decoder: Decoder) -> Open:
         kb = KnowledgeBase.open(
             folder, tokenizer=tokenizer, embedder=WordEmbedder(), chunk_tokens=64, create=True
         )
-        store, preparation = open_store(folder, 1 << 24), Preparation.parse(encoding)
-        encoder = make_encoder(decoder, tokenizer, store, preparation, SYSTEM, kb, None)
-        library = Library(kb, store, decoder, encoder)
+        options = KVOptions(encoding, store=store_config(folder, 1 << 24))
+        library = library_over(kb, decoder, tokenizer, options)
         try:
             library.repair()
             yield library
@@ -122,7 +121,7 @@ def test_a_removal_that_was_killed_is_finished_at_the_next_open(
         kill_while(lambda: library.remove(document), killed)
     with opened(encoding) as library:  # repairs
         assert_only_pod_went(library, chunks)
-        assert library._upkeep().is_settled
+        assert library.kv.sync().is_settled
 
 
 def test_a_removal_killed_at_any_moment_leaves_no_kv_of_what_went(
@@ -194,13 +193,13 @@ def test_kv_that_lands_behind_its_own_deletion_is_found_the_next_time(
         with monkeypatch.context() as slow:
             slow.setattr(KVStore, "flush", lambda *_: False)
             library.remove(document_of(library, "pod"))
-            assert not library._upkeep().is_settled
+            assert not library.kv.sync().is_settled
             library.repair()
-            assert not library._upkeep().is_settled, "still too slow: nobody knows"
+            assert not library.kv.sync().is_settled, "still too slow: nobody knows"
         late.write_bytes(written)  # what was on its way lands now
         library.repair()
         assert_only_pod_went(library, chunks)
-        assert library._upkeep().is_settled
+        assert library.kv.sync().is_settled
 
 
 def test_a_chunk_that_came_back_before_the_repair_keeps_its_kv(opened: Open) -> None:
@@ -211,7 +210,7 @@ def test_a_chunk_that_came_back_before_the_repair_keeps_its_kv(opened: Open) -> 
         ingest(library.kb, [source("pod", "again")])  # by one who knows of no KV
         library.repair()
         assert all(has_kv(library, chunk) for chunk in chunks.values())
-        assert library._upkeep().is_settled
+        assert library.kv.sync().is_settled
 
 
 def test_kv_that_requests_brought_outlives_a_repair(opened: Open) -> None:
@@ -235,7 +234,7 @@ def test_what_went_before_there_was_kv_costs_no_scan(
         library.ingest([source("pod")], chunk_kv=False)
         library.kb.remove_documents([library.kb.documents()[0].id])
         library.ingest([source("node")], chunk_kv=True)
-        assert library._upkeep().is_settled
+        assert library.kv.sync().is_settled
         assert library.store.flush()
         monkeypatch.setattr(StoredKV, "of_chunks", None)  # whoever scans fails
         library.repair()

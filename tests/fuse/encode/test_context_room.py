@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app.library.encoder_setup import key_context
+from kvweave.app.library.library_kv import key_context
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.context_room import check_room

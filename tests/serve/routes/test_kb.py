@@ -387,9 +387,9 @@ def test_explain_says_what_was_guessed_while_searching(
 ) -> None:
     loan = filled.libraries.lend("", "cluster")  # it stays open, and so stays the one
     over = loan.thing
-    monkeypatch.setattr(over._replying._speculation, "_cfg", SpeculationConfig("off"))
+    monkeypatch.setattr(over._answerer._speculation, "_cfg", SpeculationConfig("off"))
     assert ask(filled.url, kb="cluster", k=1)["explain"]["speculation"] is None
-    monkeypatch.setattr(over._replying._speculation, "_cfg", SpeculationConfig("on"))
+    monkeypatch.setattr(over._answerer._speculation, "_cfg", SpeculationConfig("on"))
     told = ask(filled.url, kb="cluster", k=1)["explain"]["speculation"]
     assert told["stages"] >= 1
     assert told["saved_tokens"] >= 0

@@ -1,41 +1,40 @@
-"""From a question to the answer in the making: everything in between, wired for one Weave.
+"""From a question to the answer in the making.
 
-    ask ─► prompting ─► ways ─► asking ─► engine
-              └── speculation, where a search and a prefill go side by side
-
-Part of the composition root: only `app.py` uses it. Any thread.
+question ─► prompt ─► router ─► engine ─► text
+   └── speculation, where a search and a prefill go side by side
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvweave.app.answer.answering import AnswerNotes, AnswerStream
-from kvweave.app.answer.conversations import Conversations, ConversationScope
-from kvweave.app.answer.engine_client import EngineClient, Submission, plain_request
-from kvweave.app.answer.prompting import Find, PromptMaker
+from kvweave.app.answer.answer_stream import AnswerStream
+from kvweave.app.answer.conversations import Conversations, ConversationScope, Talk
 from kvweave.app.answer.router import Router
-from kvweave.app.library.removal_watch import RemovalWatch
-from kvweave.app.question import Question
+from kvweave.app.answer.speculation import Speculation, SpeculationConfig
+from kvweave.app.answer.token_stream import Submission, TokenStream
+from kvweave.app.library.library import Library
+from kvweave.app.notes import AnswerNotes
+from kvweave.app.question import Question, refuse_empty
+from kvweave.app.requests import plain_request
+from kvweave.app.runtime import ModelRuntime
 from kvweave.engine.sampling import Sampling
-from kvweave.errors import KVWeaveError
-from kvweave.model.decoder import Decoder
-from kvweave.plan.ordering import PROMOTION
-from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import ChunkId
+from kvweave.text.prompt import (
+    SYSTEM,
+    Document,
+    Prompt,
+    build_prompt,
+    chunk_text,
+    lay_out,
+    past_messages,
+)
+from kvweave.types import Hit
 
 if TYPE_CHECKING:
-    from kvweave.app.answer.speculation import Speculation, SpeculationConfig
-    from kvweave.app.library.library import Library
-    from kvweave.app.library.promotion import ChunkPromotion
     from kvweave.plan.plan import Plan
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-FLUSH_S = 10.0  # at the end, for writes under way
 
 
 class LookUp(Protocol):
@@ -49,123 +48,131 @@ def at_once(search: Callable[[], T], /) -> T:
     return search()
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerSettings:
+    """What holds for all answers of one Weave."""
+
+    system: str = SYSTEM  # the system prompt, unless a question brings another
+    tenant: str = ""  # whose it is: tenants share no exact KV and no conversations
+    speculation: SpeculationConfig | None = None  # None: where it is expected to gain time
+    look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
+    # where conversations are remembered; another's, if they are to outlive this Weave
+    conversations: Conversations | ConversationScope = field(default_factory=Conversations)
+
+
 class Answerer:
-    """Answers with one model and, where one is open, its knowledge base."""
+    """Answers with one model and, where one is open, its knowledge base. Any thread."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        asking: EngineClient,
-        system: str,
-        library: "Library | None" = None,
-        find: Find | None = None,
-        *,
-        speculation: "SpeculationConfig | None" = None,
-        promotion: int = PROMOTION,
-        tenant: str = "",
-        look_up: LookUp = at_once,
-        conversations: Conversations | ConversationScope | None = None,
+        self, runtime: ModelRuntime, library: Library | None, settings: AnswerSettings
     ) -> None:
-        """`find` searches the library; both or neither are given. `look_up` runs what searches and
-        submits by itself."""
-        self._look_up = look_up
-        self._tokenizer = tokenizer
-        self.asking = asking
-        self.seen: ChunkPromotion | None = None
-        self._speculation: Speculation | None = None
-        self._deletions: RemovalWatch | None = None
+        self._tokenizer = runtime.tokenizer
+        self._client = runtime.client
         self._library = library
+        self._settings = settings
+        self.router = Router(runtime, library, settings.tenant)
+        self._speculation: Speculation | None = None
         if library is not None:
-            from kvweave.app.answer import speculation as speculating
-            from kvweave.app.library.promotion import watch
-
-            library.encoder.alone = lambda job: asking.engine.run_alone(job)
-            library.forgotten = asking.forget
-            catalogue = library.kb.catalogue
-            deletions = RemovalWatch(
-                catalogue.path, catalogue.uid(), asking.heard, asking.forget, library.drop_copies
+            device = runtime.decoder.device
+            self._speculation = Speculation(
+                library.kb, runtime.client, device, settings.speculation
             )
-            self._deletions = deletions
 
-            def is_gone(chunk_id: ChunkId, as_of: int) -> bool:
-                deletions.catch_up()  # a request may have found it long ago
-                return asking.is_gone(chunk_id, as_of)
-
-            self._speculation = speculating.Speculation(
-                library.kb, asking, decoder.device, speculation
-            )
-            max_context = decoder.spec.max_context
-            self.seen = watch(library.encoder, max_context, asking.answers, promotion, is_gone)
-        self.ways = Router(decoder, tokenizer, asking, library, self.seen, tenant)
-        self.prompting = PromptMaker(
-            tokenizer, system, tenant, find, conversations, is_gone=asking.is_gone
-        )
-
-    def close(self, *, with_engine: bool) -> None:
-        """Finish storing chunks, keep what was learnt of the machine."""
-        if self.seen is not None:
-            self.seen.close()
-        self._look_once_more()
-        if with_engine:
-            self.asking.close()
-        if self._deletions is not None:
-            self._deletions.close()
-        self.ways.close()
-
-    def _look_once_more(self) -> None:
-        """Chunk KV that was written down behind a removal elsewhere goes before we do: nobody would
-        look for it later."""
-        library, self._library = self._library, None  # closing twice is harmless
-        if library is None:
-            return
-        library.store.flush(FLUSH_S)  # who removes it from now on finds it where it lies
-        try:
-            self._catch_up()
-        except KVWeaveError as error:
-            log.warning("chunk KV of removed documents may be left: %s", error)
-
-    def answer(self, ask: Question, called_s: float) -> AnswerStream:
+    def answer(self, question: Question, called_s: float) -> AnswerStream:
         """The answer to a question. Nothing is computed yet, unless a search guessed."""
         self._catch_up()
-        as_of = self.asking.now()
-        stated, talk = self.ways.stated(ask), self.prompting.talk(ask)
+        as_of = self._client.generation()
+        named, talk = self.router.named(question), self._talk(question)
 
-        def way_of(chunks: Sequence[tuple[int, ...]]) -> Submission:
-            note = AnswerNotes(on_laid=lambda laid: talk.sent(ask.question, laid.chunks, as_of))
-            prompt = replace(self.prompting.over(chunks, ask, talk), as_of=as_of)
-            return self.ways.way(prompt, ask, stated, note)
+        def submission(chunks: Sequence[tuple[int, ...]]) -> Submission:
+            prompt = replace(self._prompt(chunks, question, talk), as_of=as_of)
+            made = self.router.submission(prompt, question, named, AnswerNotes())
+            # in the order that the engine was given: a plan may have moved them
+            return made.also(lambda _: talk.sent(question.question, made.prompt.chunks, as_of))
 
         speculation = self._speculation
-        if ask.documents is None and speculation is not None:
-            way, choices = self._look_up(
+        if question.documents is None and speculation is not None:
+            chosen, tokens = self._settings.look_up(
                 lambda: speculation.answer(
-                    ask.question, ask.k, lambda hits: way_of([hit.chunk.token_ids for hit in hits])
+                    question.question,
+                    question.k,
+                    lambda hits: submission([hit.chunk.token_ids for hit in hits]),
                 )
             )
         else:
-            way = way_of(self.prompting.given(ask))
-            choices = self.asking.choices(way.request, way.on_first)
-        way.note.retrieve_ms = (time.perf_counter() - called_s) * 1e3
-        tokens, note = way.prompt_tokens, way.note
-        return AnswerStream(choices, self._tokenizer, ask.drawn, tokens, called_s, note)
-
-    def plan(self, ask: Question) -> "Plan":
-        """What "auto" would do for a question."""
-        self._catch_up()
-        return self.ways.plan(self.prompting.prompt(ask), ask)
-
-    def _catch_up(self) -> None:
-        """Other processes may have removed documents."""
-        if self._deletions is not None:
-            self._deletions.catch_up()
+            chosen = submission(self._given(question))
+            tokens = TokenStream(self._client, chosen.request, chosen.on_first)
+        chosen.notes.retrieve_ms = (time.perf_counter() - called_s) * 1e3
+        num_tokens = len(chosen.prompt.token_ids)
+        return AnswerStream(
+            tokens, self._tokenizer, question.drawn, num_tokens, called_s, chosen.notes
+        )
 
     def plain(
         self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
     ) -> AnswerStream:
         """The answer to a prompt without parts."""
         sampling = sampling or Sampling()
-        self.asking.check(prompt_ids)
+        self._client.check(prompt_ids)
         request = plain_request(prompt_ids, sampling, self._tokenizer.eos_ids)
-        choices = self.asking.choices(request)
-        return AnswerStream(choices, self._tokenizer, sampling, len(prompt_ids), called_s)
+        tokens = TokenStream(self._client, request)
+        return AnswerStream(tokens, self._tokenizer, sampling, len(prompt_ids), called_s)
+
+    def plan(self, question: Question) -> "Plan":
+        """What "auto" would do for a question."""
+        self._catch_up()
+        if question.documents is None and self._library is not None:
+            found = self.search(question.question, question.k)
+            chunks = [hit.chunk.token_ids for hit in found]
+        else:
+            chunks = self._given(question)
+        prompt = self._prompt(chunks, question, self._talk(question))
+        return self.router.plan(prompt, question)
+
+    def search(self, question: str, k: int) -> list[Hit]:
+        """The chunks of the knowledge base nearest to a question, best first."""
+        kb = self.router.library.kb
+        return self._settings.look_up(lambda: kb.search(question, k))
+
+    def build_prompt(
+        self, question: str, documents: Sequence[Document | str], system: str | None
+    ) -> Prompt:
+        """The prompt of a question over documents, without a history."""
+        refuse_empty(question)
+        words = self._words(system)
+        return build_prompt(self._tokenizer, question, _documents(documents), words)
+
+    def _catch_up(self) -> None:
+        """Other processes may have removed documents."""
+        if self._library is not None:
+            self._library.catch_up()
+
+    def _talk(self, question: Question) -> Talk:
+        """What was said before, with the chunks that stood there."""
+        past, name = past_messages(question.history), question.conversation_id
+        is_gone = self._client.is_gone
+        conversations = self._settings.conversations
+        return conversations.talk(self._tenant_of(question), name, past, is_gone)
+
+    def _given(self, question: Question) -> list[tuple[int, ...]]:
+        """The documents of a request as chunks."""
+        texts = _documents(question.documents or ())
+        return [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+
+    def _prompt(self, chunks: Sequence[tuple[int, ...]], question: Question, talk: Talk) -> Prompt:
+        """The question behind its history and the chunks that the history does not hold."""
+        held = talk.held(chunks)
+        new = [ids for ids in chunks if ids not in held]
+        system = self._words(question.system)
+        prompt = lay_out(self._tokenizer, question.question, new, system, talk.messages)
+        return replace(prompt, left_out=tuple(held), tenant=self._tenant_of(question))
+
+    def _words(self, system: str | None) -> str:
+        return self._settings.system if system is None else system
+
+    def _tenant_of(self, question: Question) -> str:
+        return question.tenant or self._settings.tenant
+
+
+def _documents(documents: Sequence[Document | str]) -> list[Document]:
+    return [Document(d) if isinstance(d, str) else d for d in documents]

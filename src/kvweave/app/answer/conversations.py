@@ -5,8 +5,6 @@ puts them back into the history of the next prompt, in the very place and with t
 had, and leaves out of the new turn what the history holds. A message that the client cut takes its
 chunks with it: they are sent again when they are wanted again. So every chunk that was retrieved is
 in the prompt. A chunk whose document was deleted since stands in no history any more.
-
-Part of the composition root: only `prompting.py` uses it.
 """
 
 import hashlib

@@ -1,27 +1,24 @@
-"""How a prompt becomes a request to the engine: as the caller says, or as the planner does.
+"""How a prompt is prefilled: as the caller says, as the planner does, or by default.
 
     reuse given          that strategy; "auto": the planner's choice
     only a ratio given   weave, the best at every ratio on held-out data (SmolLM2)
     neither              "auto" where stored chunk KV can be used and prices are known, else "full"
 
-Nobody who did not ask for it waits while the machine is measured: a default never does that, and
-the answer's explain record says that it did not. Part of the composition root: only `replying.py`
-uses it. Any thread, unless a method says otherwise.
+A default never measures the machine, which takes seconds: the answer's explain record says so.
 """
 
+import threading
 from copy import deepcopy
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvweave.app.answer.answering import AnswerNotes
-from kvweave.app.answer.engine_client import (
-    EngineClient,
-    OnFirst,
-    Submission,
-    exact_request,
-    keep_record,
-)
+from kvweave.app.answer.token_stream import Submission
+from kvweave.app.library.library import Library
+from kvweave.app.library.library_kv import CODEC
+from kvweave.app.notes import AnswerNotes
 from kvweave.app.question import AUTO, Question
+from kvweave.app.requests import Fusion, exact_request, fused_request
+from kvweave.app.runtime import ModelRuntime
 from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
@@ -32,15 +29,11 @@ from kvweave.fuse.strategy import (
     chosen_ratio,
     open_strategy,
 )
-from kvweave.model.decoder import Decoder
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.prompt import Prompt
-from kvweave.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvweave.app.auto.auto_planner import AutoPlanner
-    from kvweave.app.library.library import Library
-    from kvweave.app.library.promotion import ChunkPromotion
     from kvweave.plan.plan import Plan
     from kvweave.plan.profile import MachineProfile
 
@@ -59,163 +52,155 @@ class NamedStrategy(NamedTuple):
 
 
 class Router:
-    """Ways to answer with one model and, where one is open, its knowledge base."""
+    """Makes prompts into submissions, with one model and, where one is open, its knowledge base.
+    Any thread."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        asking: EngineClient,
-        library: "Library | None" = None,
-        seen: "ChunkPromotion | None" = None,
-        tenant: str = "",
+        self, runtime: ModelRuntime, library: Library | None = None, tenant: str = ""
     ) -> None:
-        """`seen` hears which chunks came with requests that reuse."""
-        self._decoder = decoder
-        self._tokenizer = tokenizer
-        self._asking = asking
+        self._decoder = runtime.decoder
+        self._tokenizer = runtime.tokenizer
+        self._client = runtime.client
         self._library = library
-        self._seen = seen
         self._tenant = tenant
-        self.planning: AutoPlanner | None = None  # opened by the first plan
+        self._opening = threading.Lock()
+        self._planner: AutoPlanner | None = None
 
     def close(self) -> None:
         """Keep what was learnt of the machine."""
-        if self.planning is not None:
-            self.planning.close()
+        if self._planner is not None:
+            self._planner.close()
 
     @property
-    def library(self) -> "Library":
+    def library(self) -> Library:
         if self._library is None:
             raise ConfigError("no knowledge base is open; use Weave.open('./kb') or --kb DIR")
         return self._library
 
     @cached_property
     def profile(self) -> Profile | None:
+        """What was measured of the model: the user's profile, or the packaged one."""
         return find_profile(self._decoder.weights.fingerprint, self._tokenizer.fingerprint)
 
     @cached_property
     def facts(self) -> ModelFacts:
+        """What strategies must know of the model, from its profile if it has one."""
         num_layers = self._decoder.spec.num_layers
         return ModelFacts(num_layers) if self.profile is None else self.profile.facts(num_layers)
 
-    def stated(self, ask: Question) -> NamedStrategy | None:
+    def named(self, question: Question) -> NamedStrategy | None:
         """The strategy that was named, ready for this model; None: it is still to be chosen."""
-        name = WITH_RATIO if ask.reuse is None and ask.ratio is not None else ask.reuse
+        without = question.reuse is None and question.ratio is not None
+        name = WITH_RATIO if without else question.reuse
         if name is None or name == AUTO:
             return None
-        # a damaged profile is no trouble of who does not use it
+        # a damaged profile does not matter to a strategy that does not use it
         needed = name in NEEDS_PROFILE
         facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
         strategy = open_strategy(name, facts)
-        return NamedStrategy(strategy, chosen_ratio(strategy, ask.ratio))
+        return NamedStrategy(strategy, chosen_ratio(strategy, question.ratio))
 
-    def way(
-        self, prompt: Prompt, ask: Question, stated: NamedStrategy | None, note: AnswerNotes
+    def submission(
+        self, prompt: Prompt, question: Question, named: NamedStrategy | None, notes: AnswerNotes
     ) -> Submission:
-        """How a prompt is answered. `stated` is the ask's. Says nothing to anybody before the first
-        token: it may be a guess. Raises RequestError if it cannot be answered."""
-        self._asking.check(prompt.token_ids)
-        if stated is None and ask.reuse is None:
-            note.why = self._why_full(prompt)
-            if note.why is not None:
+        """How a prompt is answered; `named` is the question's. Nothing is remembered of it before
+        its first token: it may be a guess. Raises RequestError if it cannot be answered."""
+        self._client.check(prompt.token_ids)
+        if named is None and question.reuse is None:
+            notes.why = self._why_full(prompt)
+            if notes.why is not None:
                 full = open_strategy("full", ModelFacts(self._decoder.spec.num_layers))
-                return self._named(prompt, ask, NamedStrategy(full, 0.0), note)
-        if stated is None:
-            return self._planned(prompt, ask, note)
-        return self._named(prompt, ask, stated, note)
+                named = NamedStrategy(full, 0.0)
+        if named is None:
+            return self._planned(prompt, question, notes)
+        return self._as_named(prompt, question, named, notes)
 
-    def plan(self, prompt: Prompt, ask: Question) -> "Plan":
-        """What "auto" would do. Waits for its turn on the engine thread."""
-        self._asking.check(prompt.token_ids)
+    def plan(self, prompt: Prompt, question: Question) -> "Plan":
+        """What "auto" would do."""
+        self._client.check(prompt.token_ids)
         self.library.check_preamble(prompt)
-        order = OrderPermission(ask.order)
-        return self._asking.engine.run_alone(
-            lambda: self._open_planning().plan(prompt, ask.bound, order).plan
-        )
+        order = OrderPermission(question.order)
+        return self.planner().plan(prompt, question.bound, order).plan
 
     def _why_full(self, prompt: Prompt) -> str | None:
-        """Why nothing is reused where nobody said how; None: the planner may choose."""
+        """Why nothing is reused where the caller did not say how; None: the planner may choose."""
         if self._library is None:
             return NO_LIBRARY
         if not self._library.is_behind(prompt):
             return OTHER_PREAMBLE
         if not self._library.has_kv(prompt.chunks):
             return NOTHING_STORED
-        if self.planning is None:
-            from kvweave.app.auto.machine import find_machine
+        if self._planner is None:
+            from kvweave.app.auto.machine_profile import find_machine
 
-            if self._asking.measured is None and find_machine(self._decoder) is None:
+            if self._client.measured is None and find_machine(self._decoder) is None:
                 return NOT_MEASURED
         return None
 
-    def _named(
-        self, prompt: Prompt, ask: Question, stated: NamedStrategy, note: AnswerNotes
+    def _as_named(
+        self, prompt: Prompt, question: Question, named: NamedStrategy, notes: AnswerNotes
     ) -> Submission:
-        """Answered as the caller says."""
-        strategy, eos_ids = stated.strategy, self._tokenizer.eos_ids
-        on_first = keep_record(note, prompt)
+        strategy, eos_ids = named.strategy, self._tokenizer.eos_ids
+
+        def note(ticket: Ticket) -> None:
+            if ticket.record is not None:
+                notes.keep(ticket.record)
+
         if strategy.reuses != "all":
             use_tree = strategy.reuses == "exact"
-            request = exact_request(prompt, ask.drawn, eos_ids, use_tree=use_tree)
-        else:
-            self.library.check_preamble(prompt)
-            request = self.library.request(prompt, ask.drawn, eos_ids, strategy, stated.ratio)
-            on_first = self._saw(prompt, on_first)
-        return Submission(len(prompt.token_ids), request, on_first, note)
+            request = exact_request(prompt, question.drawn, eos_ids, use_tree=use_tree)
+            return Submission(prompt, request, notes, (note,))
+        library = self.library
+        library.check_preamble(prompt)
+        fusion = Fusion(strategy, named.ratio)
+        request = fused_request(library, prompt, question.drawn, eos_ids, fusion)
 
-    def _saw(self, prompt: Prompt, on_first: OnFirst) -> OnFirst:
-        def hear(ticket: Ticket) -> None:
-            on_first(ticket)
-            if self._seen is not None:
-                self._seen.saw(prompt.chunks, as_of=prompt.as_of)
+        def promote(_: Ticket) -> None:
+            if library.promotion is not None:
+                library.promotion.saw(prompt.chunks, as_of=prompt.as_of)
 
-        return hear
+        return Submission(prompt, request, notes, (note, promote))
 
-    def _planned(self, prompt: Prompt, ask: Question, note: AnswerNotes) -> Submission:
-        """Planned when its turn comes, by what the engine's tree holds then."""
-        from kvweave.app.auto.auto_planner import Wish
-
+    def _planned(self, prompt: Prompt, question: Question, notes: AnswerNotes) -> Submission:
+        """As the planner chooses, from what tree and tiers hold now."""
         self.library.check_preamble(prompt)
-        eos_ids, order = self._tokenizer.eos_ids, OrderPermission(ask.order)
-        wish = Wish(prompt, ask.drawn, eos_ids, ask.bound, order, note)
-        return Submission(
-            len(prompt.token_ids),
-            lambda: self._open_planning().request(wish),
-            lambda ticket: self._open_planning().observe(wish, ticket),
-            note,
-        )
+        planner = self.planner()
+        chosen = planner.choose(prompt, question.bound, OrderPermission(question.order))
+        request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
+        observe = planner.observer(chosen, notes)
+        return Submission(chosen.prompt, request, notes, (observe,))
 
     def measure(self) -> None:
         """Measure this machine, unless it was: seconds, in which the engine does nothing else."""
-        self._asking.engine.run_alone(self._open_machine)
+        self._client.run_alone(self._open_machine)
 
     def _open_machine(self) -> "MachineProfile":
         """What things cost here, a copy of one's own. On the engine thread: may measure."""
-        from kvweave.app.auto.machine import find_machine, new_machine
-        from kvweave.app.library.encoder_setup import CODEC
+        from kvweave.app.auto.machine_profile import find_machine, new_machine
 
-        asking = self._asking
+        client = self._client
         kept = find_machine(self._decoder)  # with what answers taught it since
         if kept is not None:
             return kept
-        if asking.measured is None:
-            asking.measured = new_machine(self._decoder, CODEC)
-        return deepcopy(asking.measured)  # where nothing can be kept, others need it too
+        if client.measured is None:
+            library = self._library
+            codec = CODEC if library is None else library.encoder.context.codec
+            client.measured = new_machine(self._decoder, codec)
+        return deepcopy(client.measured)  # where nothing can be kept, others need it too
 
-    def _open_planning(self) -> "AutoPlanner":
-        """On the engine thread: the first time may measure the machine, with the decoder."""
-        if self.planning is None:
-            from kvweave.app.auto.auto_planner import AutoPlanner
+    def planner(self) -> "AutoPlanner":
+        """What chooses for "auto". The first call waits for the engine and may measure the
+        machine, with the decoder."""
+        with self._opening:
+            if self._planner is None:
+                self._planner = self._client.run_alone(self._open_planner)
+            return self._planner
 
-            self.planning = AutoPlanner(
-                self.library,
-                self._decoder,
-                self.facts,
-                self.profile,
-                self._open_machine(),
-                engine=self._asking.engine,
-                seen=self._seen,
-                tenant=self._tenant,
-            )
-        return self.planning
+    def _open_planner(self) -> "AutoPlanner":
+        from kvweave.app.auto.auto_planner import AutoPlanner
+
+        machine = self._open_machine()
+        client = self._client
+        return AutoPlanner(
+            self.library, self._decoder, self.profile, machine, client.engine, self._tenant
+        )

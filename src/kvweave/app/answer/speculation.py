@@ -1,10 +1,9 @@
 """Answers from a knowledge base: the search and the prefill side by side where that pays.
 
-    embed ─► search, stage by stage ─► way of the last list ─► tokens
-                  └► plan/retrieval.py guesses on the way, the engine computes and holds back
+    embed ─► search, stage by stage ─► submission of the last list ─► tokens
+                  └► plan/retrieval.py guesses meanwhile, the engine computes and holds back
 
-Part of the composition root: only `replying.py` uses it. Any thread; each request searches on its
-own.
+Any thread; each request searches on its own.
 """
 
 import threading
@@ -15,7 +14,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from kvweave.app.answer.engine_client import EngineClient, OnFirst, Submission, TokenStream
+from kvweave.app.answer.token_stream import OnFirst, Submission, TokenStream
+from kvweave.app.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
@@ -53,9 +53,9 @@ class SpeculationConfig:
 
 
 class Attempt(NamedTuple):
-    """A way of answering, and the ticket it was submitted under."""
+    """A submission, and the ticket it has."""
 
-    way: Submission
+    submission: Submission
     ticket: Ticket
 
     @property
@@ -69,7 +69,7 @@ class Attempt(NamedTuple):
         self.ticket.release()
 
 
-WayOf = Callable[[Sequence[Hit]], Submission]  # raises RequestError if there is none
+SubmissionOf = Callable[[Sequence[Hit]], Submission]  # raises RequestError if there is none
 
 
 class Speculation:
@@ -78,21 +78,24 @@ class Speculation:
     def __init__(
         self,
         kb: KnowledgeBase,
-        asking: EngineClient,
+        client: EngineClient,
         device: torch.device,
         cfg: SpeculationConfig | None = None,
     ) -> None:
         self._kb = kb
-        self._asking = asking
+        self._client = client
         self._cfg = cfg or SpeculationConfig()
         most = self._cfg.max_prefill_bs
         self._max_prefill_bs = most or (1 if device.type == "cpu" else 4)
         self.pace = SearchPace()
         self._lock = threading.Lock()
-        self._row_s: float | None = None  # what a row of a prefill takes; None: nobody knows
+        self._row_s: float | None = None  # what a row of a prefill takes; None: not known
 
-    def answer(self, question: str, k: int, way_of: WayOf) -> tuple[Submission, TokenStream]:
-        """The way of the `k` nearest chunks, and its tokens. Close them, or read them to the end.
+    def answer(
+        self, question: str, k: int, submission_of: SubmissionOf
+    ) -> tuple[Submission, TokenStream]:
+        """What is submitted for the `k` nearest chunks, and its tokens. Close them, or read them to
+        the end.
 
         Whatever fails or interrupts the search ends what was guessed.
         """
@@ -102,11 +105,18 @@ class Speculation:
             started_s = time.perf_counter()
             hits = self._kb.search(vector, k)
             self.pace.searched(time.perf_counter() - started_s, [ids_of(hits)], 1)
-            way = way_of(hits)
-            return way, self._asking.choices(way.request, self._learning(way.on_first))
-        got = self._speculate(self._kb.search_staged(vector, k, num_stages), way_of, num_stages)
-        way, ticket = got.generation
-        return way, self._asking.under_way(ticket, self._noting(way, got.said))
+            made = submission_of(hits)
+            return made, TokenStream(self._client, made.request, (*made.on_first, self._learn))
+        stages = self._kb.search_staged(vector, k, num_stages)
+        got = self._speculate(stages, submission_of, num_stages)
+        made, ticket = got.generation
+
+        def note(ticket: Ticket) -> None:
+            # by now wrong guesses are over: they were ended before it was submitted
+            made.notes.speculation = _record(got.said, ticket)
+
+        on_first: tuple[OnFirst, ...] = (*made.on_first, self._learn, note)
+        return made, TokenStream(self._client, made.request, on_first, ticket=ticket)
 
     def _num_stages(self) -> int:
         if self._cfg.mode == "off":
@@ -117,19 +127,19 @@ class Speculation:
 
     @property
     def _boundary_s(self) -> float | None:
-        """What a step of a guess takes: so long a wrong one is in the way. None: nobody knows."""
+        """What a step of a guess takes: so long a wrong one holds others up. None: not known."""
         if self._row_s is None:
             return None
-        return self._row_s * (self._asking.engine.cfg.guess_rows or 0)
+        return self._row_s * (self._client.engine.cfg.guess_rows or 0)
 
     def _speculate(
-        self, stages: Iterator[list[Hit]], way_of: WayOf, num_stages: int
+        self, stages: Iterator[list[Hit]], submission_of: SubmissionOf, num_stages: int
     ) -> Retrieved[Attempt]:
-        engine, boundary_s = self._asking.engine, self._boundary_s
+        engine, boundary_s = self._client.engine, self._boundary_s
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:
-            way = way_of(hits)
-            return Attempt(way, engine.submit(way.request, held=held))
+            made = submission_of(hits)
+            return Attempt(made, engine.submit(made.request, held=held))
 
         def is_worth(stage: int) -> bool:
             if self._cfg.mode == "on" or boundary_s is None:
@@ -142,33 +152,17 @@ class Speculation:
         self.pace.searched(got.said.search_s, got.lists, num_stages, guessed=guessed)
         return got
 
-    def _learning(self, on_first: OnFirst) -> OnFirst:
-        """Also learn the pace of the engine from a prompt that is through."""
-
-        def hear(ticket: Ticket) -> None:
-            on_first(ticket)
-            record, timeline = ticket.record, ticket.timeline
-            if record is None or timeline.shared:
-                return
-            rows = record.counts["computed"] + record.counts["recomputed"]
-            if rows >= FEWEST_ROWS:
-                row_s = timeline.computing_s / rows
-                with self._lock:
-                    before = self._row_s
-                    self._row_s = row_s if before is None else before + GAIN * (row_s - before)
-
-        return hear
-
-    def _noting(self, way: Submission, said: Speculated[Attempt]) -> OnFirst:
-        """Also note what speculation did for an answer. By its first token wrong guesses are over:
-        they were ended before it was submitted."""
-        learn = self._learning(way.on_first)
-
-        def hear(ticket: Ticket) -> None:
-            learn(ticket)
-            way.note.speculation = _record(said, ticket)
-
-        return hear
+    def _learn(self, ticket: Ticket) -> None:
+        """Learn the pace of the engine from a prompt that is through."""
+        record, timeline = ticket.record, ticket.timeline
+        if record is None or timeline.shared:
+            return
+        rows = record.counts["computed"] + record.counts["recomputed"]
+        if rows >= FEWEST_ROWS:
+            row_s = timeline.computing_s / rows
+            with self._lock:
+                before = self._row_s
+                self._row_s = row_s if before is None else before + GAIN * (row_s - before)
 
 
 def _record(said: Speculated[Attempt], ticket: Ticket) -> SpeculationRecord:

@@ -1,18 +1,17 @@
 """`reuse="auto"`: the planner, wired to one knowledge base, its model and this machine.
 
-    look  →  plan  →  carry out  →  observe
+    look  →  plan  →  request  →  observe
 
-Plans are made on the engine's thread, from its knowledge tree as it is when a request begins. Part
-of the composition root: only `ways.py` uses it.
+Plans are made on the thread that asks, from peeks at the knowledge tree and the tiers. A plan is a
+wish: by the time the engine admits its request, the tree may hold more or less and bytes may be
+gone; the engine takes what is there and computes the rest.
 """
 
 import threading
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import NamedTuple
 
-from kvweave.app.answer.answering import AnswerNotes
-from kvweave.app.answer.engine_client import exact_request
 from kvweave.app.auto.facts import (
     CalibratedGate,
     StoredChunkPeek,
@@ -20,10 +19,11 @@ from kvweave.app.auto.facts import (
     strategy_info,
 )
 from kvweave.app.auto.lessons import Lessons
-from kvweave.app.auto.machine import profile_path, save
+from kvweave.app.auto.machine_profile import profile_path, save
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.library import Library
-from kvweave.app.library.promotion import ChunkPromotion
+from kvweave.app.notes import AnswerNotes
+from kvweave.app.requests import Fusion, exact_request, fused_request
 from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -54,39 +54,23 @@ class Planned(NamedTuple):
     elsewhere: frozenset[ChunkId]  # computed here, though the tree has it behind another path
 
 
-@dataclass(slots=True, eq=False)
-class Wish:
-    """A prompt whose way is still to be chosen, and where what was chosen is noted."""
-
-    prompt: Prompt
-    sampling: Sampling
-    eos_ids: Collection[int]
-    bound: float
-    order: OrderPermission
-    note: AnswerNotes
-    # set when its turn comes
-    planned: Planned | None = None
-    num_recorded: int = 0  # recordings that were tried before it
-
-
 class AutoPlanner:
-    """Plans over one knowledge base."""
+    """Plans over one knowledge base. Any thread, but for the constructor."""
 
     def __init__(
         self,
         library: Library,
         decoder: Decoder,
-        facts: ModelFacts,
         profile: Profile | None,
         machine: MachineProfile,
-        *,
         engine: Engine,
-        seen: ChunkPromotion | None = None,
         tenant: str = "",
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the library's preamble,
-        which stays there from now on. `machine` is what things cost, moved by what they took;
-        `seen` hears which chunks came."""
+        which stays there from now on. `profile` is what was measured of the model; `machine` is
+        what things cost, moved by what they took."""
+        num_layers = decoder.spec.num_layers
+        facts = ModelFacts(num_layers) if profile is None else profile.facts(num_layers)
         encoder = library.encoder
         self._library = library
         self._lock = threading.Lock()  # guards what answers move: prices and accesses
@@ -100,7 +84,6 @@ class AutoPlanner:
             preamble = digest_ids(encoder.preamble_ids)
             table = profile.table(decoder.revision, encoder.encoding_context, preamble)
         self._strategies, unavailable = fusing_strategies(facts)
-        self._seen = seen
         tree = _tree(engine, library, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
         self._tiers = TierProbes(
@@ -127,6 +110,13 @@ class AutoPlanner:
         with self._lock:
             return self._plan(prompt, bound, order)
 
+    def choose(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
+        """The cheapest plan for a prompt that is about to be submitted."""
+        with self._lock:
+            planned = self._plan(prompt, bound, order)
+            self._planner.begun(planned.plan)
+            return planned
+
     def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         chunks = _named(prompt)
         self._peek.look_at(chunks)
@@ -149,51 +139,53 @@ class AutoPlanner:
         elsewhere = self._paths.only_elsewhere(path) & chunks.keys()
         return Planned(request, plan, replace(prompt, chunks=ordered), frozenset(elsewhere))
 
-    def request(self, wish: Wish) -> EngineRequest:
-        """The cheapest plan of a wish, as a request. On the engine thread, right before it runs."""
-        with self._lock:
-            planned = self._plan(wish.prompt, wish.bound, wish.order)
-            self._planner.begun(planned.plan)
-        plan = planned.plan
-        wish.planned, wish.num_recorded = planned, self._lessons.num_recorded()
-        strategy = self._strategy(plan)
+    def request(
+        self, planned: Planned, sampling: Sampling, eos_ids: Collection[int]
+    ) -> EngineRequest:
+        """What the engine is asked for to carry a plan out."""
+        plan, strategy = planned.plan, self._strategy(planned.plan)
         if strategy.reuses != "all":
             use_tree = strategy.reuses == "exact"
-            return exact_request(planned.prompt, wish.sampling, wish.eos_ids, use_tree=use_tree)
-        return self._library.request(
-            planned.prompt,
-            wish.sampling,
-            wish.eos_ids,
-            strategy,
-            plan.chosen.ratio or 0.0,
-            computed=_computed(plan),
-            use_tree=True,
-            expected=self._expected(plan),
-        )
+            return exact_request(planned.prompt, sampling, eos_ids, use_tree=use_tree)
+        ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
+        fusion = Fusion(strategy, ratio, True, _computed(plan), expected)
+        return fused_request(self._library, planned.prompt, sampling, eos_ids, fusion)
 
-    def observe(self, wish: Wish, ticket: Ticket) -> None:
-        """The first token of a wish is there: note what was done, and learn from it."""
-        planned, record, timeline = wish.planned, ticket.record, ticket.timeline
-        assert planned is not None, "what answers was planned"
-        plan = planned.plan
+    def observer(self, planned: Planned, notes: AnswerNotes) -> Callable[[Ticket], None]:
+        """Hears of the first token of a plan's request: notes what was done, and learns from it."""
+        num_recorded = self._lessons.num_recorded()
+
+        def observe(ticket: Ticket) -> None:
+            self._observe(planned, notes, ticket, num_recorded)
+
+        return observe
+
+    def _observe(
+        self, planned: Planned, notes: AnswerNotes, ticket: Ticket, num_recorded: int
+    ) -> None:
+        """`num_recorded`: recordings that were tried before it was submitted."""
+        plan, prompt, record, timeline = (
+            planned.plan,
+            planned.prompt,
+            ticket.record,
+            ticket.timeline,
+        )
         predicted_s = plan.chosen.predicted_s
         assert predicted_s is not None, "what is chosen has a price"
-        actual_s = timeline.loading_s + timeline.computing_s
-        wish.note.decision = Decision(
-            plan, PredictionCheck(plan.chosen.name, predicted_s, actual_s)
-        )
         assert record is not None, "a prompt that is through has a record"
-        wish.note.keep(record)
-        wish.note.laid(planned.prompt)
-        if self._seen is not None:
-            prompt = planned.prompt
-            self._seen.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
+        actual_s = timeline.loading_s + timeline.computing_s
+        check = PredictionCheck(plan.chosen.name, predicted_s, actual_s)
+        notes.decision = Decision(plan, check)
+        notes.keep(record)
+        promotion = self._library.promotion
+        if promotion is not None:
+            promotion.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
         with self._lock:
-            self._lessons.learn(plan, self._strategy(plan), record, ticket, wish.num_recorded)
+            self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
             self._planner.finished(planned.request, plan)
 
-    def _expected(self, plan: Plan) -> LoadCost:
-        """How long the chosen way loads and computes, by the machine's profile."""
+    def expected(self, plan: Plan) -> LoadCost:
+        """How long the chosen option loads and computes, by the machine's profile."""
         load_s = 0.0
         for span in plan.spans:
             name = link_name(span.tier, span.codec)

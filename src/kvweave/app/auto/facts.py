@@ -1,7 +1,7 @@
 """What the planner is told about one model and its chunk KV, as plain data.
 
 Strategies by what their selectors need, the gate by what calibration measured, and where chunk KV
-lies by what the store says. Part of the composition root: only `planning.py` uses it.
+lies by what the store says.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def fusing_strategies(facts: ModelFacts) -> tuple[dict[str, Strategy], dict[str,
     for name in NAMES:
         try:
             strategy = open_strategy(name, facts)
-        except ConfigError:  # it wants the critical layers, which nobody has looked for
+        except ConfigError:  # it wants the critical layers, which were never looked for
             unavailable[name] = Reason.NO_LAYERS
             continue
         if strategy.reuses == "all":

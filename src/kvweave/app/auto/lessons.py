@@ -1,13 +1,9 @@
-"""What an answer teaches: the machine's prices, the tiers' speeds, what loading really cost.
-
-Part of the composition root: only `planning.py` uses it, which guards it with its lock.
-"""
+"""What an answer teaches: the machine's prices, the tiers' speeds, what loading really cost."""
 
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.engine.loading import PrefillMode
 from kvweave.engine.request import Ticket
-from kvweave.fuse import recorded_layers
-from kvweave.fuse import recorded_probe as captured_probe
+from kvweave.fuse import recorded_layers, recorded_probe
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.tree.node import HOST
@@ -18,13 +14,13 @@ from kvweave.plan.profile import GAIN, MachineProfile, tier_of
 
 
 class Lessons:
-    """Moves what plans are priced with. For one thread at a time."""
+    """Moves what plans are priced with. For one thread at a time: `AutoPlanner` holds its lock."""
 
     def __init__(
         self, decoder: Decoder, machine: MachineProfile, tiers: TierProbes, planner: Planner
     ) -> None:
         of_layers = recorded_layers.recordings_of(decoder)
-        self._recordings = of_layers, captured_probe.recordings_of(decoder)
+        self._recordings = of_layers, recorded_probe.recordings_of(decoder)
         self._num_layers = decoder.spec.num_layers
         self._machine = machine
         self._tiers = tiers
@@ -85,7 +81,7 @@ def _num_placed(record: FuseRecord) -> int:
 
 def _came_as_planned(link: str, plan: Plan, record: FuseRecord) -> bool:
     """Whether what the plan pays for was loaded from where it thought: not lost on the way, nor
-    brought nearer for somebody else."""
+    brought nearer for another request."""
     tier = tier_of(link)
     fused = (s for s in plan.spans if s.kind is SpanKind.FUSED and s.tier == tier)
     return record.loaded_bytes.get(tier, 0) >= sum(span.load_bytes for span in fused) > 0

@@ -1,9 +1,8 @@
 """How fast is a tier that nothing came from yet? One chunk is loaded to find out.
 
-Part of the composition root: only `planning.py` and `planning_lessons.py` use it. A probe runs on a
-thread of its own and ends by the store's own deadlines, so a hung tier holds up nobody: whoever
-plans waits a moment for a tier that was never met and otherwise goes on without it. A probe that
-failed is remembered, and each failure doubles the time until the next one.
+A probe runs on a thread of its own and ends by the store's own deadlines, so a hung tier holds up
+no request: planning waits a moment for a tier that was never met and otherwise goes on without it.
+A probe that failed is remembered, and each failure doubles the time until the next one.
 """
 
 import threading
@@ -39,7 +38,7 @@ class _Rest:
 
 
 class TierProbes:
-    """Keeps `links` known. Its methods are for one thread, the one that plans."""
+    """Keeps `links` known. For one thread at a time: `AutoPlanner` holds its lock."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""Embedders that many threads and knowledge bases share: one per name, one call at a time.
-
-Part of the composition root: only `libraries.py` uses it.
-"""
+"""Embedders that many threads and knowledge bases share: one per name, one call at a time."""
 
 import threading
 from collections.abc import Callable, Sequence

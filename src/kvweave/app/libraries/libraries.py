@@ -3,7 +3,7 @@
     <root>/NAME/             a knowledge base of those who have no tenant
     <root>/@TENANT/NAME/     one of a tenant; no other tenant can name it
 
-Part of the composition root, for the server. All methods may be called from any thread.
+All methods may be called from any thread.
 """
 
 import re
@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
+from kvweave.app.library.library_kv import KVOptions, store_config
 from kvweave.app.weave import Weave
 from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -136,15 +138,16 @@ class Libraries:
     def _open(self, place: LibraryKey) -> Weave:
         folder = self._folder(place)
         assert folder is not None, "`lend` looked"
-        return self._weave.over(
-            folder,
-            open_embedder=self._embedders.get,
-            encoding=self.config.encoding,
-            tenant_salt=place.tenant,
+        system, tenant = self._weave.system, place.tenant
+        store = store_config(folder, self.config.host_bytes // self.config.open_most)
+        options = KVOptions(self.config.encoding, system=system, tenant_salt=tenant, store=store)
+        settings = AnswerSettings(
+            system,
+            tenant,
             look_up=self._look_up,
-            host_bytes=self.config.host_bytes // self.config.open_most,
             conversations=self._conversations.part(place.name),
         )
+        return self._weave.over(folder, options, settings, open_embedder=self._embedders.get)
 
     # ── documents ────────────────────────────────────────────────────────────
 

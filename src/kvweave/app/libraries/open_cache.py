@@ -1,11 +1,11 @@
-"""Knowledge bases that are open: a few at a time, lent to whoever uses them.
+"""Knowledge bases that are open: a few at a time, lent to the requests that use them.
 
 An open knowledge base has memory of its own (its host tier, its index, file handles). So there is
-room for some; the one that nobody has used for the longest time makes way for the next. One that is
-lent never does, nor one of whose chunk KV a lease is left: who finds all of them in use waits a
-while and is then refused.
+room for some; the one that was not used for the longest time is closed for the next. One that is
+lent is never closed, nor one of whose chunk KV a lease is left: a request that finds all of them in
+use waits a while and is then refused.
 
-Part of the composition root: only `libraries.py` uses it. Any thread.
+Any thread.
 """
 
 import logging
@@ -87,7 +87,7 @@ class OpenCache(Generic[Place, T]):
     """See the module."""
 
     def __init__(self, open_one: Callable[[Place], T], most: int, wait_s: float) -> None:
-        """`open_one` may take a while and is called by whoever is first to ask."""
+        """`open_one` may take a while; it is called on the thread that asks first."""
         self._open_one = open_one
         self._most = most
         self._wait_s = wait_s
@@ -110,7 +110,7 @@ class OpenCache(Generic[Place, T]):
                 if copy is None and len(self._copies) < self._most:
                     copy = self._copies[place] = _Copy()
                     break
-                if copy is not None:  # somebody opens or closes it, however long that takes
+                if copy is not None:  # another thread opens or closes it, however long that takes
                     self._changed.wait()
                     continue
                 idle = self._oldest_idle()
@@ -183,7 +183,7 @@ class OpenCache(Generic[Place, T]):
         raise EngineClosed("the knowledge bases were closed")
 
     def _make_room(self, place: Place, copy: _Copy[T]) -> bool:
-        """Close one that nobody has borrowed. False: it is needed after all."""
+        """Close one that is not lent. False: it is needed after all."""
         thing = copy.thing
         assert thing is not None, "it is open"
         is_at_rest = False
@@ -241,7 +241,7 @@ class OpenCache(Generic[Place, T]):
             self._changed.notify_all()
 
     def _close(self, place: Place, thing: T) -> None:
-        """Whoever closes it has no part in what fails: it is gone either way. Takes the lock."""
+        """What fails here is logged and counted: it is gone either way. Takes the lock."""
         try:
             thing.close()
         except Exception:

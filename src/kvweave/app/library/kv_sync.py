@@ -4,18 +4,28 @@ Chunk KV behind neighbours carries their text. So a chunk that goes takes with i
 chunk that was computed behind it. The order of steps makes a kill at any moment harmless:
 
     a document goes     catalogue, which notes what went · entries dropped · KV deleted · settled
-    a chunk gets KV     entry written · KV saved (`neighbourhood.py`)
+    a chunk gets KV     entry written · KV saved (`neighbours.py`)
 
-Whoever finds that something went since KV was last settled deletes its KV first. Where some KV is
-behind neighbours, all of it is compared with the documents. Part of the composition root: it sees
-both the knowledge base and the encoder.
+A writer that finds that something went since KV was last settled deletes its KV first. Where some
+KV is behind neighbours, all of it is compared with the documents.
+
+Which encodings cover all chunks is noted, so that an upload need not look at each chunk:
+
+    <kb>/kv/encoded.json     { encoding: state of the catalogue that it covers }
+
+A note counts only while the catalogue is in that very state: a process that adds chunks without
+their KV, or is killed in between, makes it worthless by that alone, and the next ingest looks at
+every chunk again.
 """
 
+import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
-from kvweave.app.library.encoded import EncodedNotes
-from kvweave.app.library.neighbours import NeighbourKeeper
+from kvweave.app.library.neighbours import NeighbourKeeper, open_table
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -23,13 +33,24 @@ from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.report import OnProgress
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ContextId
 from kvweave.kv.store import KVStore
 from kvweave.types import ChunkId, DocumentId
 
 log = logging.getLogger(__name__)
 
 Forgotten = Callable[[Collection[ChunkId]], None]
+FILE = "encoded.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SyncJob:
+    """What one run does beside forgetting what is gone."""
+
+    encodes: bool = False  # compute KV, also behind neighbours if that is the encoder's context
+    only_new: bool = False  # leave out chunks the encoder was offered, where that is known of all
+    refresh: bool = False  # chunks whose neighbours are others by now get new KV as well
+    forgotten: Forgotten | None = None  # hears of chunks that are no more, to drop its own KV
 
 
 class KVSync:
@@ -41,19 +62,10 @@ class KVSync:
         table: NeighbourTable | None,
         store: KVStore | None = None,
         encoder: ChunkEncoder | None = None,
-        *,
-        encodes: bool = False,
-        only_new: bool = False,
-        refresh: bool = False,
-        forgotten: Forgotten | None = None,
+        job: SyncJob | None = None,
     ) -> None:
-        """`store` and `encoder` where they are open, so that copies in memory go too.
-
-        `forgotten` hears of chunks that are no more, for whoever else keeps KV of them. `only_new`
-        leaves out chunks that the encoder was offered before, where that is known of all of them.
-        `encodes` computes KV behind neighbours if that is the encoder's context; with `refresh` the
-        chunks whose neighbours are others by now get new KV as well.
-        """
+        """`store` and `encoder` where they are open, so that copies in memory go too."""
+        job = job or SyncJob()
         self._kb = kb
         self._table = table
         self._kept = StoredKV(kb.folder, store)
@@ -61,13 +73,13 @@ class KVSync:
         kind = None if encoder is None else encoder.preparation.variant.kind
         if encoder is not None and table is not None and kind == "neighbours":
             self._neighbours = NeighbourKeeper(kb, table, encoder, self._kept)
-        self._encoding = encoder if encodes else None  # what is computed in this run
-        self._only_new = only_new and not refresh
+        self._encoding = encoder if job.encodes else None  # what is computed in this run
+        self._only_new = job.only_new and not job.refresh
         self._notes = EncodedNotes(self._kept.folder)
-        self._encodes = encodes
-        self._forgotten = forgotten
-        self._refresh = refresh
-        if refresh and not (encodes and self._neighbours is not None):
+        self._encodes = job.encodes
+        self._forgotten = job.forgotten
+        self._refresh = job.refresh
+        if job.refresh and not (job.encodes and self._neighbours is not None):
             raise ConfigError(
                 "only chunk KV behind neighbours can be refreshed; "
                 "ingest with --kv --encoding neighbours:COUNT"
@@ -152,7 +164,7 @@ class KVSync:
         return f"{catalogue.uid()}:{catalogue.generation()}"
 
     def _settle(self) -> None:
-        """KV agrees with the documents as they are now: nobody else changes them."""
+        """KV agrees with the documents as they are now; the writer lock keeps them so."""
         if self._table is not None:
             self._table.settle(self.state())
         catalogue = self._kb.catalogue
@@ -161,7 +173,7 @@ class KVSync:
 
     def _pending_keys(self) -> list[ChunkKey]:
         """Objects of chunks whose removal has not reached them yet. No others: what requests
-        brought and nobody ingested is theirs."""
+        brought and was never ingested stays."""
         pending = self._kb.catalogue.kv_pending()
         return [] if pending is None else self._kept.of_chunks(pending)
 
@@ -177,13 +189,67 @@ class KVSync:
         return [] if self._neighbours is None else self._neighbours.keys_at_hand(chunk_ids)
 
 
-def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], upkeep: KVSync) -> Written:
+def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync) -> Written:
     """Remove documents with their vectors, words and chunk KV, and all KV that saw their text."""
     with kb.writing():
-        upkeep.before()
-        before = upkeep.state()
+        sync.before()
+        before = sync.state()
         written = kb.catalogue.remove(ids)
         kb.publish()
-        upkeep.forget(written.orphaned)
-        upkeep.removed(before)
+        sync.forget(written.orphaned)
+        sync.removed(before)
     return written
+
+
+@contextmanager
+def sync_without_model(kb: KnowledgeBase) -> Iterator[KVSync]:
+    """Keeps the chunk KV that is there in step with the documents; computes none."""
+    table = open_table(kb.folder)
+    try:
+        yield KVSync(kb, table)
+    finally:
+        if table is not None:
+            table.close()
+
+
+def remove_with_kv(kb: KnowledgeBase, ids: Sequence[DocumentId]) -> Written:
+    """Remove documents and their chunk KV where no store is open."""
+    with sync_without_model(kb) as sync:
+        return remove_documents(kb, ids, sync)
+
+
+class EncodedNotes:
+    """See the module. It says what was looked at, not what a tier still has: chunk KV that was
+    evicted or deleted since is not missed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+
+    def covers(self, encoding: ContextId, state: str) -> bool:
+        """Whether all chunks of the catalogue in `state` were offered to this encoding."""
+        return self._read().get(encoding.hex()) == state
+
+    def put(self, encoding: ContextId, state: str) -> None:
+        self._write({**self._read(), encoding.hex(): state})
+
+    def move(self, before: str, after: str) -> None:
+        """Chunks went and none came: what covered all of them still does."""
+        notes = self._read()
+        moved = {name: after if state == before else state for name, state in notes.items()}
+        if moved != notes:
+            self._write(moved)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            found = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be read (%s): every chunk is looked at", self._path, error)
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _write(self, notes: dict[str, str]) -> None:
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(notes) + "\n")
+        temporary.replace(self._path)

@@ -2,8 +2,7 @@
 
     a chunk gets KV     entry written · KV saved
 
-Part of the composition root: it sees both the knowledge base, which knows what is near, and the
-encoder, which computes behind it.
+Here the knowledge base, which knows what is near, meets the encoder, which computes behind it.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -2,18 +2,16 @@
 
 A document handed over with a question was never ingested. The second time it is asked about, its KV
 is computed once more, by itself, and stored under its content: from then on it is found in any
-order and company. One copy per unique chunk, whoever brought it first; the store is the book.
-
-Part of the composition root: only `replying.py`, `ways.py` and `planning.py` use it.
+order and company. One copy per unique chunk, no matter which request brought it first; the store
+keeps the books.
 """
 
 import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 
-from kvweave.app.answer.answering import ActiveAnswers
+from kvweave.app.runtime import ActiveAnswers
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.plan.ordering import PROMOTION, AccessTable
@@ -24,7 +22,6 @@ log = logging.getLogger(__name__)
 ALONE_WAIT_S = 30.0  # encoding waits so long for a moment without an answer
 CLOSE_WAIT_S = 10.0  # more than a chunk takes
 MAX_WAITING = 64  # chunks to be encoded; more are left for the next time they are seen
-RunAlone = Callable[[Callable[[], None]], None]  # runs it when no answer needs the decoder
 IsGone = Callable[[ChunkId, int], bool]
 
 
@@ -35,23 +32,24 @@ def _never(chunk_id: ChunkId, as_of: int) -> bool:
 class ChunkPromotion:
     """Counts chunks and has those encoded that come back. Thread-safe; nothing here waits.
 
-    Encoding runs on a thread of its own, chunk by chunk, each inside `run_alone`: no answer waits
-    for more than one chunk.
+    Encoding runs on a thread of its own, chunk by chunk, each when no answer is in the making or
+    none has ended for long: no answer waits for more than one chunk.
     """
 
     def __init__(
         self,
         encoder: ChunkEncoder,
         max_context: int,
-        run_alone: RunAlone,
+        answers: ActiveAnswers,
         threshold: int = PROMOTION,
         is_gone: IsGone = _never,
     ) -> None:
-        """`threshold`: requests that bring a chunk before its KV is stored. `is_gone`: of a chunk
-        that was found some time ago, whether it was deleted since; then it is not stored."""
+        """Waits a while for a moment without `answers` before it encodes. `threshold`: requests
+        that bring a chunk before its KV is stored. `is_gone`: of a chunk that was found some time
+        ago, whether it was deleted since; then it is not stored."""
         self._encoder = encoder
         self._max_context = max_context
-        self._run_alone = run_alone
+        self._answers = answers
         self._threshold = threshold
         self._is_gone = is_gone
         self._lock = threading.Lock()
@@ -127,8 +125,8 @@ class ChunkPromotion:
             return
         encoder.encode([chunk])
         if as_of is not None:
-            encoder.store.flush()  # who deletes it from now on finds it where it lies
-        if self._was_deleted(chunk, as_of):  # meanwhile: whoever did it was ahead of us
+            encoder.store.flush()  # a deletion from now on finds it where it lies
+        if self._was_deleted(chunk, as_of):  # meanwhile, before there was anything to delete
             encoder.store.delete([encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids)])
 
     def _was_deleted(self, chunk: Chunk, as_of: int | None) -> bool:
@@ -139,29 +137,11 @@ class ChunkPromotion:
             chunk, as_of = item
             try:
                 if self._is_absent(chunk):
-                    self._run_alone(partial(self._encode, chunk, as_of))
+                    self._answers.wait_for_none(ALONE_WAIT_S)
+                    self._encode(chunk, as_of)
             except Exception:  # what the device raises: answers go on, and it must be seen
                 log.exception("the KV of chunk %s, which requests brought, is not stored", chunk.id)
             finally:
                 with self._idle:
                     self._waiting.discard(chunk.id)
                     self._idle.notify_all()
-
-
-def watch(
-    encoder: ChunkEncoder,
-    max_context: int,
-    answers: ActiveAnswers,
-    promotion: int,
-    is_gone: IsGone = _never,
-) -> ChunkPromotion | None:
-    """Encodes when no answer needs the decoder, or has needed it for long. None: `promotion` is 0,
-    and nothing of a request is to be kept."""
-
-    def when_quiet(work: Callable[[], None]) -> None:
-        answers.wait_for_none(ALONE_WAIT_S)
-        work()
-
-    if not promotion:
-        return None
-    return ChunkPromotion(encoder, max_context, when_quiet, promotion, is_gone)

@@ -3,11 +3,11 @@
 The catalogue's generation is read before every request. Where it has moved on, what went since is
 forgotten as if it had been removed here: out of the knowledge tree, with a tombstone that requests
 under way and conversations see (`engine/tombstones.py`), and out of the host tier. Files are left
-to whoever removed the document, and to the next writer should that one have been killed. A process
-that has not looked for so long that nobody can name what went (`corpus/removals.py`) forgets all
-that it cannot find in the catalogue.
+to the process that removed the document, and to the next writer should that one have been killed. A
+process that has not looked for so long that the catalogue no longer names what went
+(`corpus/removals.py`) forgets all that it cannot find in the catalogue.
 
-Part of the composition root: only `replying.py` uses it. Any thread.
+Any thread.
 """
 
 import threading
@@ -17,7 +17,7 @@ from pathlib import Path
 from kvweave.corpus.removals import RemovalReader
 from kvweave.types import ChunkId
 
-Forget = Callable[[Collection[ChunkId] | None], None]  # None: nobody knows which
+Forget = Callable[[Collection[ChunkId] | None], object]  # None: any may have been
 
 
 class RemovalWatch:
@@ -36,7 +36,7 @@ class RemovalWatch:
 
     def catch_up(self) -> None:
         """Forget what went. Microseconds if nothing did; else waits for a step of the engine, and
-        so does whoever comes meanwhile."""
+        so do requests that come meanwhile."""
         if self._reader.generation() == self._generation:
             return
         with self._lock:
@@ -44,7 +44,7 @@ class RemovalWatch:
             if removed.chunk_ids is None or removed.chunk_ids:
                 for forget in self._forget:
                     forget(removed.chunk_ids)
-            # last: who fails leaves it to the next
+            # last: a failure leaves it to the next request
             self._generation = self._heard[self._uid] = removed.generation
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The chunk KV that a knowledge base keeps: found by whose text it carries, deleted wherever it is.
 
 Works on the folder, and through the store where one is open, so that copies in memory and bytes on
-their way go too. Part of the composition root: `upkeep.py` and `neighbourhood.py` decide what goes.
+their way go too. `kv_sync.py` and `neighbours.py` decide what goes.
 """
 
 import logging

@@ -2,9 +2,8 @@
 
     <home>/profiles/machine-<decoder>-<device>.json
 
-Measured before a server with knowledge bases is ready, or the first time somebody asks for
-`reuse="auto"`, in seconds; every answer moves it. Part of the composition root: only `planning.py`
-and `ways.py` use it.
+Measured before a server with knowledge bases is ready, or with the first question that asks for
+`reuse="auto"`, in seconds; every answer moves it.
 """
 
 import logging

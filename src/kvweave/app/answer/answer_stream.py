@@ -1,21 +1,17 @@
-"""An answer in the making: token choices in, pieces of text out.
+"""An answer in the making: token choices of the engine in, pieces of text out."""
 
-Stands between the engine, which knows token ids, and whoever shows text.
-"""
-
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvweave.app.notes import AnswerNotes
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.plan.retrieval import SpeculationRecord
 from kvweave.text.detokenizer import Detokenizer, StopMatcher
-from kvweave.text.prompt import Prompt
 from kvweave.text.tokenizer import Tokenizer
 
 
@@ -50,54 +46,6 @@ class Answer:
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
 
 
-class AnswerNotes:
-    """Carries what was done for a prompt from whoever prefills it to its answer."""
-
-    def __init__(
-        self, retrieve_ms: float = 0.0, on_laid: Callable[[Prompt], None] | None = None
-    ) -> None:
-        """`on_laid` hears the prompt as it was laid out in the end."""
-        self._on_laid = on_laid
-        self.record: FuseRecord | None = None
-        self.decision: Decision | None = None
-        self.speculation: SpeculationRecord | None = None
-        self.retrieve_ms = retrieve_ms
-        self.why: str | None = None  # nothing is reused, where nobody said how
-
-    def keep(self, record: FuseRecord) -> None:
-        """Heard once, before the first token."""
-        stages = replace(record.stages, retrieve=self.retrieve_ms)
-        self.record = replace(record, stages=stages, why=self.why)
-
-    def laid(self, prompt: Prompt) -> None:
-        """The prompt is prefilled, its chunks in this order."""
-        if self._on_laid is not None:
-            self._on_laid(prompt)
-
-
-class ActiveAnswers:
-    """How many answers are in the making. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num = 0
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        with self._changed:
-            self._num += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num -= 1
-                self._changed.notify_all()
-
-    def wait_for_none(self, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num == 0, timeout_s)
-
-
 class Tokens(Protocol):
     """Where the tokens of an answer come from."""
 
@@ -122,11 +70,11 @@ class AnswerStream:
         sampling: Sampling,
         prompt_tokens: int,
         called_s: float,
-        note: AnswerNotes | None = None,
+        notes: AnswerNotes | None = None,
     ) -> None:
         """`called_s` is when the caller asked, by time.perf_counter: retrieval counts too."""
         self.answer: Answer | None = None
-        self._note = note or AnswerNotes()
+        self._notes = notes or AnswerNotes()
         self.prompt_tokens = prompt_tokens
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -150,7 +98,7 @@ class AnswerStream:
         """Stop computing. `answer` stays None unless it was finished."""
         try:
             self._pieces.close()
-            self._choices.close()  # if no piece was asked for, nobody else does
+            self._choices.close()  # not done yet if no piece was asked for
         finally:
             on_close, self._on_close = self._on_close, None
             if on_close is not None:
@@ -161,7 +109,8 @@ class AnswerStream:
         self._on_close = call
 
     def abort(self) -> None:
-        """Stop computing, from any thread. Whoever iterates sees the end; `answer` stays None."""
+        """Stop computing, from any thread. The one that iterates sees the end; `answer` stays
+        None."""
         self._aborted = True
         self._choices.close()
 
@@ -177,15 +126,17 @@ class AnswerStream:
                 cut = matcher.push(detokenizer.push(choice.token_id))
                 yield made.add(Piece(cut.text, self._logprob(choice)))
                 if cut.stopped:
-                    self.answer = made.answer("stop", self.prompt_tokens, self._note)
+                    self.answer = made.answer("stop", self.prompt_tokens, self._notes)
                     return
         if self._aborted and reason != "stop":
-            return  # not its end: somebody cut it here
+            return  # not its end: `abort` cut it here
         cut = matcher.push(detokenizer.flush())
         rest = cut.text if cut.stopped else cut.text + matcher.flush()
         if rest:
             yield made.add(Piece(rest))
-        self.answer = made.answer("stop" if cut.stopped else reason, self.prompt_tokens, self._note)
+        self.answer = made.answer(
+            "stop" if cut.stopped else reason, self.prompt_tokens, self._notes
+        )
 
     def _logprob(self, choice: Choice) -> TokenLogprob | None:
         if choice.logprob is None:
@@ -213,7 +164,7 @@ class _Made:
         self.pieces.append(piece)
         return piece
 
-    def answer(self, finish_reason: str, prompt_tokens: int, note: AnswerNotes) -> Answer:
+    def answer(self, finish_reason: str, prompt_tokens: int, notes: AnswerNotes) -> Answer:
         now = time.perf_counter()
         return Answer(
             text="".join(piece.text for piece in self.pieces),
@@ -223,7 +174,7 @@ class _Made:
             ttft_ms=((self.first_s or now) - self.started_s) * 1e3,
             total_ms=(now - self.started_s) * 1e3,
             logprobs=tuple(p.logprob for p in self.pieces if p.logprob is not None),
-            explain=note.record,
-            decision=note.decision,
-            speculation=note.speculation,
+            explain=notes.record,
+            decision=notes.decision,
+            speculation=notes.speculation,
         )

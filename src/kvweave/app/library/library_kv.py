@@ -1,0 +1,177 @@
+"""The chunk KV of one open knowledge base: its store, its neighbours, what makes it. The only place
+where these are wired together.
+
+    <kb>/kv/    chunk KV, how it is prepared, and who its neighbours were; may be deleted any time
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from kvweave.app.library.kv_sync import KVSync, SyncJob
+from kvweave.app.library.neighbours import neighbours_of, open_table
+from kvweave.app.library.stored_kv import KV_FOLDER
+from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import ConfigError
+from kvweave.fuse.encode.chunk_encoder import Alone, ChunkEncoder, Texts
+from kvweave.fuse.encode.context_room import check_room
+from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
+from kvweave.fuse.encode.neighbour_table import NeighbourTable
+from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.format.codec import dtype_name
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.store import KVStore
+from kvweave.model.decoder import Decoder
+from kvweave.text.prompt import SYSTEM, split_template
+from kvweave.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
+CODEC = "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class KVOptions:
+    """How chunk KV is made and where it is kept. None is what the knowledge base has, or the
+    usual."""
+
+    encoding: str | None = None  # encoding context, such as "filler:4" or "neighbours"
+    extras: Sequence[str] | None = None  # what is stored beside the layers
+    system: str = SYSTEM  # the system prompt that chunks are computed behind
+    tenant_salt: str = ""  # chunk KV is shared with those alone who have the same
+    codec: str = CODEC
+    store: StoreConfig | None = None  # None: host memory over the knowledge base's own disk
+
+
+def store_config(kb_folder: Path, host_bytes: int | None = None) -> StoreConfig:
+    """Host memory (None: the usual) over the disk of the knowledge base in `kb_folder`."""
+    host = HostTierConfig() if host_bytes is None else HostTierConfig(host_bytes)
+    return StoreConfig(tiers=(host, DiskTierConfig(kb_folder / KV_FOLDER)))
+
+
+class LibraryKV:
+    """Store, encoder and neighbours of one knowledge base. `close` it, or use it with `with`."""
+
+    def __init__(
+        self,
+        kb: KnowledgeBase,
+        store: KVStore,
+        encoder: ChunkEncoder,
+        table: NeighbourTable | None,
+        max_context: int,
+    ) -> None:
+        """Closes the store and `table`, which the encoder was made with; not `kb`. `max_context` is
+        the model's."""
+        self._kb = kb
+        self.max_context = max_context
+        self.store = store
+        self.encoder = encoder
+        self.table = table
+
+    @classmethod
+    def open(
+        cls,
+        kb: KnowledgeBase,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        options: KVOptions | None = None,
+        *,
+        run_alone: Alone | None = None,
+        say: Callable[[str], None] = log.info,
+    ) -> Self:
+        """`run_alone` runs what needs the decoder where no one else uses it; None: at once. `say`
+        hears of a number of neighbours that calibration chose."""
+        options = options or KVOptions()
+        preparation = choose_preparation(kb.folder / KV_FOLDER, options.encoding, options.extras)
+        if options.encoding == "neighbours":  # without a number
+            preparation = _calibrated(preparation, decoder, tokenizer, options.system, say)
+        with ExitStack() as stack:  # a part that does not open leaves no other part open
+            config = options.store or store_config(kb.folder)
+            store = stack.enter_context(KVStore(config))
+            table = open_table(kb.folder, preparation)
+            if table is not None:
+                stack.callback(table.close)
+            neighbours = None
+            if table is not None:
+                neighbours = neighbours_of(kb, table, preparation.variant.size)
+            _, closing = split_template(tokenizer, options.system)
+            encoder = ChunkEncoder(
+                decoder,
+                store,
+                key_context(decoder, tokenizer, options),
+                preparation,
+                Texts.of(tokenizer, preparation, closing),
+                neighbours_of=neighbours,
+            )
+            if run_alone is not None:
+                encoder.alone = run_alone
+            stack.pop_all()
+        return cls(kb, store, encoder, table, decoder.spec.max_context)
+
+    def prepare_to_encode(self) -> None:
+        """Raise ConfigError unless every chunk fits behind its context; note how KV is prepared."""
+        check_room(self.encoder, self.max_context, self._kb.settings.chunk_tokens)
+        write_preparation(self._kb.folder / KV_FOLDER, self.encoder.preparation)
+
+    def sync(self, job: SyncJob | None = None) -> KVSync:
+        """Keeps this KV in step with the documents. For the holder of the writer lock."""
+        return KVSync(self._kb, self.table, self.store, self.encoder, job)
+
+    def close(self) -> None:
+        self.store.close()
+        if self.table is not None:
+            self.table.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def key_context(
+    decoder: Decoder, tokenizer: Tokenizer, options: KVOptions | None = None
+) -> KeyContext:
+    """What this model's chunk KV depends on, besides the chunk."""
+    options = options or KVOptions()
+    preamble_ids, _ = split_template(tokenizer, options.system)
+    return KeyContext(
+        model=decoder.revision,
+        dtype=dtype_name(decoder.dtype),
+        codec=options.codec,
+        tokenizer=tokenizer.fingerprint,
+        preamble_ids=tuple(preamble_ids),
+        rope=repr(decoder.spec.rope),
+        tenant_salt=options.tenant_salt,
+    )
+
+
+def _calibrated(
+    preparation: Preparation,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    system: str,
+    say: Callable[[str], None],
+) -> Preparation:
+    """`preparation` with the number of neighbours that calibration found for this model, if it
+    found one. A profile that cannot be used is said in a line and not used."""
+    filler = context_filler(tokenizer, preparation.variant)
+    preamble_ids, _ = split_template(tokenizer, system)
+    try:
+        profile = find_profile(decoder.weights.fingerprint, tokenizer.fingerprint)
+    except ConfigError as error:
+        log.warning("%s; until then %s is taken", error, preparation.variant)
+        return preparation
+    if profile is None:
+        return preparation
+    size = calibrated_neighbours(profile, decoder.revision, digest_ids(preamble_ids), filler)
+    if size is None:
+        return preparation
+    say(f"neighbours:{size}, as calibrated")
+    return replace(preparation, variant=Variant("neighbours", size))

@@ -1,0 +1,23 @@
+"""What was done for a prompt, on its way from those who prefill it to its answer."""
+
+from dataclasses import dataclass, replace
+
+from kvweave.fuse.record import FuseRecord
+from kvweave.plan.plan import Decision
+from kvweave.plan.retrieval import SpeculationRecord
+
+
+@dataclass(slots=True, eq=False)
+class AnswerNotes:
+    """Written before the answer's first token is handed out, read when it is finished."""
+
+    record: FuseRecord | None = None  # how the prompt was prefilled
+    decision: Decision | None = None  # why so; None unless the planner chose
+    speculation: SpeculationRecord | None = None  # what was guessed while searching
+    retrieve_ms: float = 0.0
+    why: str | None = None  # nothing is reused, where the caller did not say how
+
+    def keep(self, record: FuseRecord) -> None:
+        """The prompt is prefilled, and this is how. Heard once, before the first token."""
+        stages = replace(record.stages, retrieve=self.retrieve_ms)
+        self.record = replace(record, stages=stages, why=self.why)

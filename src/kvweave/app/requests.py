@@ -1,0 +1,72 @@
+"""Prompts as the engine takes them: plain, exact, or fused from stored chunk KV."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvweave.app.library.library import Library
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
+from kvweave.engine.sampling import Sampling
+from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.strategy import Strategy
+from kvweave.plan.plan import Reason
+from kvweave.text.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How a prompt is fused from stored chunk KV. What is not stored is computed."""
+
+    strategy: Strategy
+    ratio: float  # of the reused tokens, recomputed
+    use_tree: bool = False  # take what the knowledge tree has of the prompt's front
+    computed: Mapping[int, str] = field(default_factory=dict)  # chunks computed though stored: why
+    expected: LoadCost | None = None  # what it takes on this machine; None: not known
+
+
+def plain_request(
+    prompt_ids: Sequence[int], sampling: Sampling, eos_ids: Collection[int]
+) -> EngineRequest:
+    """A prompt without parts."""
+    return EngineRequest(tuple(prompt_ids), sampling, frozenset(eos_ids))
+
+
+def exact_request(
+    prompt: Prompt, sampling: Sampling, eos_ids: Collection[int], *, use_tree: bool
+) -> EngineRequest:
+    """A prompt of which nothing is approximated."""
+    parts = (*prompt.history, *prompt.chunks)  # what was said before is a part like others
+    return EngineRequest(
+        prompt.question,
+        sampling,
+        frozenset(eos_ids),
+        prompt.preamble,
+        tuple(EngineChunk(make_chunk_id(ids), ids) for ids in parts),
+        use_tree=use_tree,
+        namespace=prompt.tenant,
+        as_of=prompt.as_of,
+    )
+
+
+def fused_request(
+    library: Library, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int], fusion: Fusion
+) -> EngineRequest:
+    """A prompt that is fused from the library's chunk KV. May wait for the engine, which computes
+    the library's preamble once."""
+    encoder = library.encoder
+    parts = (*prompt.history, *prompt.chunks)
+    said = len(prompt.history)  # never stored: computed, or in the tree
+    computed = dict.fromkeys(range(said), str(Reason.HISTORY))
+    computed |= {said + place: why for place, why in fusion.computed.items()}
+    part = FusedPart(
+        library.store,
+        library.preamble(),
+        tuple(PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids)) for ids in parts),
+        fusion.strategy,
+        fusion.ratio,
+        asked=prompt.asked,
+        encoding=str(encoder.preparation.variant),
+        computed=computed,
+        expected=fusion.expected,
+    )
+    return replace(exact_request(prompt, sampling, eos_ids, use_tree=fusion.use_tree), fused=part)

@@ -1,0 +1,146 @@
+"""A loaded model and the engine that computes with it, shared by every Weave over that model."""
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from kvweave.engine.config import EngineConfig
+from kvweave.engine.engine import Engine
+from kvweave.errors import EngineClosed
+from kvweave.model.decoder import Decoder
+from kvweave.model.files.locate import locate
+from kvweave.model.load import load_decoder
+from kvweave.plan.profile import MachineProfile
+from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import ChunkId
+
+T = TypeVar("T")
+
+
+class ModelRuntime:
+    """One decoder, its tokenizer and its engine. Any thread; `close` it after all who share it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        name: str,
+        engine: EngineConfig | None = None,
+    ) -> None:
+        """`name` is what people call the model."""
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.name = name
+        self.client = EngineClient(decoder, engine)
+
+    @classmethod
+    def open(
+        cls,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        quant: str = "none",
+        engine: EngineConfig | None = None,
+    ) -> "ModelRuntime":
+        """Load a model: an embedded name, a folder, a .gguf file or a hub id."""
+        folder = locate(model)
+        decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
+        path = Path(model).expanduser()
+        name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
+        return cls(decoder, Tokenizer(folder), name, engine)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self.decoder.spec.max_context
+
+    def close(self) -> None:
+        """End what runs. Harmless the second time."""
+        self.client.close()
+
+
+class EngineClient:
+    """Owns the engine, which is made when it is first needed. Any thread."""
+
+    def __init__(self, decoder: Decoder, cfg: EngineConfig | None = None) -> None:
+        self._decoder = decoder
+        self._cfg = cfg
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._closed = False
+        self.answers = ActiveAnswers()
+        self.heard: dict[str, int] = {}  # catalogues: removals up to there are in the tombstones
+        self.measured: MachineProfile | None = None  # in this process; set on the engine thread
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; made now if there is none. Raises EngineClosed after `close`."""
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("this Weave was closed; open another one to ask")
+            if self._engine is None:
+                self._engine = Engine(self._decoder, self._cfg)
+            return self._engine
+
+    def close(self) -> None:
+        """End what runs. Harmless the second time."""
+        with self._lock:
+            self._closed = True
+            engine = self._engine
+        if engine is not None:
+            engine.close()
+
+    def run_alone(self, job: Callable[[], T]) -> T:
+        """Run a job that needs the decoder between two steps of the engine; give its result."""
+        return self.engine.run_alone(job)
+
+    def check(self, prompt_ids: Sequence[int]) -> None:
+        """Raise RequestError unless the model and the engine's pool can take a prompt."""
+        self.engine.check(prompt_ids)
+
+    def forget(self, chunk_ids: Collection[ChunkId] | None) -> None:
+        """Chunks were deleted: their exact KV is no longer found either. None: any may have been,
+        so that all of it goes."""
+        with self._lock:
+            engine = None if self._closed else self._engine
+        if engine is not None:
+            engine.forget(chunk_ids)
+
+    def generation(self) -> int:
+        """Of deletions. Read before chunks are looked for: a deletion from then on is known as one
+        that came after them."""
+        return self.engine.tombstones.generation
+
+    def is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
+        """Whether a chunk that was found in generation `as_of` has been deleted since."""
+        with self._lock:
+            engine = self._engine
+        return engine is not None and engine.tombstones.is_gone(chunk_id, as_of)
+
+
+class ActiveAnswers:
+    """How many answers are in the making. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """An answer is in the making inside the `with`."""
+        with self._changed:
+            self._num += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num -= 1
+                self._changed.notify_all()
+
+    def wait_for_none(self, timeout_s: float) -> bool:
+        """Wait until there is none. False: there still is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num == 0, timeout_s)
