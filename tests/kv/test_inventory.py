@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from kvweave.kv.arena import Arena
 from kvweave.kv.breaker import Breaker
 from kvweave.kv.io_pool import IoPool
+from kvweave.kv.memory import Arena
 from kvweave.kv.policies import LFU, LRU, ItemUsage
 from kvweave.kv.tier_budget import TierBudget
 from kvweave.metrics import Metrics

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN
 from kvweave.kv.places import make_place
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore

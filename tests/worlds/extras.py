@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.places import TierSlot, make_place
 from kvweave.kv.store import KVStore

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvweave.kv.awaited import Landing
 from kvweave.kv.beside import Beside
-from kvweave.kv.format.layout import FRONT_BYTES, HEAD_BYTES, Header, check_section
+from kvweave.kv.format.header import FRONT_BYTES, HEAD_BYTES, Header, check_section
 from kvweave.kv.format.objects import read_head
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey

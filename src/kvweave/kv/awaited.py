@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.memory import Memory
 from kvweave.kv.read_plan import ReadSpan

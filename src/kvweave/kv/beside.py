@@ -13,7 +13,7 @@ from collections.abc import Collection
 from functools import partial
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.format.layout import Header, Section, check_section
+from kvweave.kv.format.header import Header, Section, check_section
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.memory import new_memory
 from kvweave.kv.provenance import PROVENANCE

@@ -7,7 +7,7 @@ what is missing has it brought first (`completion.py`), and a copy that lacks so
 written down.
 """
 
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory

@@ -11,7 +11,7 @@ import torch
 from kvweave.kv.arrivals import Arrival, Hooks
 from kvweave.kv.awaited import Landing
 from kvweave.kv.config import StoreConfig
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 from kvweave.kv.memory import BufferPool
 from kvweave.kv.provenance import provenance_in
 from kvweave.kv.residency import Miss

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.format.layout import Header, check_section
+from kvweave.kv.format.header import Header, check_section
 from kvweave.kv.format.objects import extra_of, read_header
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory, new_memory

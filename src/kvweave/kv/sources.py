@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kvweave.kv.awaited import Patience
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.memory import Memory
 from kvweave.kv.residency import Miss

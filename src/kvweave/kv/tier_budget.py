@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.policies import ItemUsage, Policy, RankHeap
 

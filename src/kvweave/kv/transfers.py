@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from kvweave.kv.awaited import Patience
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease as Lease

@@ -5,10 +5,10 @@ import struct
 import pytest
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv.format import checksum, headers
+from kvweave.kv.format import checksum
+from kvweave.kv.format import header as header_format
 from kvweave.kv.format.codec import DTYPES
-from kvweave.kv.format.headers import LAYOUT_VERSION, parse_header
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN, LAYOUT_VERSION, parse_header
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.read_plan import ReadingOrder, plan_spans
 from worlds.kv import make_chunk, make_key
@@ -50,7 +50,7 @@ def test_an_object_of_the_wrong_length_is_refused() -> None:
 
 
 def test_another_layout_version_is_foreign_not_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+    monkeypatch.setattr(header_format, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
     chunk = make_chunk()
     monkeypatch.undo()
     with pytest.raises(TierForeign, match="written by another kvweave"):
@@ -112,7 +112,7 @@ FIELDS = {"layers": 56, "tokens": 60, "heads": 64, "dim": 68, "align": 72, "extr
 
 def resealed(raw: bytearray, header_bytes: int = ALIGN) -> bytearray:
     """The same bytes with a right header checksum: it has no key, so anybody can make one."""
-    raw[header_bytes - 8 : header_bytes] = headers._header_checksum(raw[: header_bytes - 8])
+    raw[header_bytes - 8 : header_bytes] = header_format.header_checksum(raw[: header_bytes - 8])
     return raw
 
 
@@ -151,13 +151,13 @@ def test_a_name_that_is_not_ascii_is_corrupt(at: int) -> None:
 )
 def test_sections_that_do_not_tile_the_object_are_corrupt(field: int, value: int) -> None:
     raw = bytearray(make_chunk().view)
-    struct.pack_into("<Q", raw, headers._FIXED.size + 8 * field, value)  # of layer 0
+    struct.pack_into("<Q", raw, header_format.FIXED_BYTES + 8 * field, value)  # of layer 0
     with pytest.raises(TierCorrupt):
         parse_header(resealed(raw), make_key(), len(raw))
 
 
 def test_what_is_written_is_what_a_codec_can_decode() -> None:
-    assert tuple(DTYPES) == headers.DTYPES
+    assert tuple(DTYPES) == header_format.DTYPES
 
 
 class ReadOnceReader:

@@ -11,14 +11,17 @@ from torch import Tensor
 from kvweave.errors import TierCorrupt, TierForeign
 from kvweave.kv.format.checksum import best_algorithm
 from kvweave.kv.format.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
-from kvweave.kv.format.headers import needed_header_bytes, parse_header, plan_header, seal_header
-from kvweave.kv.format.layout import (
+from kvweave.kv.format.header import (
     ALIGN,
     PRELUDE_BYTES,
     Header,
     LayerShape,
     check_section,
     named_sections,
+    needed_header_bytes,
+    parse_header,
+    plan_header,
+    seal_header,
 )
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory, new_memory
@@ -157,7 +160,7 @@ def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
 
 def layers_of(header: Header, memory: Memory) -> Tensor:
     """All layers of such an object, uint8 [n]: one behind the other, each padded to the alignment.
-    They are alike and end where the object ends, see `_checked` and headers.py."""
+    They are alike and end where the object ends, see `_checked` and header.py."""
     return memory.tensor[header.layers[0].offset : header.total_bytes]
 
 

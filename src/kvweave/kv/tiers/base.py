@@ -1,7 +1,7 @@
 """The contract of a tier: a place that keeps bytes under keys.
 
 A tier knows bytes, not tensors, headers, budgets or leases: `store` owns those. What a tier is
-given are whole chunk objects (see `layout`), what it is asked for are ranges of them.
+given are whole chunk objects (see `format`), what it is asked for are ranges of them.
 """
 
 from collections.abc import Iterator, Sequence

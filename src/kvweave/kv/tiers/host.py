@@ -15,12 +15,11 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.arena import Arena
 from kvweave.kv.config import HostTierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.memory import Memory, new_memory, slice_memory
+from kvweave.kv.memory import Arena, Memory, new_memory, slice_memory
 from kvweave.kv.tiers.base import StoredObject
 
 

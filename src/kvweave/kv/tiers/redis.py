@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvweave.errors import ConfigError, TierCorrupt, TierError
 from kvweave.kv.config import RedisTierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.layout import HEAD_BYTES
+from kvweave.kv.format.header import HEAD_BYTES
 from kvweave.kv.keys import ChunkKey, parse_key
 from kvweave.kv.tiers.base import StoredObject
 

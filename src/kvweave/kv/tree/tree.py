@@ -221,7 +221,7 @@ class KnowledgeTree(TreeReads):
 
     def clock(self, tier: TreeTier) -> float:
         """The logical clock of a tier's policy; 0 for policies that have none."""
-        return float(getattr(self._keeper.floors[tier].policy, "clock", 0.0))
+        return self._keeper.floors[tier].policy.clock
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not balance. O(nodes): for idle moments."""
