@@ -5,8 +5,8 @@ import random
 import pytest
 
 from kvweave.errors import ConfigError
+from kvweave.kv.inventory import UsageBook
 from kvweave.kv.policies import GDSF, LFU, LRU, PGDSF, ItemUsage, RankHeap, UsageRecord, open_policy
-from kvweave.kv.usage import UsageBook
 from worlds.kv import make_key
 
 

@@ -59,7 +59,8 @@ class HostTier:
         self.pinned = torch.cuda.is_available() if cfg.pinned is None else cfg.pinned
         self._lock = threading.Lock()
         self._arena = Arena(cfg.capacity_bytes, ALIGN)
-        self._memory: Memory | None = _take(self._arena.capacity_bytes, pinned=self.pinned)
+        self.capacity_bytes = self._arena.capacity_bytes
+        self._memory: Memory | None = _take(self.capacity_bytes, pinned=self.pinned)
         self._kept: dict[ChunkKey, _HostObject] = {}
 
     def size(self, key: ChunkKey) -> int | None:

@@ -1,22 +1,25 @@
-"""An object on its way, seen by those who wait: what is there, what failed, how long to wait.
+"""An object on its way to host memory: what of it is there, what failed, how long to wait.
 
-Ten requests for one chunk wait on the same one. Layers that were shown stay valid whatever comes
-later; a failure is set once, with a reason, and wakes everybody. An extra may be lost by itself.
+Ten requests for one chunk wait on the same arrival. Layers that were shown stay valid whatever
+comes later; a failure is set once, with a reason, and wakes all who wait. An extra may be lost by
+itself. `arrival_reads.py` brings the bytes.
 """
 
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from kvweave.kv.format.header import Header
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
+from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory
 from kvweave.kv.read_plan import ReadSpan
 from kvweave.kv.residency import Miss
+from kvweave.kv.tier_budget import TierEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +39,80 @@ class Patience:
         self.left_s = budget_s
 
 
-class Awaited(ABC):
-    """Thread-safe. Who brings the bytes (`arrivals.py`) calls `_open_up`, `_show` and `_fail`."""
+class ArrivalOwner(Protocol):
+    """What the store does for an arrival. Called with no lock held, on IO threads; `failed` also on
+    a thread that waited for too long."""
 
-    def __init__(self, tier_name: str, deadline_s: float) -> None:
+    def land(self, arrival: "Arrival", header: Header) -> Landing:
+        """Memory for an object of this header."""
+        ...
+
+    def complete(self, arrival: "Arrival") -> None:
+        """Every layer is there and checked."""
+        ...
+
+    def fill(self, arrival: "Arrival", name: str, data: memoryview) -> None:
+        """Put an extra that came late, checked and with its padding, into memory."""
+        ...
+
+    def failed(self, arrival: "Arrival", miss: Miss, detail: str) -> None:
+        """It will not come, or an extra of it will not; `detail` says why in words."""
+        ...
+
+    def idle(self, arrival: "Arrival") -> bool:
+        """No IO thread touches it, for now or for good. True: for good, its memory went back."""
+        ...
+
+
+@dataclass(slots=True)
+class LoadRecord:
+    """What the store notes of an arrival. Read and changed under the store's lock alone."""
+
+    source: TierEntry | None = None  # what it is read from
+    kept: TierEntry | None = None  # the object of the host tier that it became, or completes
+    users: int = 0  # leases that hold it
+    damaged: bool = False  # what it is read from must go,
+    put_aside: bool = False  # and is gone
+    disposed: bool = False  # its memory was given back
+
+
+class Arrival:
+    """The state of one object on its way, as those see it who wait for it.
+
+    Thread-safe. `changed` is its lock, which `ArrivalReads` shares: methods that say so expect it
+    to be held. `record` is under the store's lock.
+    """
+
+    def __init__(
+        self,
+        key: ChunkKey,
+        tier_name: str,
+        deadline_s: float,
+        queue_stalled_s: Callable[[], float],
+        owner: ArrivalOwner,
+    ) -> None:
+        """Without any progress for `deadline_s` it will not come. `queue_stalled_s` says for how
+        long nothing has moved in front of the reads of this object."""
+        self.key = key
         self.tier_name = tier_name
+        self.owner = owner
+        self.record = LoadRecord()
+        self.changed = threading.Condition()
         self.header: Header | None = None
         self.landing: Landing | None = None
         self.held: frozenset[str] = frozenset()  # extras that are in memory and checked
+        self.front: frozenset[str] = frozenset()  # those of them that came before the layers
         self.began_s = self.ended_s = 0.0  # first read asked for, last layer shown
         self._deadline_s = deadline_s
-        self._changed = threading.Condition()
+        self._queue_stalled_s = queue_stalled_s
+        self._num_active = 0  # reads that a thread has begun
+        self._progress_s = 0.0  # when one of them last began or finished
         self._failure: Miss | None = None
         self._lost: dict[str, Miss] = {}  # extras that will not come, though the layers may
         self._ready: list[bool] = []
         self._awaited: list[int] = []  # layers that some thread waits for, one each
 
-    @abstractmethod
-    def _stalled_s(self) -> float:
-        """For how long nothing has moved, here or in front of us. The lock is held."""
-
-    @abstractmethod
-    def _on_failure(self, miss: Miss, detail: str) -> None:
-        """Called once, on the thread that found out, with no lock held."""
+    # ---- for those who wait
 
     @property
     def failure(self) -> Miss | None:
@@ -77,7 +131,7 @@ class Awaited(ABC):
                 assert self.header is not None
                 assert self.landing is not None
                 return layer_of(self.header, self.landing.memory, layer)
-            with self._changed:
+            with self.changed:
                 if layer < len(self._ready) and self._ready[layer]:
                     continue
                 if self._failure is not None or (self.header and layer >= len(self._ready)):
@@ -136,7 +190,7 @@ class Awaited(ABC):
         """Block until the header and those of these extras that the object has are there; they were
         asked for. A Miss: why they will not come."""
         while True:
-            with self._changed:
+            with self.changed:
                 answer = self._answer(names)
                 if answer is not None:
                     return answer
@@ -160,7 +214,7 @@ class Awaited(ABC):
         left_s = min(self._deadline_s - self._stalled_s(), patience.left_s)
         if left_s <= 0:
             return False
-        self._changed.wait(min(left_s, 0.5))
+        self.changed.wait(min(left_s, 0.5))
         patience.left_s -= time.monotonic() - now_s
         return True
 
@@ -170,31 +224,67 @@ class Awaited(ABC):
             if patience.left_s <= 0
             else f"nothing came for {self._deadline_s:g} s"
         )
-        self._fail(Miss.TOO_SLOW, f"{what}; check the device")
+        self.fail(Miss.TOO_SLOW, f"{what}; check the device")
 
-    def _open_up(self, header: Header) -> None:
-        """The header is known and `landing` is set. The lock is held."""
+    def _stalled_s(self) -> float:
+        """Since a read of this object began or finished; of those queued before it if none did. The
+        lock is held."""
+        if self._num_active:
+            return time.monotonic() - self._progress_s
+        return self._queue_stalled_s()
+
+    # ---- for those who bring the bytes
+
+    def open_up(self, header: Header, *, is_complete: bool = False) -> None:
+        """The header is known, and `landing` and `held` are set. `is_complete`: every layer is
+        there from the start. The lock is held."""
         self.header = header
-        self._ready = [False] * len(header.layers)
-        self._changed.notify_all()
+        self._ready = [is_complete] * len(header.layers)
+        self.changed.notify_all()
 
-    def _lose(self, names: Mapping[str, Miss]) -> None:
-        """These extras will not come. The lock is held."""
-        self._lost |= names
-        self._changed.notify_all()
+    def read_began(self) -> None:
+        """The lock is held."""
+        self._num_active += 1
+        self._progress_s = time.monotonic()
 
-    def _show(self, span: ReadSpan) -> None:
+    def read_ended(self) -> None:
+        """The lock is held."""
+        self._num_active -= 1
+        self._progress_s = time.monotonic()
+
+    def show(self, span: ReadSpan) -> None:
         """These layers are in memory and checked. The lock is held."""
         self._ready[span.first : span.end] = [True] * (span.end - span.first)
-        self.ended_s = time.monotonic()
-        # who waits for another layer would only take a core from the readers to find that out
+        self.ended_s = self._progress_s = time.monotonic()
+        # a thread that waits for another layer would only take a core from the readers to find out
         if any(span.first <= layer < span.end for layer in self._awaited):
-            self._changed.notify_all()
+            self.changed.notify_all()
 
-    def _fail(self, miss: Miss, detail: str) -> None:
-        with self._changed:
+    def show_extra(self) -> None:
+        """One more is in `held`. The lock is held."""
+        self.ended_s = self._progress_s = time.monotonic()
+        self.changed.notify_all()
+
+    def lose(self, names: Mapping[str, Miss]) -> None:
+        """These extras will not come. The lock is held."""
+        self._lost |= names
+        self.changed.notify_all()
+
+    def fail(self, miss: Miss, detail: str) -> None:
+        """Nothing more will come. The first reason stands, and the owner hears of that one."""
+        with self.changed:
             if self._failure is not None:
                 return
             self._failure = miss
-            self._changed.notify_all()
-        self._on_failure(miss, detail)
+            self.changed.notify_all()
+        self.owner.failed(self, miss, detail)
+
+    def bytes_left(self, extras: Collection[str]) -> int:
+        """What is still to come with these extras, as the header says. The lock is held."""
+        if self._failure is not None or self.header is None:
+            return 0
+        layers = zip(self.header.layers, self._ready, strict=True)
+        left = [section for section, is_here in layers if not is_here]
+        awaited = set(extras) - self.held - self._lost.keys()
+        left += [section for name, section in self.header.extras.items() if name in awaited]
+        return sum(section.size_bytes for section in left)
