@@ -1,4 +1,4 @@
-"""The store: leases, layer-streamed loads, promotion, eviction, write-behind, deletion."""
+"""The store: leases, layer-streamed loads, host memory, eviction, write-behind, deletion."""
 
 import gc
 import threading
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.config import DiskTierConfig, FaultPlan
-from kvweave.kv.inventory import OpenTier, UsageBook
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
@@ -126,7 +126,7 @@ def test_a_forgotten_lease_gives_its_pins_back(
         assert "dropped unreleased" in caplog.text
 
 
-def test_a_load_from_disk_is_promoted_and_the_next_comes_from_host(tmp_path: Path) -> None:
+def test_a_load_from_disk_is_kept_in_host_and_the_next_comes_from_there(tmp_path: Path) -> None:
     with make_store(tmp_path, range(6)) as store:
         assert tier_of(store, 0) == "disk"
         load_and_check(store, 0)
@@ -137,7 +137,7 @@ def test_a_load_from_disk_is_promoted_and_the_next_comes_from_host(tmp_path: Pat
         assert store.metrics.value("kv_loads_total") == loads
 
 
-def test_a_chunk_worth_less_is_served_from_staging_and_not_promoted(tmp_path: Path) -> None:
+def test_a_chunk_worth_less_is_served_from_staging_and_not_kept(tmp_path: Path) -> None:
     with make_store(tmp_path, range(6), host_chunks=2, policy="lfu") as store:
         for _ in range(5):
             load_and_check(store, 0, 1)
@@ -148,7 +148,7 @@ def test_a_chunk_worth_less_is_served_from_staging_and_not_promoted(tmp_path: Pa
         store.check_integrity()
 
 
-def test_what_leaves_host_and_is_nowhere_below_is_demoted(tmp_path: Path) -> None:
+def test_what_leaves_host_and_is_nowhere_below_is_written_down(tmp_path: Path) -> None:
     with make_store(tmp_path, range(2), host_chunks=2) as store:
         store.remover.delete_from(store.inventory.below[0], make_key(0))  # as disk eviction would
         for number in (2, 3):
@@ -405,7 +405,9 @@ def test_a_chunk_deleted_while_it_loads_does_not_come_back(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_remote_tier_does_not_switch_demotion_off(tmp_path: Path) -> None:
+def test_what_leaves_host_is_written_down_where_there_is_a_remote_tier_too(
+    tmp_path: Path,
+) -> None:
     cfg = make_config(tmp_path / "disk", host_chunks=2)
     remote = DiskTier(DiskTierConfig(tmp_path / "remote"))
     remote.name = "remote"
@@ -437,12 +439,3 @@ def test_a_busy_disk_is_not_a_broken_one(tmp_path: Path) -> None:
             assert len(transfer.wait_layer(layer)) == 3
     assert store.metrics.value("kv_tier_errors_total") == 0
     store.close()
-
-
-def test_what_was_found_on_disk_is_worth_what_computing_such_a_chunk_takes() -> None:
-    book = UsageBook()
-    book.touch(make_key(0), 1.0, 1000)
-    book.computed(make_key(0), 2.56, 256)
-    assert book.found(make_key(1), 1.0, 1000).cost_s == pytest.approx(2.56)
-    assert book.found(make_key(2), 1.0, 500).cost_s == pytest.approx(1.28)
-    assert book.seen(make_key(2)).cost_per_unit_s == pytest.approx(0.01)

@@ -10,7 +10,6 @@ from kvweave.errors import TierError
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.inventory import OpenTier, make_slot
-from kvweave.kv.io_pool import IoPool
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_lookup import Locator
@@ -261,19 +260,6 @@ def test_an_object_rewritten_on_the_server_between_two_reads_survives(tmp_path: 
                 assert transfer.lost == {KEY: Miss.CORRUPT}
             wait_for("kv_quarantine_spared_total", store)
             assert tier.size(KEY) == other.header.total_bytes
-
-
-def test_a_bug_in_an_io_job_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    bugs: list[int] = []
-    pool = IoPool("test", 1, on_bug=lambda: bugs.append(1))
-
-    def raises() -> None:
-        raise ZeroDivisionError("a bug")
-
-    pool.submit(raises)
-    pool.close(5)
-    assert bugs == [1]
-    assert "nobody foresaw" in caplog.text
 
 
 def test_a_bug_while_a_tier_is_asked_for_a_chunk_is_counted_and_a_miss(

@@ -11,8 +11,7 @@ from kvweave.kv.format.header import ALIGN
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
-from kvweave.kv.tiers import Tier, open_tier
-from kvweave.kv.tiers.base import Reader
+from kvweave.kv.tiers import Reader, Tier, open_tier
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 EXTRAS = {"chunk": b"id", "anchors": b"a" * 9000, "inter": b"i" * 100, "rest": b"r" * 50_000}

@@ -1,8 +1,8 @@
 """An object on its way to host memory: what of it is there, what failed, how long to wait.
 
 Ten requests for one chunk wait on the same arrival. Layers that were shown stay valid whatever
-comes later; a failure is set once, with a reason, and wakes all who wait. An extra may be lost by
-itself. `arrival_reads.py` brings the bytes.
+comes later; a failure is set once, with a reason, and wakes every thread that waits. An extra may
+be lost by itself. `arrival_reads.py` brings the bytes.
 """
 
 import threading
@@ -77,7 +77,7 @@ class LoadRecord:
 
 
 class Arrival:
-    """The state of one object on its way, as those see it who wait for it.
+    """The state of one object on its way, as the threads see it that wait for it.
 
     Thread-safe. `changed` is its lock, which `ArrivalReads` shares: methods that say so expect it
     to be held. `record` is under the store's lock.
@@ -112,7 +112,13 @@ class Arrival:
         self._ready: list[bool] = []
         self._awaited: list[int] = []  # layers that some thread waits for, one each
 
-    # ---- for those who wait
+    def opened(self) -> tuple[Header, Landing]:
+        """Header and memory of an arrival that is open."""
+        assert self.header is not None
+        assert self.landing is not None
+        return self.header, self.landing
+
+    # ---- for threads that wait
 
     @property
     def failure(self) -> Miss | None:
@@ -128,9 +134,8 @@ class Arrival:
         while True:
             # without the lock: entries only ever turn True, and readers must not slow each other
             if layer < len(self._ready) and self._ready[layer]:  # outlives a later failure
-                assert self.header is not None
-                assert self.landing is not None
-                return layer_of(self.header, self.landing.memory, layer)
+                header, landing = self.opened()
+                return layer_of(header, landing.memory, layer)
             with self.changed:
                 if layer < len(self._ready) and self._ready[layer]:
                     continue
@@ -156,25 +161,22 @@ class Arrival:
         ready = self._ready
         if not ready or not all(ready):
             return None
-        assert self.header is not None
-        assert self.landing is not None
-        return layers_of(self.header, self.landing.memory)
+        header, landing = self.opened()
+        return layers_of(header, landing.memory)
 
     def named_extra(self, name: str) -> memoryview | None:
         """A named extra, checked and read-only; None if it is not there, or not there yet."""
         if name not in self.held:
             return None
-        assert self.header is not None
-        assert self.landing is not None
-        return extra_of(self.header, self.landing.memory, name)
+        header, landing = self.opened()
+        return extra_of(header, landing.memory, name)
 
     def named_tensor(self, name: str) -> Tensor | None:
         """As `named_extra`, to copy from."""
         if name not in self.held:
             return None
-        assert self.header is not None
-        assert self.landing is not None
-        return extra_tensor(self.header, self.landing.memory, name)
+        header, landing = self.opened()
+        return extra_tensor(header, landing.memory, name)
 
     def has_extras(self, names: Collection[str]) -> bool:
         """Whether `wait_extras` would return at once, with them or without."""
@@ -233,7 +235,7 @@ class Arrival:
             return time.monotonic() - self._progress_s
         return self._queue_stalled_s()
 
-    # ---- for those who bring the bytes
+    # ---- for `ArrivalReads`
 
     def open_up(self, header: Header, *, is_complete: bool = False) -> None:
         """The header is known, and `landing` and `held` are set. `is_complete`: every layer is

@@ -1,12 +1,12 @@
 """Brings one object from a tier into host memory: its reads, on the IO threads of that tier.
 
-Each run of layers is read, checked and only then shown to those who wait (`arrival.py`). Whatever
-goes wrong with them ends the arrival with a reason; layers shown before stay valid, later ones
-never come.
+Each run of layers is read, checked and only then shown to the threads that wait (`arrival.py`).
+Whatever goes wrong with them ends the arrival with a reason; layers shown before stay valid, later
+ones never come.
 
 Of the extras only those are read that some load has asked for, in front of the layers, or behind
 them for a load that joins later, and those that say whose text it is. The place of the others in
-memory is empty. An extra that cannot be had is lost to those who want it and costs others nothing,
+memory is empty. An extra that cannot be had is lost to loads that want it and costs others nothing,
 but for what says whose text it is: no copy can do without.
 """
 
@@ -17,14 +17,14 @@ from functools import partial
 
 from kvweave.errors import TierCorrupt, TierError, TierForeign
 from kvweave.kv.arrival import Arrival
-from kvweave.kv.format.header import FRONT_BYTES, HEAD_BYTES, Header, Section, check_section
+from kvweave.kv.format.header import FRONT_BYTES, HEAD_BYTES, Header, Reader, Section, check_section
 from kvweave.kv.format.objects import read_head
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.memory import new_memory
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.read_plan import ReadingOrder, ReadSpan, extra_runs
 from kvweave.kv.residency import Miss
-from kvweave.kv.tiers.base import Reader, Tier
+from kvweave.kv.tiers.base import Tier
 
 _scratch = threading.local()
 
@@ -236,9 +236,7 @@ class ArrivalReads:
     def _read(self, span: ReadSpan) -> None:
         """Read, check and show one span."""
         arrival, reader = self.arrival, self._reader
-        header, landing = arrival.header, arrival.landing
-        assert header is not None
-        assert landing is not None
+        header, landing = arrival.opened()
         assert reader is not None
         view = landing.memory.view
         reader.read(span.start_byte, view[span.start_byte : span.end_byte])
@@ -287,7 +285,7 @@ class ArrivalReads:
 
 
 def _miss_of(error: TierError) -> Miss:
-    """What those who wait are told."""
+    """What waiting threads are told."""
     match error:
         case TierCorrupt():
             return Miss.CORRUPT

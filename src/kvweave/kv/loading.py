@@ -230,9 +230,7 @@ class Loader:
         return Landing(self._staging.take(header.total_bytes), stays=False)
 
     def complete(self, arrival: Arrival) -> None:
-        header, landing = arrival.header, arrival.landing
-        assert header is not None
-        assert landing is not None
+        header, landing = arrival.opened()
         num_bytes = header.bytes_with(arrival.front)
         self._metrics.count("kv_bytes_loaded_total", num_bytes, tier=arrival.tier_name)
         self._inventory.by_name[arrival.tier_name].reads.succeeded()
@@ -262,9 +260,7 @@ class Loader:
     def fill(self, arrival: Arrival, name: str, data: memoryview) -> None:
         """An extra came when the object was open already: into its place, if that is still empty.
         Several arrivals may bring it into one object of the host tier, so that is decided here."""
-        header, landing = arrival.header, arrival.landing
-        assert header is not None
-        assert landing is not None
+        header, landing = arrival.opened()
         with self._lock:
             if arrival.record.kept is not None:
                 self._host_objects.fill(arrival.key, arrival.record.kept, name, data)

@@ -65,7 +65,7 @@ def _new_pages(size_bytes: int) -> mmap.mmap:
 
 
 def _registered(size_bytes: int) -> memoryview | None:
-    """Fresh pages, locked for as long as anybody looks at them. None: the system refuses.
+    """Fresh pages, locked for as long as a view of them lives. None: the system refuses.
 
     Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
     of 64 MiB and a header would take 128.
@@ -108,7 +108,7 @@ def _say_unlocked(size_bytes: int) -> None:
 class _Locker:
     """One thread that locks and unlocks memory for all others.
 
-    CUDA keeps a thread's last error until somebody asks, and torch asks after its next kernel: a
+    CUDA keeps a thread's last error until it is asked for, and torch asks after its next kernel: a
     refused lock would fail a pass that has nothing to do with it. A thread that records a graph may
     not unlock at all, and the garbage collector runs where it likes. Neither happens here.
     """
@@ -180,7 +180,7 @@ class _Lock:
                 self.error = int(self._runtime.cudaHostRegister(self._address, self._size_bytes, 0))
                 if not self.error:
                     break
-        except Exception:  # whoever waits must hear of it; memory is used unlocked then
+        except Exception:  # the thread that waits must hear of it, and uses memory unlocked
             self.error = self.error or -1
             log.exception("locking %d bytes failed in a way nobody foresaw", self._size_bytes)
         finally:
@@ -198,7 +198,7 @@ def slice_memory(memory: Memory, start: int, size_bytes: int) -> Memory:
 class BufferPool:
     """Staging buffers for bytes that pass through without staying. Thread-safe, never blocks.
 
-    Keeps at most `keep_bytes` of idle buffers; what is handed out is bounded by whoever asks.
+    Keeps at most `keep_bytes` of idle buffers; what is handed out is bounded by its callers.
     """
 
     def __init__(self, keep_bytes: int, *, pinned: bool) -> None:

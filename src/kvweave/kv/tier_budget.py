@@ -1,4 +1,4 @@
-"""What lies in one tier, how much of its budget that takes, and who may leave.
+"""What lies in one tier, how much of its budget that takes, and what may leave.
 
 Plain bookkeeping: no IO, no torch, no lock. The inventory's lock covers every call.
 

@@ -52,7 +52,7 @@ class LayerKV(NamedTuple):
 
 
 class Codec(Protocol):
-    """One way to store a layer. Stateless, safe from any thread."""
+    """How a layer is stored. Stateless, safe from any thread."""
 
     @property
     def name(self) -> str: ...

@@ -23,7 +23,7 @@ import hashlib
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvweave.errors import TierCorrupt, TierForeign
 from kvweave.kv.format.checksum import Buffer, checksum_of
@@ -60,6 +60,24 @@ class Section(NamedTuple):
     offset: int
     size_bytes: int  # without padding
     checksum: int
+
+
+class Reader(Protocol):
+    """One open object, as a tier gives it. Used by several threads at once; closing twice is
+    harmless. An object deleted while open stays readable or raises TierError; it never turns into
+    another.
+    """
+
+    size_bytes: int
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset`. After an exception `out` holds garbage.
+
+        Raises TierCorrupt if the object ends early, TierError if the tier fails.
+        """
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +182,7 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
     """The header of an object that a tier holds under `key` with `object_bytes` in all.
 
     Raises TierCorrupt if bytes are damaged, cut short or filed under the wrong key, TierForeign if
-    they are intact and of another layout version. The checksum has no key, so anybody who can write
+    they are intact and of another layout version. The checksum has no key, so a stranger who writes
     to a tier can make one that is right: every number is checked before it is used.
     """
     header_bytes = needed_header_bytes(raw)

@@ -16,6 +16,7 @@ from kvweave.kv.format.header import (
     PRELUDE_BYTES,
     Header,
     LayerShape,
+    Reader,
     check_section,
     named_sections,
     needed_header_bytes,
@@ -25,7 +26,6 @@ from kvweave.kv.format.header import (
 )
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory, new_memory
-from kvweave.kv.tiers.base import Reader
 
 SMALL = 2**17  # keys of a layer, T x H x D; a larger one is decoded by itself, see `runs_of`
 TOGETHER = 2**20  # keys of the layers that are decoded together, at most
@@ -33,7 +33,7 @@ TOGETHER = 2**20  # keys of the layers that are decoded together, at most
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedChunk:
-    """An object ready to be saved. Owns its bytes; nobody changes them after packing."""
+    """An object ready to be saved. Owns its bytes; they never change after packing."""
 
     key: ChunkKey
     header: Header
@@ -66,7 +66,7 @@ class EncodedLayer(NamedTuple):
 def decode_joined(layers: Sequence[EncodedLayer], out: LayerKV) -> LayerKV:
     """Decode chunks to where they lie behind each other: out [sum T, H, D].
 
-    Small neighbours stored in one way are decoded together, see `runs_of`.
+    Small neighbours of one codec are decoded together, see `runs_of`.
     """
     at = 0
     for run in runs_of(layers):

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.config import FaultPlan
 from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Reader
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.tiers.base import Reader, StoredObject, Tier
+from kvweave.kv.tiers.base import StoredObject, Tier
 
 
 class FaultyReader:

@@ -2,10 +2,10 @@
 
 Besides the contract it lends: `reserve` gives memory to fill in place, `keep` makes it an object,
 `lend` shows an object's bytes without a copy. Lent bytes stay put until the key is deleted; the
-store sees to it that nobody deletes a leased key.
+store sees to it that no leased key is deleted.
 
 An object may be kept without some of its extras (`is_whole=False`). It takes its full place, counts
-and is listed; whoever reads objects whole (`open`, `lend`) does not find it.
+and is listed; `open` and `lend`, which give objects whole, do not find it.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Which node has pages where, under two byte budgets, and who leaves when room is needed."""
+"""Which node has pages where, under two byte budgets, and what leaves when room is needed."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -43,9 +43,9 @@ class TreeBudget:
         self._leaves.discard(node)
 
     def victims(self, missing_bytes: int, may_leave: Callable[[Node], bool]) -> list[Node] | None:
-        """Who must leave to free so many bytes: children before parents, lowest rank first.
+        """What must leave to free so many bytes: children before parents, lowest rank first.
 
-        Nothing is changed, so that a request that cannot have all its room disturbs nobody.
+        Nothing is changed, so that a request that cannot have all its room disturbs no other.
         None: even without everything that may leave there would not be enough.
         """
         chosen: list[Node] = []

@@ -1,17 +1,15 @@
 """What another process deleted does not come back through what was under way here."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.inventory import RemovedChunks
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import CHUNK as WHOSE
-from kvweave.kv.provenance import Provenance
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from worlds.extras import CHUNK, KEY, on_disk, wait_until
@@ -131,34 +129,6 @@ def test_a_write_under_way_is_deleted_when_it_ends(tmp_path: Path, held: threadi
         assert store.flush()
         assert not files(tmp_path)
         store.check_integrity()
-
-
-def test_deletions_that_are_forgotten_count_for_what_is_older_and_not_known_to_be_there() -> None:
-    gone, alive = RemovedChunks(most=2), {"alive"}
-    gone.know_by(alive.intersection)
-    for name in "abc":  # the first is remembered no more
-        gone.add([name])
-    of = [Provenance(name, ()) for name in "abcx"]
-    assert [gone.covers(each, 0) for each in of] == [True] * 4, "x perhaps: nobody remembers"
-    assert [gone.covers(each, 1) for each in of] == [False, True, True, False]
-    assert [gone.covers(each, 3) for each in of] == [False] * 4
-    assert not gone.covers(Provenance("alive", ()), 0)
-    assert gone.covers(Provenance("alive", ("b",)), 0)
-    assert not gone.covers(None, 0), "it does not say"
-
-
-def test_a_deletion_that_is_heard_of_while_we_look_is_not_taken_for_undone() -> None:
-    gone = RemovedChunks()
-
-    def deleted_again(names: Collection[str]) -> Collection[str]:
-        gone.add(["a"])
-        return names
-
-    gone.add(["a"])
-    gone.know_by(deleted_again)
-    assert not gone.covers(Provenance("a", ()), 0)
-    gone.know_by(lambda names: ())
-    assert gone.covers(Provenance("a", ()), 1)
 
 
 def test_a_victim_on_its_way_down_is_not_written_behind_a_deletion(
