@@ -215,13 +215,13 @@ def test_a_file_that_cannot_be_deleted_stays_on_the_books_and_is_not_served(
 def test_bytes_damaged_on_the_way_do_not_cost_a_good_copy(tmp_path: Path) -> None:
     store, tier = open_faulty(tmp_path)
     assert store.save(make_chunk(0), wait_s=5).wait(5)
-    real = tier._strikes
+    real = tier.strikes
     flips = iter([False, True])  # the header comes well, then a layer does not
-    tier._strikes = lambda p: p > 0 and next(flips, False)  # type: ignore[method-assign]
+    tier.strikes = lambda p: p > 0 and next(flips, False)  # type: ignore[method-assign]
     tier.plan = FaultPlan(corrupt=1.0)
     assert serve(store) == {KEY: Miss.CORRUPT}
     wait_for("kv_quarantine_spared_total", store)
-    tier._strikes = real  # type: ignore[method-assign]
+    tier.strikes = real  # type: ignore[method-assign]
     tier.plan = FaultPlan()
     assert serve(store) == {}
     assert store.metrics.value("kv_quarantined_total") == 0

@@ -34,11 +34,6 @@ def pack_ids(chunk_ids: Sequence[str]) -> bytes:
     return "\n".join(chunk_ids).encode()
 
 
-def keys_of_chunks(tier: Tier, chunk_ids: Collection[str]) -> list[ChunkKey]:
-    """Keys of all objects in `tier` that were computed for one of these chunks, or behind one."""
-    return find_keys(tier, carries(chunk_ids)) if chunk_ids else []
-
-
 def carries(chunk_ids: Collection[str]) -> Callable[[Provenance], bool]:
     """Whether an object was computed for one of these chunks, or behind one."""
     wanted = frozenset(chunk_ids)
