@@ -13,7 +13,7 @@ import torch
 from common import alternate
 from kvweave.kv.format import checksum
 from kvweave.kv.format.codec import CODECS, DTYPES, Codec, LayerKV, open_codec
-from kvweave.kv.format.layout import LayerShape
+from kvweave.kv.format.header import LayerShape
 
 
 def bench_codecs(args: argparse.Namespace) -> list[dict[str, object]]:

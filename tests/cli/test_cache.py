@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from kvweave.cli.cache import command
 from kvweave.errors import ConfigError, TierError
 from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.format import headers
+from kvweave.kv.format.header import header_checksum
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tiers.disk import DiskReader, DiskTier
 from kvweave.kv.tiers.quarantine import Quarantine
@@ -101,7 +101,7 @@ def test_gc_removes_objects_of_other_versions_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = make_store(tmp_path, 1)
-    monkeypatch.setattr("kvweave.kv.format.headers.LAYOUT_VERSION", 2)
+    monkeypatch.setattr("kvweave.kv.format.header.LAYOUT_VERSION", 2)
     newer = make_chunk(1)
     monkeypatch.undo()
     tier.write(newer.key, [newer.view])
@@ -147,7 +147,7 @@ def test_a_forged_header_ends_no_command(tmp_path: Path, num_layers: int) -> Non
     tier = make_store(tmp_path)
     raw = bytearray(make_chunk(7).view)
     struct.pack_into("<I", raw, 56, num_layers)
-    raw[4088:4096] = headers._header_checksum(raw[:4088])
+    raw[4088:4096] = header_checksum(raw[:4088])
     tier.write(make_key(7), [raw])
     listed = run_json("ls", "--store", tmp_path)["objects"]
     assert [o["codec"] for o in listed if o["key"] == make_key(7).hex()] == ["damaged"]

@@ -15,7 +15,7 @@ from kvweave.kernels.gpu.unpack import unpack_rows
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.unpack import StoredRows, unpack_reference
 from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
-from kvweave.kv.format.layout import LayerShape
+from kvweave.kv.format.header import LayerShape
 
 pytestmark = pytest.mark.gpu
 

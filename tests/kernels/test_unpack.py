@@ -7,7 +7,7 @@ from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.unpack import StoredRows, unpack
 from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
-from kvweave.kv.format.layout import LayerShape
+from kvweave.kv.format.header import LayerShape
 
 LENGTHS = (1, 70, 64, 129)
 

@@ -12,8 +12,8 @@ import torch
 from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig, StoreConfig
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.objects import verify_object
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import make_place
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.disk import DiskTier
@@ -121,9 +121,9 @@ def test_budgets_hold_and_leased_bytes_stay_under_heavy_traffic(
     slow.best_read_bytes = 1
     store = KVStore(
         cfg,
-        places=[
-            make_place(host, HOST_CHUNKS * CHUNK_BYTES, cfg),
-            make_place(slow, DISK_CHUNKS * CHUNK_BYTES, cfg),
+        tiers=[
+            OpenTier(host, HOST_CHUNKS * CHUNK_BYTES),
+            OpenTier(slow, DISK_CHUNKS * CHUNK_BYTES),
         ],
     )
     traffic = Traffic(store, seconds)
@@ -224,7 +224,7 @@ class HeldDeletes(DiskTier):
 def test_a_late_delete_on_disk_does_not_take_what_was_saved_after_it(tmp_path: Path) -> None:
     cfg = make_config(tmp_path)
     disk = HeldDeletes(DiskTierConfig(tmp_path))
-    store = KVStore(cfg, places=[make_place(disk, 1 << 30, cfg)])
+    store = KVStore(cfg, tiers=[OpenTier(disk, 1 << 30)])
     assert store.save(make_chunk(0)).wait(5)
     deleting = threading.Thread(target=store.delete, args=([make_key(0)],))
     deleting.start()

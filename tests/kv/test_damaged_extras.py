@@ -8,7 +8,7 @@ import pytest
 
 from kvweave.errors import TierError
 from kvweave.kv.config import RedisTierConfig, StoreConfig
-from kvweave.kv.places import make_place
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
@@ -140,10 +140,7 @@ def test_an_extra_that_the_tier_fails_to_read_is_tried_again_by_the_next(
         with store.acquire([KEY]) as one, store.acquire([KEY]) as two:
             plain = store.load(one)
             plain.headers()
-            arrival = store._under_way.get(KEY)
-            assert arrival is not None
-            reader = arrival._reader
-            assert reader is not None
+            (reader,) = world.below.readers
             read = reader.read
 
             def fail(offset: int, out: memoryview) -> None:
@@ -174,9 +171,9 @@ def on_redis(root: Path, *, over_disk: bool = False) -> Iterator[World]:
         world.below.inner.write(KEY, [raw])
         local = make_config(root / "kv", host_chunks=64).tiers if over_disk else ()
         sizes = (64 * CHUNK_BYTES, 1 << 30)
-        places = [make_place(open_tier(t), n, cfg) for t, n in zip(local, sizes, strict=False)]
-        remote = make_place(world.below, None, cfg)  # type: ignore[arg-type]
-        world.store = KVStore(cfg, places=[*places, remote])
+        opened = [OpenTier(open_tier(t), n) for t, n in zip(local, sizes, strict=False)]
+        remote = OpenTier(world.below, None)  # type: ignore[arg-type]
+        world.store = KVStore(cfg, tiers=[*opened, remote])
         with world.store:
             yield world
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.format.layout import ALIGN
-from kvweave.kv.places import make_place
+from kvweave.kv.format.header import ALIGN
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.provenance import carries
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
@@ -192,10 +192,8 @@ def test_a_load_under_way_brings_back_nothing_that_is_deleted_by_whose_text_it_i
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease)
             (path,) = (tmp_path / "objects").rglob("*.kv")
-            arrival = store._under_way.get(KEY)
-            assert arrival is not None
-            wait_until(lambda: arrival._reader is not None)
-            path.unlink()  # by whoever removed the document
+            wait_until(lambda: bool(world.below.readers))
+            path.unlink()  # by the process that removed the document
             assert store.forget(["id"]) == 0, "nothing is in host memory yet"
             world.below.go_on.set()
             for layer in range(LAYERS):
@@ -214,7 +212,7 @@ def test_extras_that_come_while_the_store_is_closed_are_no_bug(tmp_path: Path) -
         store.load(lease, extras=list(EXTRAS))
         with ThreadPoolExecutor(1) as other:
             closing = other.submit(store.close)
-            wait_until(lambda: not list(store._stock.places[0].tier.scan()))  # the host tier is
+            wait_until(lambda: not list(store.inventory.slots[0].tier.scan()))  # the host tier is
             world.below.go_on.set()
             closing.result(timeout=10)
     assert not store.metrics.value("kv_tier_errors_total", verb="bug")
@@ -252,7 +250,7 @@ def test_half_an_object_is_never_written_down(tmp_path: Path) -> None:
     with world.store as store:
         world.load()
         assert world.entry_lacks() == UNREAD
-        store._stock.delete_from(store._stock.below[0], KEY)  # the disk evicted it
+        store.remover.delete_from(store.inventory.below[0], KEY)  # the disk evicted it
         store.save(make_chunk(1, extras=EXTRAS), wait_s=5).wait(5)
         assert store.flush()
         assert store.metrics.value("kv_evictions_total", tier="host") == 1
@@ -268,11 +266,11 @@ def test_what_only_a_remote_has_is_read_whole_if_a_disk_may_get_it(tmp_path: Pat
         local = make_config(tmp_path / "kv", host_chunks=10)
         sizes = (10 * CHUNK_BYTES, 1 << 30)
         tiers = zip(local.tiers, sizes, strict=True)
-        places = [make_place(open_tier(tier), size, cfg) for tier, size in tiers]
-        remote = make_place(world.below, None, cfg)  # type: ignore[arg-type]
+        opened = [OpenTier(open_tier(tier), size) for tier, size in tiers]
+        remote = OpenTier(world.below, None)  # type: ignore[arg-type]
         world.store.close()
         world.below.inner = open_tier(cfg.tiers[0])
-        world.store = KVStore(cfg, places=[*places, remote])
+        world.store = KVStore(cfg, tiers=[*opened, remote])
         with world.store as store:
             world.load()
             assert not world.entry_lacks()
@@ -284,11 +282,11 @@ def test_what_only_a_remote_has_is_read_whole_if_a_disk_may_get_it(tmp_path: Pat
 
 def test_a_resting_tier_is_not_asked_for_extras(tmp_path: Path) -> None:
     cfg = make_config(tmp_path, host_chunks=64)
-    world = World(cfg, make_place(open_tier(cfg.tiers[0]), 64 * CHUNK_BYTES, cfg))
+    world = World(cfg, OpenTier(open_tier(cfg.tiers[0]), 64 * CHUNK_BYTES))
     with world.store as store:
         world.load()
         world.below.inner = FaultyTier(world.below.inner, FaultPlan(fail=1.0))
-        store._stock.below[0].reads.failed("a test", at_once=True)
+        store.inventory.below[0].reads.failed("a test", at_once=True)
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
             assert transfer.lost == {KEY: Miss.TIER_FAILED}

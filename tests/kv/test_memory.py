@@ -3,6 +3,7 @@
 import gc
 import logging
 import mmap
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from kvweave.errors import TierError
 from kvweave.kv import memory as memory_module
 from kvweave.kv.config import HostTierConfig
-from kvweave.kv.memory import BufferPool, new_memory
+from kvweave.kv.memory import Arena, BufferPool, new_memory
 from kvweave.kv.tiers import open_tier
 
 
@@ -145,3 +146,42 @@ def test_a_host_tier_larger_than_any_memory_is_refused_in_one_line() -> None:
         TierError, match=r"^cannot take 1,000,000,000\.0 GiB of host memory: .*less$"
     ):
         open_tier(HostTierConfig(10**9 << 30, pinned=False))
+
+
+def test_an_arena_takes_the_best_hole_and_joins_neighbours() -> None:
+    arena = Arena(10 * 16, align=16)
+    starts = [arena.take(n * 16) for n in (2, 1, 3, 4)]
+    assert starts == [0, 32, 48, 96]
+    assert arena.take(1) is None
+    arena.give_back(48)
+    arena.give_back(0)
+    assert arena.take(17) == 0  # two units: the small hole, not the large one
+    arena.give_back(32)
+    assert arena.take(4 * 16) == 32
+    arena.check_integrity()
+
+
+def test_an_arena_survives_random_use() -> None:
+    rng = random.Random(1)
+    arena = Arena(64 * 16, align=16)
+    taken: list[int] = []
+    for _ in range(2000):
+        if taken and rng.random() < 0.5:
+            arena.give_back(taken.pop(rng.randrange(len(taken))))
+        else:
+            start = arena.take(rng.randint(1, 200))
+            if start is not None:
+                taken.append(start)
+        arena.check_integrity()
+    for start in taken:
+        arena.give_back(start)
+    assert arena.take(64 * 16) == 0
+
+
+def test_giving_back_twice_is_a_bug_that_shows() -> None:
+    arena = Arena(160, align=16)
+    start = arena.take(16)
+    assert start is not None
+    arena.give_back(start)
+    with pytest.raises(KeyError):
+        arena.give_back(start)

@@ -6,8 +6,6 @@ import pytest
 
 from kvweave.errors import ConfigError
 from kvweave.kv.policies import GDSF, LFU, LRU, PGDSF, ItemUsage, RankHeap, UsageRecord, open_policy
-from kvweave.kv.usage import UsageBook
-from worlds.kv import make_key
 
 
 def make_usage(
@@ -77,23 +75,6 @@ def test_a_ranking_yields_the_lowest_that_may_leave_like_a_sorted_list() -> None
             got = [t for t, _ in ranking.lowest(lambda t: t % 3 != 0)]
             assert got == sorted((t for t in model if t % 3), key=model.__getitem__)
     assert len(ranking) == len(model)
-
-
-def test_frequency_survives_eviction_but_the_book_is_bounded() -> None:
-    book = UsageBook(max_keys=3)
-    for _ in range(5):
-        book.touch(make_key(0), 1.0, 10)
-    assert book.seen(make_key(0)).uses == 5
-    for number in range(1, 4):
-        book.touch(make_key(number), 1.0, 10)
-    assert book.seen(make_key(0)).uses == 0
-
-
-def test_an_unknown_cost_is_taken_as_the_mean_of_the_known() -> None:
-    book = UsageBook()
-    book.computed(make_key(0), cost_s=2.0, num_tokens=100)
-    book.found(make_key(1), written_s=0.0, size_bytes=10)
-    assert book.seen(make_key(1)).cost_per_unit_s == pytest.approx(0.02)
 
 
 def test_an_unknown_policy_lists_the_known() -> None:

@@ -1,4 +1,4 @@
-"""The store: leases, layer-streamed loads, promotion, eviction, write-behind, deletion."""
+"""The store: leases, layer-streamed loads, host memory, eviction, write-behind, deletion."""
 
 import gc
 import threading
@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.config import DiskTierConfig, FaultPlan
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import make_place
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
-from kvweave.kv.usage import UsageBook
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 
@@ -127,7 +126,7 @@ def test_a_forgotten_lease_gives_its_pins_back(
         assert "dropped unreleased" in caplog.text
 
 
-def test_a_load_from_disk_is_promoted_and_the_next_comes_from_host(tmp_path: Path) -> None:
+def test_a_load_from_disk_is_kept_in_host_and_the_next_comes_from_there(tmp_path: Path) -> None:
     with make_store(tmp_path, range(6)) as store:
         assert tier_of(store, 0) == "disk"
         load_and_check(store, 0)
@@ -138,7 +137,7 @@ def test_a_load_from_disk_is_promoted_and_the_next_comes_from_host(tmp_path: Pat
         assert store.metrics.value("kv_loads_total") == loads
 
 
-def test_a_chunk_worth_less_is_served_from_staging_and_not_promoted(tmp_path: Path) -> None:
+def test_a_chunk_worth_less_is_served_from_staging_and_not_kept(tmp_path: Path) -> None:
     with make_store(tmp_path, range(6), host_chunks=2, policy="lfu") as store:
         for _ in range(5):
             load_and_check(store, 0, 1)
@@ -149,9 +148,9 @@ def test_a_chunk_worth_less_is_served_from_staging_and_not_promoted(tmp_path: Pa
         store.check_integrity()
 
 
-def test_what_leaves_host_and_is_nowhere_below_is_demoted(tmp_path: Path) -> None:
+def test_what_leaves_host_and_is_nowhere_below_is_written_down(tmp_path: Path) -> None:
     with make_store(tmp_path, range(2), host_chunks=2) as store:
-        store._stock.delete_from(store._stock.below[0], make_key(0))  # as disk eviction would
+        store.remover.delete_from(store.inventory.below[0], make_key(0))  # as disk eviction would
         for number in (2, 3):
             store.save(make_chunk(number))
         assert store.flush()
@@ -216,8 +215,8 @@ def make_slow_store(root: Path, plan: FaultPlan, **changes: object) -> tuple[KVS
     *hosts, disk = [open_tier(tier_cfg) for tier_cfg in cfg.tiers]
     tier = FaultyTier(disk, FaultPlan())
     tier.best_read_bytes = 1
-    places = [make_place(host, 4 * CHUNK_BYTES, cfg) for host in hosts]
-    store = KVStore(cfg, places=[*places, make_place(tier, 64 * CHUNK_BYTES, cfg)])
+    opened = [OpenTier(host, 4 * CHUNK_BYTES) for host in hosts]
+    store = KVStore(cfg, tiers=[*opened, OpenTier(tier, 64 * CHUNK_BYTES)])
     for number in range(4):
         store.save(make_chunk(number), wait_s=10)
     assert store.flush()
@@ -263,7 +262,7 @@ def test_layers_come_in_order_before_the_whole_is_there(tmp_path: Path) -> None:
 
 def test_an_abandoned_load_gives_its_memory_back(tmp_path: Path) -> None:
     store, _ = make_slow_store(tmp_path, FaultPlan(), host_chunks=4, lookahead_layers=1)
-    store._stock.delete_from(store._stock.places[0], make_key(0))
+    store.remover.delete_from(store.inventory.slots[0], make_key(0))
     before = store.used_bytes()["host"]
     with store.acquire(keys_of(0)) as lease:
         store.load(lease).wait_layer(0)
@@ -361,12 +360,12 @@ def test_a_full_disk_is_said_once_and_serving_goes_on(
 
 def test_a_miss_strikes_only_the_copy_it_looked_for(tmp_path: Path) -> None:
     with make_store(tmp_path, range(1), host_chunks=None) as store:
-        (place,) = store._stock.below
-        assert place.shelf is not None
-        older = place.shelf.find(make_key(0))
+        (slot,) = store.inventory.below
+        assert slot.budget is not None
+        older = slot.budget.find(make_key(0))
         store.delete(keys_of(0))
         assert store.save(make_chunk(0)).wait(5)
-        store._stock.forget(place, make_key(0), older)  # a load that found the older one gone
+        store.remover.forget(slot, make_key(0), older)  # a load that found the older one gone
         assert store.used_bytes() == {"disk": CHUNK_BYTES}
         assert load_and_check(store, 0) == {0}
 
@@ -388,7 +387,7 @@ def test_objects_deleted_by_another_process_are_a_miss(tmp_path: Path) -> None:
 
 def test_a_chunk_deleted_while_it_loads_does_not_come_back(tmp_path: Path) -> None:
     store, _ = make_slow_store(tmp_path, FaultPlan(), host_chunks=4, lookahead_layers=1)
-    store._stock.delete_from(store._stock.places[0], make_key(0))
+    store.remover.delete_from(store.inventory.slots[0], make_key(0))
     with store.acquire(keys_of(0)) as lease, store.acquire(keys_of(0)) as late:
         transfer = store.load(lease)
         assert is_layer_of(0, 0, transfer.wait_layer(0)[make_key(0)])
@@ -406,17 +405,19 @@ def test_a_chunk_deleted_while_it_loads_does_not_come_back(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_remote_tier_does_not_switch_demotion_off(tmp_path: Path) -> None:
+def test_what_leaves_host_is_written_down_where_there_is_a_remote_tier_too(
+    tmp_path: Path,
+) -> None:
     cfg = make_config(tmp_path / "disk", host_chunks=2)
     remote = DiskTier(DiskTierConfig(tmp_path / "remote"))
     remote.name = "remote"
     capacities = (2 * CHUNK_BYTES, 1 << 30)
-    places = [make_place(open_tier(t), c, cfg) for t, c in zip(cfg.tiers, capacities, strict=True)]
-    store = KVStore(cfg, places=[*places, make_place(remote, None, cfg)])
+    opened = [OpenTier(open_tier(t), c) for t, c in zip(cfg.tiers, capacities, strict=True)]
+    store = KVStore(cfg, tiers=[*opened, OpenTier(remote, None)])
     for number in (0, 1):
         assert store.save(make_chunk(number), wait_s=5).wait(5)
-    for place in store._stock.below:
-        assert store._stock.delete_from(place, make_key(0))
+    for slot in store.inventory.below:
+        assert store.remover.delete_from(slot, make_key(0))
     for number in (2, 3):
         assert store.save(make_chunk(number), wait_s=5).wait(5)
     assert store.flush()
@@ -438,12 +439,3 @@ def test_a_busy_disk_is_not_a_broken_one(tmp_path: Path) -> None:
             assert len(transfer.wait_layer(layer)) == 3
     assert store.metrics.value("kv_tier_errors_total") == 0
     store.close()
-
-
-def test_what_was_found_on_disk_is_worth_what_computing_such_a_chunk_takes() -> None:
-    book = UsageBook()
-    book.touch(make_key(0), 1.0, 1000)
-    book.computed(make_key(0), 2.56, 256)
-    assert book.found(make_key(1), 1.0, 1000).cost_s == pytest.approx(2.56)
-    assert book.found(make_key(2), 1.0, 500).cost_s == pytest.approx(1.28)
-    assert book.seen(make_key(2)).cost_per_unit_s == pytest.approx(0.01)

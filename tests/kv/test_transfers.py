@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.format.layout import ALIGN
-from kvweave.kv.places import make_place
+from kvweave.kv.format.header import ALIGN
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier, open_tier
@@ -59,8 +59,8 @@ def open_store(
     faulty = FaultyTier(open_tier(cfg.tiers[0]), FaultPlan())
     chunk = make_chunk(0, num_layers=LAYERS, extras=extras)
     witness = Witness(faulty, [layer.offset for layer in chunk.header.layers])
-    place = make_place(witness, None if faulty.remote else 1 << 30, cfg)  # type: ignore[arg-type]
-    store = KVStore(cfg, places=[place])
+    opened = OpenTier(witness, None if faulty.remote else 1 << 30)  # type: ignore[arg-type]
+    store = KVStore(cfg, tiers=[opened])
     assert store.save(chunk, wait_s=5).wait(5)
     faulty.plan = FaultPlan(delay=1.0, delay_s=delay_s)
     return store, witness

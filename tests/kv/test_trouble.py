@@ -2,7 +2,6 @@
 
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import pytest
 from kvweave.errors import TierError
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
-from kvweave.kv.io_pool import IoPool
-from kvweave.kv.places import make_place
+from kvweave.kv.inventory import OpenTier, make_slot
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_lookup import Locator
@@ -39,7 +37,7 @@ def open_faulty(root: Path, disk_chunks: int = 64, **changes: object) -> tuple[K
     cfg = make_config(root, None, disk_chunks, **changes)
     tier = FaultyTier(open_tier(cfg.tiers[0]), FaultPlan())
     tier.best_read_bytes = 1
-    store = KVStore(cfg, places=[make_place(tier, disk_chunks * CHUNK_BYTES, cfg)])
+    store = KVStore(cfg, tiers=[OpenTier(tier, disk_chunks * CHUNK_BYTES)])
     return store, tier
 
 
@@ -158,7 +156,7 @@ def test_unreadable_objects_are_said_once_count_and_are_replaced(
     save_unreadable(store, range(3), monkeypatch)
     assert [serve(store, n) for n in range(3)] == [{make_key(n): Miss.FOREIGN} for n in range(3)]
     give_up_s = time.monotonic() + 5  # a request goes on before it is noted and said
-    while len(store._stock.foreign) < 3 or "cannot be read here" not in caplog.text:
+    while len(store.inventory.foreign) < 3 or "cannot be read here" not in caplog.text:
         assert time.monotonic() < give_up_s, caplog.text
         time.sleep(0.001)
     assert caplog.text.count("cannot be read here") == 1
@@ -217,13 +215,13 @@ def test_a_file_that_cannot_be_deleted_stays_on_the_books_and_is_not_served(
 def test_bytes_damaged_on_the_way_do_not_cost_a_good_copy(tmp_path: Path) -> None:
     store, tier = open_faulty(tmp_path)
     assert store.save(make_chunk(0), wait_s=5).wait(5)
-    real = tier._strikes
+    real = tier.strikes
     flips = iter([False, True])  # the header comes well, then a layer does not
-    tier._strikes = lambda p: p > 0 and next(flips, False)  # type: ignore[method-assign]
+    tier.strikes = lambda p: p > 0 and next(flips, False)  # type: ignore[method-assign]
     tier.plan = FaultPlan(corrupt=1.0)
     assert serve(store) == {KEY: Miss.CORRUPT}
     wait_for("kv_quarantine_spared_total", store)
-    tier._strikes = real  # type: ignore[method-assign]
+    tier.strikes = real  # type: ignore[method-assign]
     tier.plan = FaultPlan()
     assert serve(store) == {}
     assert store.metrics.value("kv_quarantined_total") == 0
@@ -233,14 +231,14 @@ def test_bytes_damaged_on_the_way_do_not_cost_a_good_copy(tmp_path: Path) -> Non
 def test_a_copy_saved_since_is_not_quarantined_for_an_older_one(tmp_path: Path) -> None:
     store, _ = open_faulty(tmp_path)
     assert store.save(make_chunk(0), wait_s=5).wait(5)
-    (place,) = store._stock.below
-    assert place.shelf is not None
-    older = place.shelf.find(KEY)
+    (slot,) = store.inventory.below
+    assert slot.budget is not None
+    older = slot.budget.find(KEY)
     store.delete([KEY])
     assert store.save(make_chunk(0), wait_s=5).wait(5)
     (path,) = (tmp_path / "objects").rglob("*.kv")
     path.write_bytes(b"damaged")  # even so: that is for a load of this copy to find out
-    store._stock.quarantine(place, KEY, older)
+    store.remover.quarantine(slot, KEY, older)
     assert path.exists()
     store.close()
 
@@ -249,7 +247,7 @@ def test_an_object_rewritten_on_the_server_between_two_reads_survives(tmp_path: 
     with running_redis(tmp_path) as port:
         cfg = StoreConfig((RedisTierConfig(f"redis://127.0.0.1:{port}/0"),), lookahead_layers=0)
         with KVStore(cfg) as store:
-            tier = store._stock.below[0].tier
+            tier = store.inventory.below[0].tier
             assert isinstance(tier, RedisTier)
             tier.best_read_bytes = 1  # type: ignore[misc]
             assert store.save(make_chunk(0, num_layers=9)).wait(5)
@@ -264,19 +262,6 @@ def test_an_object_rewritten_on_the_server_between_two_reads_survives(tmp_path: 
             assert tier.size(KEY) == other.header.total_bytes
 
 
-def test_a_bug_in_an_io_job_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    pool, bugs = IoPool("test", 1), []
-    pool.on_bug = lambda: bugs.append(1)
-
-    def raises() -> None:
-        raise ZeroDivisionError("a bug")
-
-    pool.submit(raises)
-    pool.close(5)
-    assert bugs == [1]
-    assert "nobody foresaw" in caplog.text
-
-
 def test_a_bug_while_a_tier_is_asked_for_a_chunk_is_counted_and_a_miss(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,10 +272,10 @@ def test_a_bug_while_a_tier_is_asked_for_a_chunk_is_counted_and_a_miss(
         raise ZeroDivisionError("a bug")
 
     tier.size = size  # type: ignore[method-assign]
-    metrics, place = Metrics(), make_place(tier, None, cfg)
-    place.pool.on_bug = partial(metrics.count, "kv_tier_errors_total", tier="disk", verb="bug")
+    metrics = Metrics()
+    slot = make_slot(OpenTier(tier, None), cfg, metrics)
     locator = Locator(0.5, metrics)
-    assert locator.locate([place], [KEY]) == {}
+    assert locator.locate([slot], [KEY]) == {}
     locator.close()
     assert metrics.value("kv_tier_errors_total", tier="disk", verb="bug") == 1
     assert "nobody foresaw" in caplog.text

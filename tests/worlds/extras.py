@@ -7,12 +7,11 @@ from pathlib import Path
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import TierSlot, make_place
 from kvweave.kv.store import KVStore
-from kvweave.kv.tiers import Tier, open_tier
-from kvweave.kv.tiers.base import Reader
+from kvweave.kv.tiers import Reader, Tier, open_tier
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 EXTRAS = {"chunk": b"id", "anchors": b"a" * 9000, "inter": b"i" * 100, "rest": b"r" * 50_000}
@@ -30,6 +29,7 @@ class Counter:
     def __init__(self, inner: Tier) -> None:
         self.inner = inner
         self.reads: list[tuple[int, int]] = []
+        self.readers: list[CountingReader] = []  # one per object opened
         self.best_read_bytes = 1  # one layer, one read
         self.go_on = threading.Event()
         self.go_on.set()
@@ -40,7 +40,10 @@ class Counter:
 
     def open(self, key: ChunkKey) -> "CountingReader | None":
         reader = self.inner.open(key)
-        return None if reader is None else CountingReader(reader, self)
+        if reader is None:
+            return None
+        self.readers.append(CountingReader(reader, self))
+        return self.readers[-1]
 
     def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
         return self.inner.write(key, parts)
@@ -69,14 +72,13 @@ class CountingReader:
 class World:
     """A store whose tier below host memory is watched and holds chunk 0, with its extras."""
 
-    def __init__(self, cfg: StoreConfig, host: TierSlot | None) -> None:
+    def __init__(self, cfg: StoreConfig, host: OpenTier | None) -> None:
         self.below = Counter(open_tier(cfg.tiers[-1]))
         capacity = None if self.below.inner.remote else 1 << 30
-        place = make_place(self.below, capacity, cfg)  # type: ignore[arg-type]
-        with KVStore(cfg, places=[place]) as store:
+        below = OpenTier(self.below, capacity)  # type: ignore[arg-type]
+        with KVStore(cfg, tiers=[below]) as store:
             assert store.save(CHUNK, wait_s=5).wait(5)
-        place = make_place(self.below, capacity, cfg)  # type: ignore[arg-type]
-        self.store = KVStore(cfg, places=[place] if host is None else [host, place])
+        self.store = KVStore(cfg, tiers=[below] if host is None else [host, below])
 
     def load(self, *extras: str) -> dict[str, bytes]:
         """Load as a request does; returns the extras that came."""
@@ -90,9 +92,9 @@ class World:
         return found
 
     def entry_lacks(self) -> set[str]:
-        host = self.store._stock.host
+        host = self.store.inventory.host
         assert host is not None
-        entry = host.shelf.find(KEY)
+        entry = host.budget.find(KEY)
         assert entry is not None
         assert host.tier.is_whole(KEY) == (not entry.lacks)
         return set(entry.lacks)
@@ -102,7 +104,7 @@ def on_disk(root: Path, host_chunks: int | None = None) -> World:
     cfg = make_config(root, host_chunks=host_chunks, io_threads=4)
     if host_chunks is None:
         return World(cfg, None)
-    return World(cfg, make_place(open_tier(cfg.tiers[0]), host_chunks * CHUNK_BYTES, cfg))
+    return World(cfg, OpenTier(open_tier(cfg.tiers[0]), host_chunks * CHUNK_BYTES))
 
 
 def wait_for(store: KVStore, counter: str) -> None:

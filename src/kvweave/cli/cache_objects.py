@@ -5,8 +5,7 @@ from typing import Any
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError, TierForeign
 from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.format.headers import needed_header_bytes, parse_header
-from kvweave.kv.format.layout import PRELUDE_BYTES, Header
+from kvweave.kv.format.header import PRELUDE_BYTES, Header, needed_header_bytes, parse_header
 from kvweave.kv.keys import ChunkKey, context_of
 from kvweave.kv.tiers.base import StoredObject
 from kvweave.kv.tiers.disk import DiskTier

@@ -29,9 +29,10 @@ from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.leases import Lease
 from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
-from kvweave.kv.transfers import Lease, Transfer
+from kvweave.kv.transfers import Transfer
 
 M = TypeVar("M", Fused, Prepared)
 

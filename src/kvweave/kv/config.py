@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -12,6 +13,7 @@ MIB = 1 << 20
 class HostTierConfig:
     """Host memory: one arena, taken from the system as it fills."""
 
+    kind: ClassVar[str] = "host"
     capacity_bytes: int = 2 * GIB  # never holds more than this
     pinned: bool | None = None  # page-locked for fast copies to the GPU; None: where CUDA is
 
@@ -20,6 +22,7 @@ class HostTierConfig:
 class DiskTierConfig:
     """A folder of chunk objects."""
 
+    kind: ClassVar[str] = "disk"
     root: Path  # made if missing
     capacity_bytes: int = 64 * GIB  # start evicting above this
     direct_io: bool = False  # read past the page cache: for stores far larger than memory
@@ -31,6 +34,8 @@ class DiskTierConfig:
 class RedisTierConfig:
     """A Valkey or Redis server, shared between machines. It evicts by its own rules."""
 
+    kind: ClassVar[str] = "redis"
+    capacity_bytes: ClassVar[int | None] = None  # the server's own `maxmemory`
     url: str  # redis://, rediss:// (TLS) or unix://, with user, password and database if needed
     prefix: str = "kvweave:"  # in front of every key: keep other users of the server apart
     timeout_s: float = 2.0  # one command; later is a miss
@@ -44,6 +49,8 @@ class RedisTierConfig:
 class S3TierConfig:
     """A bucket of an S3-compatible object store. Credentials come from boto3's usual places."""
 
+    kind: ClassVar[str] = "s3"
+    capacity_bytes: ClassVar[int | None] = None  # the bucket's own
     bucket: str  # must exist
     prefix: str = "kvweave/"  # in front of every object name
     endpoint_url: str | None = None  # None: Amazon's
@@ -70,8 +77,13 @@ class FaultPlan:
 class FaultyTierConfig:
     """Another tier with faults put in front of it: for tests and drills."""
 
+    kind: ClassVar[str] = "faulty"
     inner: HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig
     faults: FaultPlan = field(default_factory=FaultPlan)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self.inner.capacity_bytes
 
 
 TierConfig = HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig | FaultyTierConfig

@@ -1,5 +1,5 @@
-"""A few threads that block so that nobody else has to. One pool per tier: a hung remote fills its
-own threads and no other's."""
+"""A few threads that block so that no other has to. One pool per tier: a hung remote fills its own
+threads and no other's."""
 
 import logging
 import queue
@@ -15,7 +15,11 @@ Job = Callable[[], None]
 class IoPool:
     """Runs jobs in the order given. Threads start with the first job and die with the process."""
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(
+        self, name: str, num_threads: int, on_bug: Callable[[], None] | None = None
+    ) -> None:
+        """`on_bug` hears of jobs that raised."""
+        self.on_bug = on_bug
         self._name = name
         self._num_threads = num_threads
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -24,7 +28,6 @@ class IoPool:
         self._outstanding = 0
         self._progress_s = 0.0  # when a job last finished, or the first of a busy spell came
         self._closed = False
-        self.on_bug: Callable[[], None] | None = None  # hears of jobs that raised: set before use
 
     def submit(self, job: Job) -> bool:
         """Queue a job; False if the pool was closed. A job reports its own failures: an exception

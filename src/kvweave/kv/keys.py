@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NewType
 
-from kvweave.kv.format.headers import LAYOUT_VERSION
+from kvweave.kv.format.header import LAYOUT_VERSION
 
 ChunkKey = NewType("ChunkKey", bytes)
 ContextId = NewType("ContextId", bytes)

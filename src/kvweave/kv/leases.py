@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NamedTuple
 
-from kvweave.kv.arrivals import Arrival
+from kvweave.kv.arrival_reads import ArrivalReads
+from kvweave.kv.inventory import TierSlot
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import TierSlot
 from kvweave.kv.residency import Miss
 from kvweave.kv.tier_budget import TierEntry
 
 
 class Pin(NamedTuple):
-    place: TierSlot
+    slot: TierSlot
     entry: TierEntry
 
 
@@ -20,7 +20,7 @@ class Holds(NamedTuple):
     """What a lease keeps from going away. Changed by the store alone, under its lock."""
 
     pins: dict[ChunkKey, Pin]
-    arrivals: list[Arrival]
+    loads: list[ArrivalReads]
     late_pins: list[tuple[ChunkKey, Pin]]  # chunks that reached the host tier after `acquire`
 
 

@@ -7,6 +7,7 @@ where the system has that, the host tier takes one arena and reuses it, and tran
 buffers from a pool.
 """
 
+import bisect
 import logging
 import mmap
 import queue
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.kv.format.layout import ALIGN, round_up
+from kvweave.kv.format.header import ALIGN, round_up
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def _new_pages(size_bytes: int) -> mmap.mmap:
 
 
 def _registered(size_bytes: int) -> memoryview | None:
-    """Fresh pages, locked for as long as anybody looks at them. None: the system refuses.
+    """Fresh pages, locked for as long as a view of them lives. None: the system refuses.
 
     Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
     of 64 MiB and a header would take 128.
@@ -107,7 +108,7 @@ def _say_unlocked(size_bytes: int) -> None:
 class _Locker:
     """One thread that locks and unlocks memory for all others.
 
-    CUDA keeps a thread's last error until somebody asks, and torch asks after its next kernel: a
+    CUDA keeps a thread's last error until it is asked for, and torch asks after its next kernel: a
     refused lock would fail a pass that has nothing to do with it. A thread that records a graph may
     not unlock at all, and the garbage collector runs where it likes. Neither happens here.
     """
@@ -179,7 +180,7 @@ class _Lock:
                 self.error = int(self._runtime.cudaHostRegister(self._address, self._size_bytes, 0))
                 if not self.error:
                     break
-        except Exception:  # whoever waits must hear of it; memory is used unlocked then
+        except Exception:  # the thread that waits must hear of it, and uses memory unlocked
             self.error = self.error or -1
             log.exception("locking %d bytes failed in a way nobody foresaw", self._size_bytes)
         finally:
@@ -197,7 +198,7 @@ def slice_memory(memory: Memory, start: int, size_bytes: int) -> Memory:
 class BufferPool:
     """Staging buffers for bytes that pass through without staying. Thread-safe, never blocks.
 
-    Keeps at most `keep_bytes` of idle buffers; what is handed out is bounded by whoever asks.
+    Keeps at most `keep_bytes` of idle buffers; what is handed out is bounded by its callers.
     """
 
     def __init__(self, keep_bytes: int, *, pinned: bool) -> None:
@@ -223,3 +224,66 @@ class BufferPool:
             if self._idle_bytes + size <= self._keep_bytes:
                 self._idle.setdefault(size, []).append(memory)
                 self._idle_bytes += size
+
+
+class Arena:
+    """Where in one big buffer the next object goes: a best-fit allocator of offsets in
+    [0, capacity), with no memory of its own. Not thread-safe.
+
+    Best fit because chunk objects of one model come in few sizes: a hole left by one object is most
+    often exactly what the next one needs. Free neighbours are joined at once.
+    """
+
+    def __init__(self, capacity_bytes: int, align: int) -> None:
+        self.capacity_bytes = capacity_bytes // align * align
+        self._align = align
+        self._holes: list[tuple[int, int]] = []  # (start, size), by start
+        if self.capacity_bytes:
+            self._holes.append((0, self.capacity_bytes))
+        self._taken: dict[int, int] = {}  # start → size
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._taken.values())
+
+    def round(self, size_bytes: int) -> int:
+        """What an object of this size really occupies."""
+        return -(-size_bytes // self._align) * self._align
+
+    def take(self, size_bytes: int) -> int | None:
+        """Start of a free run, None if no hole is large enough."""
+        size = self.round(size_bytes)
+        fitting = [(hole_size, start) for start, hole_size in self._holes if hole_size >= size]
+        if not fitting or size == 0:
+            return None
+        hole_size, start = min(fitting)
+        index = bisect.bisect_left(self._holes, (start, 0))
+        if hole_size == size:
+            del self._holes[index]
+        else:
+            self._holes[index] = (start + size, hole_size - size)
+        self._taken[start] = size
+        return start
+
+    def give_back(self, start: int) -> None:
+        """Free a run that `take` returned."""
+        size = self._taken.pop(start)  # KeyError: freed twice, our own bug
+        index = bisect.bisect_left(self._holes, (start, 0))
+        if index < len(self._holes) and start + size == self._holes[index][0]:
+            size += self._holes.pop(index)[1]
+        if index and sum(self._holes[index - 1]) == start:
+            index -= 1
+            start = self._holes[index][0]
+            size += self._holes.pop(index)[1]
+        self._holes.insert(index, (start, size))
+
+    def check_integrity(self) -> None:
+        """Holes and taken runs tile the arena exactly, and no two holes touch."""
+        runs = sorted([*self._holes, *self._taken.items()])
+        at = 0
+        for start, size in runs:
+            assert start == at, f"arena has a gap or an overlap at {at}"
+            at = start + size
+        assert at == self.capacity_bytes, f"arena ends at {at}, not {self.capacity_bytes}"
+        for (start, size), (after, _) in zip(self._holes, self._holes[1:], strict=False):
+            assert start + size < after, f"holes at {start} and {after} touch"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.format.layout import Header, check_section
+from kvweave.kv.format.header import Header, Reader, check_section
 from kvweave.kv.format.objects import extra_of, read_header
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory, new_memory
-from kvweave.kv.tiers.base import Reader, Tier
+from kvweave.kv.tiers.base import Tier
 
 CHUNK = "chunk"  # the extra that holds a chunk's id
 BEHIND = "behind"  # the extra that holds the ids of the chunks it has seen, nearest first
@@ -34,11 +34,6 @@ def pack_ids(chunk_ids: Sequence[str]) -> bytes:
     return "\n".join(chunk_ids).encode()
 
 
-def keys_of_chunks(tier: Tier, chunk_ids: Collection[str]) -> list[ChunkKey]:
-    """Keys of all objects in `tier` that were computed for one of these chunks, or behind one."""
-    return find_keys(tier, carries(chunk_ids)) if chunk_ids else []
-
-
 def carries(chunk_ids: Collection[str]) -> Callable[[Provenance], bool]:
     """Whether an object was computed for one of these chunks, or behind one."""
     wanted = frozenset(chunk_ids)
@@ -49,8 +44,8 @@ def find_keys(tier: Tier, is_wanted: Callable[[Provenance], bool]) -> list[Chunk
     """Keys of all objects in `tier` of some provenance.
 
     Reads every header, so it takes a while on a large store. Damaged objects are among the found:
-    nobody can say whose text they hold, and they are never served. Objects of another version and
-    those that do not say where they come from are passed over.
+    it cannot be said whose text they hold, and they are never served. Objects of another version
+    and those that do not say where they come from are passed over.
     """
     found = []
     for each in tier.scan():

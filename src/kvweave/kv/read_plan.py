@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 
 
 class ReadSpan(NamedTuple):

@@ -1,117 +1,124 @@
 """Taking objects out of tiers: deleting, quarantine, and setting aside what cannot be read here.
 
-A key that leaves the host tier leaves its shelf in the same moment, under the lock. Below, a key is
-off the shelf first and its bytes count until they are really gone.
+A key that leaves the host tier leaves its books in the same moment, under the lock. Below, a key is
+off the books first and its bytes count until they are really gone.
 """
 
 from kvweave.errors import TierError
-from kvweave.kv.books import Books
 from kvweave.kv.format.objects import verify_object
+from kvweave.kv.inventory import Inventory, TierSlot
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import TierSlot
 from kvweave.kv.tier_budget import TierEntry
 
 _MAX_FOREIGN = 1 << 16  # remembered; beyond that they are found out anew
 
 
-class Removal(Books):
-    """The books, and how objects leave them. Trouble in a tier is counted, never raised."""
+class Remover:
+    """How objects leave tiers. Thread-safe; takes the inventory's lock where it is not said to be
+    held. Trouble in a tier is counted, never raised."""
 
-    def delete_from(self, place: TierSlot, key: ChunkKey) -> bool:
+    def __init__(self, inventory: Inventory) -> None:
+        self._inventory = inventory
+        self._lock = inventory.lock
+        self._host = inventory.host
+        self._metrics = inventory.metrics
+
+    def delete_from(self, slot: TierSlot, key: ChunkKey) -> bool:
         """Remove a key from a tier, at once or with its last lease. True: it was there."""
-        if self._is_host(place):
-            with self.lock:
+        if self._inventory.is_host(slot):
+            with self._lock:
                 return self.delete_from_host(key)
-        with self._turn_of(place, key) as is_mine:
+        with self._inventory.turn_of(slot, key) as is_mine:
             if not is_mine:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
+                self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="delete")
                 return False
-            with self.lock:
-                entry = place.shelf.find(key) if place.shelf is not None else None
+            with self._lock:
+                entry = slot.budget.find(key) if slot.budget is not None else None
                 if entry is not None and entry.pins:
                     entry.doomed = True  # perhaps not for the first time
                     return True
-            return bool(self._remove_in_turn(place, key))
+            return bool(self.remove_in_turn(slot, key))
 
     def delete_from_host(self, key: ChunkKey) -> bool:
         """Like `delete_from`, and whatever is on its way down stops. Lock is held."""
-        self._demoting.discard(key)
-        if self.host is None:
+        self._inventory.leaving.discard(key)
+        if self._host is None:
             return False
-        entry = self.host.shelf.find(key)
+        entry = self._host.budget.find(key)
         if entry is None:
             return False
         if entry.pins:
             entry.doomed = True
         else:
-            self.host.tier.delete(key)
-            self.host.shelf.unreserve(self.host.shelf.take_off(key))
+            self._host.tier.delete(key)
+            self._host.budget.unreserve(self._host.budget.take_off(key))
         return True
 
-    def finish_delete(self, place: TierSlot, key: ChunkKey, entry: TierEntry) -> None:
+    def finish_delete(self, slot: TierSlot, key: ChunkKey, entry: TierEntry) -> None:
         """A doomed entry lost its last pin."""
-        assert place.shelf is not None
-        with self._turn_of(place, key) as is_mine:
+        assert slot.budget is not None
+        with self._inventory.turn_of(slot, key) as is_mine:
             if not is_mine:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
+                self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="delete")
                 return
-            with self.lock:
-                if not place.shelf.has(key, entry) or entry.pins or not entry.doomed:
+            with self._lock:
+                if not slot.budget.has(key, entry) or entry.pins or not entry.doomed:
                     return  # revived by a save, or leased again before that
-                if self._is_host(place):
+                if self._inventory.is_host(slot):
                     self.delete_from_host(key)
                     return
-            self._remove_in_turn(place, key)
+            self.remove_in_turn(slot, key)
 
-    def _remove_in_turn(self, place: TierSlot, key: ChunkKey) -> bool | None:
-        """Take a key off the books and delete it. None: the tier failed; its bytes stay counted and
-        are never served, and an eviction tries again."""
-        with self.lock:
-            size = self._take_off(place, key)
-        was_here = self.delete_quietly(place, key)
-        self._gone(place, size)
-        if was_here is None and size and place.shelf is not None:
-            with self.lock:
-                self._put_back(place.shelf, key, size)
+    def remove_in_turn(self, slot: TierSlot, key: ChunkKey) -> bool | None:
+        """Take a key off the books and delete it. The caller has its turn. None: the tier failed;
+        its bytes stay counted and are never served, and an eviction tries again."""
+        with self._lock:
+            size = self._inventory.take_off(slot, key)
+        was_here = self.delete_quietly(slot, key)
+        self._inventory.freed(slot, size)
+        if was_here is None and size and slot.budget is not None:
+            with self._lock:
+                self._inventory.put_back(slot.budget, key, size)
         return was_here
 
-    def delete_quietly(self, place: TierSlot, key: ChunkKey) -> bool | None:
-        """Delete an object that is off the shelf. None: the tier failed, which is counted."""
+    def delete_quietly(self, slot: TierSlot, key: ChunkKey) -> bool | None:
+        """Delete an object that is off the books. None: the tier failed, which is counted."""
         try:
-            return place.tier.delete(key)
+            return slot.tier.delete(key)
         except TierError as error:
-            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="delete")
-            place.writes.failed(str(error))
+            self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="delete")
+            slot.writes.failed(str(error))
             return None
 
-    def quarantine(self, place: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
+    def quarantine(self, slot: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
         """Take a damaged object off the books and out of sight. `entry` is what stood there when it
         was read: a copy saved since stays, and so does one that is whole when looked at again (it
         was replaced while it was read, or damaged on the way here)."""
-        assert not self._is_host(place), "nothing arrives from the host tier"
-        with self._turn_of(place, key) as is_mine:
+        assert not self._inventory.is_host(slot), "nothing arrives from the host tier"
+        with self._inventory.turn_of(slot, key) as is_mine:
             if not is_mine:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
+                self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="quarantine")
                 return
-            with self.lock:
-                is_newer = entry is not None and not self._has(place, key, entry)
-            if is_newer or self._is_whole(place, key):
-                self._metrics.count("kv_quarantine_spared_total", tier=place.name)
+            with self._lock:
+                budget = slot.budget
+                is_newer = entry is not None and (budget is None or not budget.has(key, entry))
+            if is_newer or self._is_whole(slot, key):
+                self._metrics.count("kv_quarantine_spared_total", tier=slot.name)
                 return
-            with self.lock:
-                size = self._take_off(place, key)
+            with self._lock:
+                size = self._inventory.take_off(slot, key)
             try:
-                if place.tier.quarantine(key):
-                    self._metrics.count("kv_quarantined_total", tier=place.name)
+                if slot.tier.quarantine(key):
+                    self._metrics.count("kv_quarantined_total", tier=slot.name)
             except TierError as error:
-                self._metrics.count("kv_tier_errors_total", tier=place.name, verb="quarantine")
-                place.writes.failed(str(error))
-            self._gone(place, size)
+                self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="quarantine")
+                slot.writes.failed(str(error))
+            self._inventory.freed(slot, size)
 
-    def _is_whole(self, place: TierSlot, key: ChunkKey) -> bool:
+    def _is_whole(self, slot: TierSlot, key: ChunkKey) -> bool:
         """Whether an object that was found damaged is not, at a second look."""
         try:
-            reader = place.tier.open(key)
+            reader = slot.tier.open(key)
             if reader is None:
                 return False
             try:
@@ -122,32 +129,33 @@ class Removal(Books):
             return False
         return True
 
-    def set_aside(self, place: TierSlot, key: ChunkKey) -> bool:
-        """Note that an object cannot be read here: nobody is sent to it any more, its bytes still
-        count, and a save replaces it. True: this is the first one of this tier."""
-        with self.lock:
-            is_first = all(name != place.name for name, _ in self.foreign)
-            if len(self.foreign) >= _MAX_FOREIGN:
-                self.foreign.clear()
-            self.foreign.add((place.name, key))
+    def set_aside(self, slot: TierSlot, key: ChunkKey) -> bool:
+        """Note that an object cannot be read here: no request is sent to it any more, its bytes
+        still count, and a save replaces it. True: this is the first one of this tier."""
+        foreign = self._inventory.foreign
+        with self._lock:
+            is_first = all(name != slot.name for name, _ in foreign)
+            if len(foreign) >= _MAX_FOREIGN:
+                foreign.clear()
+            foreign.add((slot.name, key))
         return is_first
 
-    def confirm(self, place: TierSlot, key: ChunkKey) -> None:
-        """Ask a tier whether it still has what its shelf says, and forget what it has not."""
-        assert place.shelf is not None
-        with self.lock:
-            entry = place.shelf.find(key)
+    def confirm(self, slot: TierSlot, key: ChunkKey) -> None:
+        """Ask a tier whether it still has what its books say, and forget what it has not."""
+        assert slot.budget is not None
+        with self._lock:
+            entry = slot.budget.find(key)
         try:
-            is_gone = entry is not None and place.tier.size(key) is None
+            is_gone = entry is not None and slot.tier.size(key) is None
         except TierError:
-            return  # whoever reads it finds out
+            return  # a load that reads it finds out
         if is_gone:
-            self.forget(place, key, entry)
+            self.forget(slot, key, entry)
 
-    def forget(self, place: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
+    def forget(self, slot: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
         """Take an object that went away by itself off the books, leased or not. `entry` is what
         stood there when it was looked for: a copy saved since stays, or its bytes would lie on
         disk uncounted."""
-        with self.lock:
-            if place.shelf is not None and entry is not None and place.shelf.has(key, entry):
-                place.shelf.unreserve(place.shelf.take_off(key))
+        with self._lock:
+            if slot.budget is not None and entry is not None and slot.budget.has(key, entry):
+                slot.budget.unreserve(slot.budget.take_off(key))

@@ -8,7 +8,7 @@ class Residency(Enum):
     """What `peek` found."""
 
     HERE = "here"  # some tier has it
-    ARRIVING = "arriving"  # on its way to host memory for somebody else
+    ARRIVING = "arriving"  # on its way to host memory for another request
     ABSENT = "absent"
 
 

@@ -5,10 +5,10 @@
     load     bring it layer by layer  → Transfer
     save     keep it: in host memory at once, in lower tiers behind the caller's back  → Ticket
 
-Loads land in the host tier if the chunk is worth more than what it would push out (promotion),
-otherwise in staging memory that goes with the lease. What leaves the host tier and is nowhere below
-is written down first (demotion), unless it is there in part (`in_host.py`). Trouble in a tier is a
-miss with a reason and a counter: no method here raises for it.
+Loads land in the host tier if the chunk is worth more than what it would push out, otherwise in
+staging memory that goes with the lease. What leaves the host tier and is nowhere below is written
+down first, unless it is there in part (`saving.py`). Trouble in a tier is a miss with a reason and
+a counter: no method here raises for it.
 
 Threads: every public method may be called from any thread. `peek`, `acquire` and `load` do no IO on
 the caller's thread; for keys that are not in the books they wait for the tiers' answer, at most
@@ -18,49 +18,51 @@ the caller's thread; for keys that are not in the books they wait for the tiers'
 import logging
 import queue
 import time
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvweave.kv.config import StoreConfig
-from kvweave.kv.deleting import Deleting
-from kvweave.kv.finding import Finder
 from kvweave.kv.format.objects import PackedChunk
+from kvweave.kv.inventory import Inventory, OpenTier, TierSlot, make_slot, open_tiers
 from kvweave.kv.keys import ChunkKey, ContextId
 from kvweave.kv.leases import Holds, Lease, Pin
-from kvweave.kv.loads import Loads
-from kvweave.kv.places import TierSlot, open_places
+from kvweave.kv.loading import ActiveLoads, Loader
+from kvweave.kv.provenance import Provenance, carries
+from kvweave.kv.removal import Remover
 from kvweave.kv.residency import Miss, Peek, Residency
-from kvweave.kv.stock import Stock
-from kvweave.kv.tier_lookup import Locator
+from kvweave.kv.saving import Saver
+from kvweave.kv.tier_budget import TierEntry
+from kvweave.kv.tier_lookup import Located, Locator
 from kvweave.kv.transfers import Transfer
-from kvweave.kv.under_way import UnderWay
 from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 
-class KVStore(Deleting):
-    """See the module. Close it, or use it as a context manager."""
+class KVStore:
+    """See the module. Close it, or use it as a context manager.
+
+    `inventory` and `remover` are there to look at a tier, or to take an object out of one alone.
+    """
 
     def __init__(
         self,
         cfg: StoreConfig,
         metrics: Metrics | None = None,
-        places: Sequence[TierSlot] | None = None,
+        tiers: Sequence[OpenTier] | None = None,
     ) -> None:
-        """`places` stands in for the tiers of `cfg`: tests put faults in front of one."""
+        """`tiers` stand in for those of `cfg`: tests put faults in front of one."""
         self.metrics = metrics or Metrics()
-        self._cfg = cfg
-        opened = open_places(cfg, self.metrics) if places is None else places
-        locator = Locator(cfg.locate_deadline_s, self.metrics)
-        super().__init__(Stock(cfg, opened, self.metrics), UnderWay(), locator)
-        for place in self._stock.places:
-            place.pool.on_bug = partial(
-                self.metrics.count, "kv_tier_errors_total", tier=place.name, verb="bug"
-            )
-        self._loads = Loads(cfg, self._stock, self._under_way, self._locator, self.metrics)
-        self._finder = Finder(self._stock, self._locator, self._under_way)
+        opened = open_tiers(cfg, self.metrics) if tiers is None else tiers
+        slots = [make_slot(each, cfg, self.metrics) for each in opened]
+        self.inventory = Inventory(slots, self.metrics)
+        self.remover = Remover(self.inventory)
+        self._lock = self.inventory.lock
+        self._locator = Locator(cfg.locate_deadline_s, self.metrics)
+        self._saver = Saver(cfg, self.inventory, self.remover)
+        self._loader = Loader(cfg, self.inventory, self.remover, self._saver, self._locator)
+        self._active = self._loader.active
+        self._finder = Finder(self.inventory, self._locator, self._active)
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
 
     # ---- reading
@@ -70,18 +72,18 @@ class KVStore(Deleting):
         answers = {key: self._finder.peek_books(key) for key in dict.fromkeys(keys)}
         unknown = [key for key, answer in answers.items() if answer is None]
         for key, located in self._finder.locate(unknown).items():
-            answers[key] = Peek(Residency.HERE, located.place.name, located.size_bytes)
+            answers[key] = Peek(Residency.HERE, located.slot.name, located.size_bytes)
         absent = Peek(Residency.ABSENT, None, None)
         return [answers[key] or absent for key in keys]
 
     def confirm(self, keys: Collection[ChunkKey]) -> None:
         """See to it that `peek` is right about these: another process may have deleted them from a
-        tier that both use. Blocks on IO, a look at each; for those who would compute what is not
+        tier that both use. Blocks on IO, a look at each; for a caller that computes what is not
         there. Reading needs none of this: what is gone is a miss."""
-        for place in self._stock.below:
-            if place.shelf is not None and not place.reads.is_open:
+        for slot in self.inventory.below:
+            if slot.budget is not None and not slot.reads.is_open:
                 for key in keys:
-                    self._stock.confirm(place, key)
+                    self.remover.confirm(slot, key)
 
     def acquire(self, keys: Sequence[ChunkKey]) -> Lease:
         """Pin what is there. What is not is in `lease.missing`, with the reason."""
@@ -94,18 +96,18 @@ class KVStore(Deleting):
         holds = Holds({}, [], [])
         with self._lock:
             for key in unique:
-                place, entry = self._finder.find(key, located)
-                usage = self._stock.usage.touch(key, now_s, entry.size_bytes if entry else 0)
-                if place is not None:
-                    tiers[key] = place.name
-                elif (arriving_from := self._under_way.tier_of(key)) is not None:
+                slot, entry = self._finder.find(key, located)
+                usage = self.inventory.usage.touch(key, now_s, entry.size_bytes if entry else 0)
+                if slot is not None:
+                    tiers[key] = slot.name
+                elif (arriving_from := self._active.tier_of(key)) is not None:
                     tiers[key] = arriving_from
                 else:
                     missing[key] = self._finder.why_absent(key)
-                if place is not None and place.shelf is not None and entry is not None:
+                if slot is not None and slot.budget is not None and entry is not None:
                     entry.pins += 1
-                    place.shelf.touch(key, usage)
-                    holds.pins[key] = Pin(place, entry)
+                    slot.budget.touch(key, usage)
+                    holds.pins[key] = Pin(slot, entry)
         for miss in missing.values():
             self.metrics.count("kv_misses_total", reason=miss.value)
         return Lease(tiers, missing, holds, self._release, self._orphans.put)
@@ -119,7 +121,7 @@ class KVStore(Deleting):
         the pass begins. The rest comes in order. Of what lies beside the layers only `extras` are
         read, where a chunk has them.
         """
-        return self._loads.start(lease, first_layers, frozenset(extras))
+        return self._loader.start(lease, first_layers, frozenset(extras))
 
     # ---- writing
 
@@ -133,40 +135,97 @@ class KVStore(Deleting):
         and then drops the write, which is counted. Saving twice is harmless.
         """
         with self._lock:
-            self._stock.usage.touch(packed.key, time.time(), packed.header.total_bytes)
+            self.inventory.usage.touch(packed.key, time.time(), packed.header.total_bytes)
             if cost_s is not None:
                 tokens = max(1, packed.header.shape.num_tokens)
-                self._stock.usage.computed(packed.key, cost_s, tokens)
+                self.inventory.usage.computed(packed.key, cost_s, tokens)
         ticket = SaveTicket()
-        in_host = self._stock.save_to_host(packed)
-        for place in self._stock.below:
-            if not self._stock.writers[place.name].offer(packed, ticket, wait_s=wait_s):
-                self._stock.count_dropped(place, "write-behind is full")
-        ticket.answer("host" if in_host and not self._stock.below else None)
+        in_host = self._saver.save_to_host(packed)
+        for slot in self.inventory.below:
+            if not self._saver.writers[slot.name].offer(packed, ticket, wait_s=wait_s):
+                self.inventory.count_dropped(slot, "write-behind is full")
+        ticket.answer("host" if in_host and not self.inventory.below else None)
         return ticket
+
+    # ---- deleting
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Remove chunks from every tier; leased copies go when their lease does, and so does what
+        a load under way brings. Blocks on IO.
+
+        Returns how many of the keys some tier had. A tier that fails is counted.
+        """
+        had = 0
+        for key in dict.fromkeys(keys):
+            found = [self._delete_at_hand(key)]  # from now on nothing is written down
+            for writer in self._saver.writers.values():
+                writer.forget(key)
+            self._locator.forget(key)
+            found += [self.remover.delete_from(slot, key) for slot in self.inventory.below]
+            found.append(self._delete_at_hand(key))  # what a lower tier still gave meanwhile
+            had += any(found)
+        return had
+
+    def keys_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
+        """What the host tier has of some provenance. Looks at every object there."""
+        return [key for key, of in self._saver.host_objects.provenances() if is_wanted(of)]
+
+    def forget(self, chunk_ids: Collection[str] | None) -> int:
+        """Another process deleted the KV of these chunks, or is about to: remove what the host tier
+        has, what this process has written below, and all that was computed behind them. Loads serve
+        their leases, and nothing is kept of what those under way bring, nor of what later ones find
+        where it was not deleted yet. Blocks on IO; returns as `delete` does.
+
+        None: it is not known which chunks. Then it is those that do not exist (`know_by`).
+        """
+        removed = self.inventory.removed
+        with self._lock:
+            removed.add(chunk_ids)
+            self._active.disown_all()  # whose text they bring is not known yet
+            found = self._saver.written()
+        found += self._saver.host_objects.provenances()
+        if chunk_ids is None:
+            names = {name for _, of in found for name in (of.chunk, *of.behind)}
+            chunk_ids = names.difference(removed.known(names))
+        is_wanted = carries(chunk_ids)
+        return self.delete(key for key, of in found if is_wanted(of))
+
+    def know_by(self, known: Callable[[Collection[str]], Collection[str]]) -> None:
+        """`known` says which of some chunks exist: what is loaded of those is kept, whatever was
+        forgotten before. Called on any thread; may block."""
+        self.inventory.removed.know_by(known)
+
+    def _delete_at_hand(self, key: ChunkKey) -> bool:
+        """Remove a chunk from the host tier, and see to it that no load under way brings it back.
+        True: the host tier had it."""
+        with self._lock:
+            self._active.disown(key)
+            return self.remover.delete_from_host(key)
+
+    # ---- the whole
 
     def give_way(self, context: ContextId) -> None:
         """Chunk KV of this context leaves a full tier before any other and pushes out no other,
-        however often it is used: nobody is served from it. For as long as the store is open."""
-        self._stock.give_way(context)
+        however often it is used: no request is served from it. For as long as the store is open."""
+        self.inventory.give_way(context)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until every accepted write was tried. False: some tier is too slow for that."""
         give_up_s = time.monotonic() + timeout_s
         flushed = [
             writer.flush(max(0.0, give_up_s - time.monotonic()))
-            for writer in self._stock.writers.values()
+            for writer in self._saver.writers.values()
         ]
         return all(flushed)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish accepted writes for at most `timeout_s` per tier, then let go of everything."""
-        for writer in self._stock.writers.values():
+        for writer in self._saver.writers.values():
             writer.close(timeout_s)
         self._locator.close()
-        for place in self._stock.places:
-            place.pool.close(1.0)
-            place.tier.close()
+        for slot in self.inventory.slots:
+            slot.pool.close(1.0)
+            slot.tier.close()
 
     def __enter__(self) -> "KVStore":
         return self
@@ -180,44 +239,43 @@ class KVStore(Deleting):
         """Bytes per budgeted tier: kept and promised."""
         with self._lock:
             return {
-                place.name: place.shelf.used_bytes + place.shelf.reserved_bytes
-                for place in self._stock.places
-                if place.shelf is not None
+                slot.name: slot.budget.used_bytes + slot.budget.reserved_bytes
+                for slot in self.inventory.slots
+                if slot.budget is not None
             }
 
     def pending_bytes(self) -> dict[str, int]:
         """Bytes that requests wait for, by tier; tiers without any are left out."""
         with self._lock:
-            return {tier: size for tier, size in self._under_way.pending_bytes().items() if size}
+            return {tier: size for tier, size in self._active.pending_bytes().items() if size}
 
     def num_pinned(self) -> int:
         """Entries some lease holds, over all tiers."""
         with self._lock:
-            shelves = [p.shelf for p in self._stock.places if p.shelf is not None]
-            return sum(shelf.num_pinned() for shelf in shelves)
+            return sum(budget.num_pinned() for budget in self.inventory.budgets())
 
     def update_gauges(self) -> None:
         """Write the numbers that change too often to be kept current: call before a scrape."""
         for name, used in self.used_bytes().items():
             self.metrics.gauge("kv_tier_bytes", used, tier=name)
-        for name, writer in self._stock.writers.items():
+        for name, writer in self._saver.writers.items():
             self.metrics.gauge("kv_write_behind_bytes", writer.pending_bytes, tier=name)
-        for place in self._stock.places:
-            self.metrics.gauge("kv_tier_resting", place.reads.is_open, tier=place.name)
+        for slot in self.inventory.slots:
+            self.metrics.gauge("kv_tier_resting", slot.reads.is_open, tier=slot.name)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if books and tiers disagree. For a store at rest: no load under way,
         no write pending."""
         self._release_orphans()
-        self._stock.check_integrity()
+        self.inventory.check_integrity()
         with self._lock:
-            self._under_way.check_integrity()
+            self._active.check_integrity()
 
     # ---- releasing
 
     def _release(self, holds: Holds) -> None:
         self._release_orphans()
-        self._loads.let_go(holds)
+        self._loader.let_go(holds)
 
     def _release_orphans(self) -> None:
         while not self._orphans.empty():
@@ -226,4 +284,62 @@ class KVStore(Deleting):
             except queue.Empty:
                 return
             log.warning("a lease on %d chunks was dropped unreleased; use `with`", len(holds.pins))
-            self._loads.let_go(holds)
+            self._loader.let_go(holds)
+
+
+class Finder:
+    """Where a chunk's KV is: in the books, on its way, or where only a tier can tell. Changes
+    nothing. Any thread; the inventory's lock is taken where it is not said to be held."""
+
+    def __init__(self, inventory: Inventory, locator: Locator, active: ActiveLoads) -> None:
+        self._inventory = inventory
+        self._lock = inventory.lock
+        self._locator = locator
+        self._active = active
+
+    def peek_books(self, key: ChunkKey) -> Peek | None:
+        """What the books say; None where only a tier could tell."""
+        with self._lock:
+            slot, entry = self.find(key, {})
+            if slot is not None and entry is not None:
+                return Peek(Residency.HERE, slot.name, entry.size_bytes)
+            arriving_from = self._active.tier_of(key)
+            if arriving_from is not None:
+                return Peek(Residency.ARRIVING, arriving_from, None)
+        return None
+
+    def unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those that `peek_books` has no answer for."""
+        with self._lock:
+            found = {key: self.find(key, {})[0] or self._active.tier_of(key) for key in keys}
+        return [key for key, where in found.items() if where is None]
+
+    def locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
+        """Ask the tiers for what is not in the books. The deleted that only await their last lease
+        are not looked for: their bytes are still there."""
+        budgets = self._inventory.budgets()
+        with self._lock:
+            entries = {key: [budget.find(key) for budget in budgets] for key in keys}
+            foreign = frozenset(self._inventory.foreign)
+        doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
+        wanted = [key for key in keys if key not in doomed]
+        return self._locator.locate(self._inventory.below, wanted, foreign)
+
+    def find(
+        self, key: ChunkKey, located: dict[ChunkKey, Located]
+    ) -> tuple[TierSlot | None, TierEntry | None]:
+        """Fastest tier in working order that has a key, with its entry if that tier has a budget.
+        Lock is held."""
+        for slot in self._inventory.slots:
+            entry = slot.budget.get(key) if slot.budget is not None else None
+            if entry is None or slot.reads.is_open or (slot.name, key) in self._inventory.foreign:
+                continue
+            return slot, entry
+        return (located[key].slot, None) if key in located else (None, None)
+
+    def why_absent(self, key: ChunkKey) -> Miss:
+        """Lock is held."""
+        for slot in self._inventory.slots:
+            if slot.reads.is_open and (slot.budget is None or key in slot.budget):
+                return Miss.TIER_FAILED
+        return Miss.ABSENT

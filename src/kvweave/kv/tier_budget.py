@@ -1,6 +1,6 @@
-"""What lies in one tier, how much of its budget that takes, and who may leave.
+"""What lies in one tier, how much of its budget that takes, and what may leave.
 
-Plain bookkeeping: no IO, no torch, no lock. The store's lock covers every call.
+Plain bookkeeping: no IO, no torch, no lock. The inventory's lock covers every call.
 
     used      bytes of entries
     reserved  bytes promised to writes under way, and bytes of victims not yet gone
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvweave.kv.format.layout import Header
+from kvweave.kv.format.header import Header
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.policies import ItemUsage, Policy, RankHeap
 
@@ -30,9 +30,9 @@ class TierEntry:
     doomed: bool = False  # delete as soon as the last pin goes
     header: Header | None = field(default=None, repr=False)  # host tier: parsed once, on entry,
     memory: "Memory | None" = field(default=None, repr=False)  # and where its bytes lie;
-    lacks: frozenset[str] = frozenset()  # extras that nobody asked for: their place is empty,
+    lacks: frozenset[str] = frozenset()  # extras that no load asked for: their place is empty,
     origin: str = ""  # and the tier that has them
-    since: int = 0  # lower tiers: by the store's deletions (`gone.py`), when it was written,
+    since: int = 0  # lower tiers: when it was written, in the time of `RemovedChunks`,
     of: "Provenance | None" = None  # and whose text it is, where this process wrote it
 
 
@@ -66,7 +66,7 @@ class TierBudget:
         return self._entries.get(key)
 
     def has(self, key: ChunkKey, entry: TierEntry) -> bool:
-        """Whether this very entry is still on the shelf: a later one of that key is another."""
+        """Whether this very entry is still here: a later one of that key is another."""
         return self._entries.get(key) is entry
 
     def revive(self, key: ChunkKey) -> TierEntry | None:
@@ -93,7 +93,7 @@ class TierBudget:
 
     def add(self, key: ChunkKey, size_bytes: int, usage: ItemUsage, *, reserved: bool) -> TierEntry:
         """A new entry. `reserved`: its bytes were promised before, which all but a scan does."""
-        assert key not in self._entries, "an object is on a shelf once"
+        assert key not in self._entries, "an object is in the books once"
         if reserved:
             self.unreserve(size_bytes)
         entry = self._entries[key] = TierEntry(size_bytes)
@@ -120,7 +120,7 @@ class TierBudget:
     def evict_for(self, size_bytes: int, newcomer: ItemUsage) -> list[tuple[ChunkKey, int]] | None:
         """Make room for a newcomer that is worth more than what it pushes out.
 
-        Returns the victims with their sizes, already off the shelf, their room reserved for the
+        Returns the victims with their sizes, already off the books, their room reserved for the
         newcomer; delete them, then call `settle`. None, and nothing happens, if pinned or better
         entries are in the way.
         """

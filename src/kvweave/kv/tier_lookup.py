@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.errors import TierError
+from kvweave.kv.inventory import TierSlot
 from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.places import TierSlot
 from kvweave.metrics import Metrics
 
 _MEMO_S = 2.0  # an answer is good for this long: a plan's peek and the acquire that follows it
@@ -21,7 +21,7 @@ _THREADS = 4  # per tier
 
 
 class Located(NamedTuple):
-    place: TierSlot
+    slot: TierSlot
     size_bytes: int
 
 
@@ -37,17 +37,17 @@ class Locator:
 
     def locate(
         self,
-        places: Sequence[TierSlot],
+        slots: Sequence[TierSlot],
         keys: Sequence[ChunkKey],
         skip: Collection[tuple[str, ChunkKey]] = (),
     ) -> dict[ChunkKey, Located]:
-        """The first of `places`, in order, that has each key. Keys nobody has are left out, and
+        """The first of `slots`, in order, that has each key. Keys that no tier has are left out;
         `skip` names (tier, key) that are of no use."""
         found: dict[ChunkKey, Located] = {}
-        for place in places:
-            unknown = [key for key in keys if key not in found and (place.name, key) not in skip]
-            for key, size in self._sizes(place, unknown).items():
-                found[key] = Located(place, size)
+        for slot in slots:
+            unknown = [key for key in keys if key not in found and (slot.name, key) not in skip]
+            for key, size in self._sizes(slot, unknown).items():
+                found[key] = Located(slot, size)
         return found
 
     def forget(self, key: ChunkKey) -> None:
@@ -62,43 +62,43 @@ class Locator:
         for pool in pools:
             pool.close(0.1)
 
-    def _pool_of(self, place: TierSlot) -> IoPool:
+    def _pool_of(self, slot: TierSlot) -> IoPool:
         with self._lock:
-            if place.name not in self._pools:
-                pool = self._pools[place.name] = IoPool(f"{place.name}-locate", _THREADS)
-                pool.on_bug = place.pool.on_bug  # counted like the tier's other bugs
-            return self._pools[place.name]
+            if slot.name not in self._pools:
+                on_bug = slot.pool.on_bug  # counted like the tier's other bugs
+                self._pools[slot.name] = IoPool(f"{slot.name}-locate", _THREADS, on_bug)
+            return self._pools[slot.name]
 
-    def _gets_on(self, place: TierSlot) -> bool:
+    def _gets_on(self, slot: TierSlot) -> bool:
         """Whether a tier that left questions open still does something: it is slow, not broken."""
-        answered_s = self._pool_of(place).stalled_s()
-        read_s = place.pool.stalled_s()
+        answered_s = self._pool_of(slot).stalled_s()
+        read_s = slot.pool.stalled_s()
         # a pool without jobs has not stalled at all, which says nothing about its tier
         return any(0.0 < stalled_s < self._deadline_s for stalled_s in (answered_s, read_s))
 
-    def _sizes(self, place: TierSlot, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
+    def _sizes(self, slot: TierSlot, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
         sizes: dict[ChunkKey, int] = {}
         asked: list[ChunkKey] = []
         now_s = time.monotonic()
         with self._lock:
             for key in keys:
-                until_s, size = self._memo.get((place.name, key), (0.0, None))
+                until_s, size = self._memo.get((slot.name, key), (0.0, None))
                 if until_s < now_s:
                     asked.append(key)
                 elif size is not None:
                     sizes[key] = size
-        if not asked or not place.reads.allows():
+        if not asked or not slot.reads.allows():
             return sizes
-        inquiry = _Inquiry(place, asked)
+        inquiry = _Inquiry(slot, asked)
         for key in asked:
-            self._pool_of(place).submit(lambda key=key: inquiry.ask(key))  # type: ignore[misc]
+            self._pool_of(slot).submit(lambda key=key: inquiry.ask(key))  # type: ignore[misc]
         answers, trouble = inquiry.wait(self._deadline_s)
         is_open = len(answers) < len(asked)
-        if trouble is None or (is_open and self._gets_on(place)):
-            place.reads.succeeded()
+        if trouble is None or (is_open and self._gets_on(slot)):
+            slot.reads.succeeded()
         else:
-            self._metrics.count("kv_tier_errors_total", tier=place.name, verb="size")
-            place.reads.failed(trouble, at_once=is_open)
+            self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="size")
+            slot.reads.failed(trouble, at_once=is_open)
         until_s = time.monotonic() + _MEMO_S
         with self._lock:
             if len(self._memo) > 1 << 16:
@@ -106,15 +106,15 @@ class Locator:
             for key, size in answers.items():
                 if size is not None:
                     sizes[key] = size
-                    self._memo[place.name, key] = (until_s, size)
+                    self._memo[slot.name, key] = (until_s, size)
         return sizes
 
 
 class _Inquiry:
     """One question to one tier about several keys, answered by its IO threads."""
 
-    def __init__(self, place: TierSlot, keys: Sequence[ChunkKey]) -> None:
-        self._place = place
+    def __init__(self, slot: TierSlot, keys: Sequence[ChunkKey]) -> None:
+        self._place = slot
         self._changed = threading.Condition()
         self._waiting = len(keys)
         self._answers: dict[ChunkKey, int | None] = {}

@@ -1,17 +1,97 @@
 """The transfer that brings the bytes of a lease, layer by layer, wherever each chunk comes from."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvweave.kv.awaited import Patience
-from kvweave.kv.format.layout import Header
-from kvweave.kv.format.objects import EncodedLayer
+from kvweave.kv.arrival import Patience
+from kvweave.kv.arrival_reads import ArrivalReads
+from kvweave.kv.format.header import Header
+from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.leases import Lease as Lease
+from kvweave.kv.leases import Lease
+from kvweave.kv.memory import Memory
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.residency import Miss
-from kvweave.kv.sources import Source
+from kvweave.kv.tier_budget import TierEntry
+
+
+class LoadedChunk(Protocol):
+    """What a transfer sees of one chunk: an `Arrival`, or bytes already in host memory."""
+
+    tier_name: str
+    began_s: float  # when reading began and when the last layer came; both 0: nothing to read
+    ended_s: float
+
+    @property
+    def failure(self) -> Miss | None: ...
+
+    def is_ready(self, layer: int) -> bool: ...
+
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
+
+    def whole(self) -> Tensor | None: ...
+
+    def has_extras(self, names: Collection[str]) -> bool: ...
+
+    def lost_of(self, names: Collection[str]) -> Miss | None: ...
+
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss: ...
+
+    def named_extra(self, name: str) -> memoryview | None: ...
+
+    def named_tensor(self, name: str) -> Tensor | None: ...
+
+
+class Resident:
+    """A chunk that is in the host tier: every layer is there at once, and so is every extra that
+    the load asked for. What the entry lacks was not asked for."""
+
+    failure: Miss | None = None
+    tier_name = "host"
+    began_s = ended_s = 0.0
+
+    def __init__(self, entry: TierEntry) -> None:
+        assert entry.header is not None
+        assert entry.memory is not None
+        self._header: Header = entry.header
+        self._memory: Memory = entry.memory
+        self._lacks = entry.lacks
+
+    def is_ready(self, layer: int) -> bool:
+        return True
+
+    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
+        if layer >= len(self._header.layers):
+            return None
+        return layer_of(self._header, self._memory, layer)
+
+    def whole(self) -> Tensor | None:
+        return layers_of(self._header, self._memory)
+
+    def has_extras(self, names: Collection[str]) -> bool:
+        return True
+
+    def lost_of(self, names: Collection[str]) -> Miss | None:
+        return None
+
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss:
+        return self._header
+
+    def named_extra(self, name: str) -> memoryview | None:
+        return None if name in self._lacks else extra_of(self._header, self._memory, name)
+
+    def named_tensor(self, name: str) -> Tensor | None:
+        return None if name in self._lacks else extra_tensor(self._header, self._memory, name)
+
+
+class Sources(NamedTuple):
+    """Where the chunks of one lease come from."""
+
+    chunks: dict[ChunkKey, LoadedChunk]
+    reads: dict[ChunkKey, ArrivalReads]  # those of them that are on their way
+    lost: dict[ChunkKey, Miss]  # chunks of the lease that cannot be had
 
 
 class Transfer:
@@ -24,33 +104,30 @@ class Transfer:
     def __init__(
         self,
         lease: Lease,
-        sources: Mapping[ChunkKey, Source],
-        budgets_s: Mapping[str, float],
+        sources: Sources,
+        patience_s: Mapping[str, float],
         lookahead_layers: int,
         first_layers: Sequence[int] = (),
         extras: Collection[str] = (),
-        lost: Mapping[ChunkKey, Miss] | None = None,
     ) -> None:
-        """`budgets_s` is how long this request waits for each tier, all chunks together; `lost` are
-        chunks of the lease that have no source."""
-        self.lost: dict[ChunkKey, Miss] = dict(lost or {})  # failed on the way, and why
+        """`patience_s` is how long this request waits for each tier, all chunks together."""
+        self.lost: dict[ChunkKey, Miss] = sources.lost  # failed on the way, and why
         self._lease = lease
-        self._sources = dict(sources)
-        self._patience = {tier: Patience(budget_s) for tier, budget_s in budgets_s.items()}
+        self._chunks = sources.chunks
+        self._reads = sources.reads
+        self._patience = {tier: Patience(budget_s) for tier, budget_s in patience_s.items()}
         self._lookahead = lookahead_layers
         self._first = frozenset(first_layers)
         self._extras = frozenset(extras)
         self._asked = 0  # layers [0, asked) were asked for
-        for source in self._sources.values():
-            source.want_extras(self._extras)
-            source.want_first(first_layers)
+        for reads in self._reads.values():
+            reads.want_extras(self._extras)
+            reads.want_first(first_layers)
         self._look_ahead(0)
 
     def is_ready(self, layer: int) -> bool:
         """Whether `wait_layer` would answer at once. Asks for nothing."""
-        return all(
-            key in self.lost or source.is_ready(layer) for key, source in self._sources.items()
-        )
+        return all(key in self.lost or chunk.is_ready(layer) for key, chunk in self._chunks.items())
 
     def wait_layer(self, layer: int) -> dict[ChunkKey, EncodedLayer]:
         """Layer `layer` of every chunk of the lease, in its order. Blocks until all are there,
@@ -65,14 +142,14 @@ class Transfer:
         assert layer >= 0, "layers count from 0"
         if layer < self._asked:
             self._look_ahead(layer)
-        elif layer not in self._first:  # out of order, and nobody said so before
-            for _, source in self._alive():
-                source.want_first([layer])
+        elif layer not in self._first:  # out of order, and `load` was not told so
+            for reads in self._reads_alive():
+                reads.want_first([layer])
             self._look_ahead(layer)
         found: dict[ChunkKey, EncodedLayer] = {}
-        for key, source in self._alive():
-            encoded = source.wait_layer(layer, self._patience[source.tier_name])
-            miss = source.failure if encoded is None else source.lost_of(self._extras)
+        for key, chunk in self._alive():
+            encoded = chunk.wait_layer(layer, self._patience[chunk.tier_name])
+            miss = chunk.failure if encoded is None else chunk.lost_of(self._extras)
             if encoded is not None and miss is None:
                 found[key] = encoded
             else:
@@ -85,10 +162,10 @@ class Transfer:
         assert not self._lease.released, "the lease behind this transfer was released"
         found = []
         for key in keys:
-            source = self._sources.get(key)
-            if source is None or key in self.lost or source.lost_of(self._extras):
+            chunk = self._chunks.get(key)
+            if chunk is None or key in self.lost or chunk.lost_of(self._extras):
                 return None
-            data = source.whole()
+            data = chunk.whole()
             if data is None:
                 return None
             found.append(data)
@@ -108,17 +185,17 @@ class Transfer:
         """How long each tier took, from the first read of it to the last layer so far. Host memory,
         where nothing had to be read, is left out."""
         spans: dict[str, tuple[float, float]] = {}
-        for source in self._sources.values():
-            if source.ended_s > source.began_s:
-                began_s, ended_s = spans.get(source.tier_name, (source.began_s, 0.0))
-                span = min(began_s, source.began_s), max(ended_s, source.ended_s)
-                spans[source.tier_name] = span
+        for chunk in self._chunks.values():
+            if chunk.ended_s > chunk.began_s:
+                began_s, ended_s = spans.get(chunk.tier_name, (chunk.began_s, 0.0))
+                span = min(began_s, chunk.began_s), max(ended_s, chunk.ended_s)
+                spans[chunk.tier_name] = span
         return {tier: ended_s - began_s for tier, (began_s, ended_s) in spans.items()}
 
     def has_extras(self) -> bool:
         """Whether `extras` would answer at once. Asks for nothing."""
-        sources = self._sources.items()
-        return all(key in self.lost or each.has_extras(self._extras) for key, each in sources)
+        chunks = self._chunks.items()
+        return all(key in self.lost or each.has_extras(self._extras) for key, each in chunks)
 
     def wait_extras(self) -> Collection[ChunkKey]:
         """Block until the headers and the extras that were asked for are there, not for any layer.
@@ -133,23 +210,23 @@ class Transfer:
         assert name in self._extras, f"extra {name!r} was not asked for"
         found: dict[ChunkKey, memoryview] = {}
         for key in self.wait_extras():
-            data = self._sources[key].named_extra(name)
+            data = self._chunks[key].named_extra(name)
             if data is not None:
                 found[key] = data
         return found
 
     def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
-        """As `extras`, as uint8 tensors over the same bytes: nobody writes to them."""
+        """As `extras`, as uint8 tensors over the same bytes: read-only by promise."""
         assert not self._lease.released, "the lease behind this transfer was released"
         assert name in self._extras, f"extra {name!r} was not asked for"
-        found = {key: self._sources[key].named_tensor(name) for key in self.wait_extras()}
+        found = {key: self._chunks[key].named_tensor(name) for key in self.wait_extras()}
         return {key: data for key, data in found.items() if data is not None}
 
     def _known(self, extras: Collection[str]) -> dict[ChunkKey, Header]:
         """The headers of all chunks that are not lost, once these extras are there too."""
         found: dict[ChunkKey, Header] = {}
-        for key, source in self._alive():
-            answer = source.wait_extras(extras, self._patience[source.tier_name])
+        for key, chunk in self._alive():
+            answer = chunk.wait_extras(extras, self._patience[chunk.tier_name])
             if isinstance(answer, Miss):
                 self.lost[key] = answer
             else:
@@ -160,10 +237,13 @@ class Transfer:
         """Ask for this layer and some behind it."""
         end = layer + 1 + self._lookahead
         if end > self._asked:
-            for _, source in self._alive():
-                source.want(range(self._asked, end))
+            for reads in self._reads_alive():
+                reads.want(range(self._asked, end))
             self._asked = end
 
-    def _alive(self) -> list[tuple[ChunkKey, Source]]:
+    def _alive(self) -> list[tuple[ChunkKey, LoadedChunk]]:
         """Whatever is not lost: of the rest nothing is asked for any more."""
-        return [each for each in self._sources.items() if each[0] not in self.lost]
+        return [each for each in self._chunks.items() if each[0] not in self.lost]
+
+    def _reads_alive(self) -> list[ArrivalReads]:
+        return [reads for key, reads in self._reads.items() if key not in self.lost]

@@ -8,7 +8,7 @@ import pytest
 
 from kvweave.app.auto.tier_probes import FIRST_REST_S, WAIT_S, TierProbes
 from kvweave.kv.config import FaultPlan
-from kvweave.kv.places import make_place
+from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
@@ -25,7 +25,7 @@ class World:
         cfg = make_config(root, host_chunks=None)
         (disk,) = [open_tier(tier) for tier in cfg.tiers]
         self.tier = FaultyTier(disk, FaultPlan())
-        self.store = KVStore(cfg, places=[make_place(self.tier, 1 << 20, cfg)])
+        self.store = KVStore(cfg, tiers=[OpenTier(self.tier, 1 << 20)])
         self.store.save(make_chunk(0), wait_s=10)
         assert self.store.flush()
         self.links: dict[str, TierLink] = {}
@@ -33,7 +33,7 @@ class World:
         self.probes = TierProbes(self.store, LAYERS, "raw", self.links, self.clock)
 
     def meet(self) -> None:
-        self.store._stock.places[0].reads.succeeded()  # the store rests a failing tier by itself
+        self.store.inventory.slots[0].reads.succeeded()  # the store rests a failing tier by itself
         keys = [make_key(0)]
         self.probes.meet(list(zip(keys, self.store.peek(keys), strict=True)))
 

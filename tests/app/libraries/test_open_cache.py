@@ -16,6 +16,7 @@ from kvweave.app.libraries.open_cache import AllInUse, OpenCache
 from kvweave.app.weave import Sampling
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed
+from kvweave.kv.tiers.host import HostTier
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from worlds.serving import serving, user
@@ -262,10 +263,10 @@ def test_a_knowledge_base_that_was_closed_answers_as_before(libraries: Libraries
 def test_all_host_tiers_together_stay_within_the_budget(libraries: Libraries) -> None:
     with libraries.use("", "a") as one, libraries.use("", "b") as other:
         capacities = [
-            place.tier._arena.capacity_bytes
+            slot.tier.capacity_bytes
             for over in (one, other)
-            for place in over.library.store._stock.places
-            if place.name == "host"
+            for slot in over.library.store.inventory.slots
+            if isinstance(slot.tier, HostTier)
         ]
     assert capacities == [4 * MIB, 4 * MIB]
 

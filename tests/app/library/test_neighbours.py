@@ -26,7 +26,7 @@ from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import State
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.kv.format.headers import parse_header
+from kvweave.kv.format.header import parse_header
 from kvweave.kv.keys import parse_key
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore

@@ -295,7 +295,7 @@ def test_a_damaged_table_is_one_line_with_a_way_out(tmp_path: Path) -> None:
 
 
 def test_kv_behind_neighbours_says_whose_text_it_has_seen(decoder: Decoder, tmp_path: Path) -> None:
-    from kvweave.kv.provenance import find_keys, keys_of_chunks
+    from kvweave.kv.provenance import carries, find_keys
     from kvweave.kv.tiers.disk import DiskTier
 
     disk = DiskTierConfig(tmp_path / "kv")
@@ -306,7 +306,7 @@ def test_kv_behind_neighbours_says_whose_text_it_has_seen(decoder: Decoder, tmp_
         assert store.flush()
         tier = DiskTier(disk, sweep=False)
         keys = {name: encoder.key(CHUNKS[name].token_ids) for name in NEIGHBOURS}
-        assert set(keys_of_chunks(tier, ["d"])) == {
+        assert set(find_keys(tier, carries(["d"]))) == {
             encoder.exact_key(CHUNKS["d"].token_ids),
             encoder.filled_key(CHUNKS["d"].token_ids),
             keys[ChunkId("a")],

@@ -12,7 +12,7 @@ from kvweave.fuse.prefill import Prefilled, StoredPrompt, prefill_from_store
 from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder

@@ -6,7 +6,7 @@ import torch
 from kvweave.errors import ConfigError
 from kvweave.kv.format import objects
 from kvweave.kv.format.codec import CODECS, LayerKV, dtype_name, open_codec
-from kvweave.kv.format.layout import LayerShape
+from kvweave.kv.format.header import LayerShape
 from kvweave.kv.format.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
 from worlds.kv import make_key, make_layers
 

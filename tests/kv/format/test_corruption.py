@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import TierCorrupt
-from kvweave.kv.format import headers
+from kvweave.kv.format.header import header_checksum
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
@@ -107,7 +107,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, keep_bytes: int) -
 def test_an_object_of_another_version_is_a_miss_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvweave.kv.format.headers.LAYOUT_VERSION", 2)
+    monkeypatch.setattr("kvweave.kv.format.header.LAYOUT_VERSION", 2)
     newer = make_chunk(7)
     monkeypatch.undo()
     tier = DiskTier(make_config(tmp_path).tiers[1])  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def test_a_forged_header_is_a_miss_and_never_a_hang(tmp_path: Path) -> None:
     for number, (form, at, value) in enumerate(forged):
         raw = bytearray(make_chunk(number).view)
         struct.pack_into(form, raw, at, value)
-        raw[4088:4096] = headers._header_checksum(raw[:4088])
+        raw[4088:4096] = header_checksum(raw[:4088])
         tier.write(make_key(number), [raw])
     keys = [make_key(number) for number in range(len(forged))]
     with KVStore(cfg) as store, store.acquire(keys) as lease:

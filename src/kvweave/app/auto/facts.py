@@ -15,8 +15,7 @@ from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import open_codec
-from kvweave.kv.format.headers import plan_header
-from kvweave.kv.format.layout import LayerShape
+from kvweave.kv.format.header import LayerShape, plan_header
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Peek, Residency

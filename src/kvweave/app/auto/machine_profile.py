@@ -22,7 +22,7 @@ from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.unpack import StoredRows, unpack
 from kvweave.kv.format.codec import LayerKV, dtype_name, open_codec
-from kvweave.kv.format.layout import LayerShape
+from kvweave.kv.format.header import LayerShape
 from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows

@@ -20,7 +20,7 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.unpack import Packing, StoredRows, unpack
 from kvweave.kv.format.codec import DTYPES, Codec, GroupedCodec, GroupedFp8Codec, PlainCodec
-from kvweave.kv.format.layout import ALIGN, round_up
+from kvweave.kv.format.header import ALIGN, round_up
 from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.keys import ChunkKey
 

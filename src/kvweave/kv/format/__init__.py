@@ -1,1 +1,1 @@
-"""What the stored bytes are: header, layout, codec, objects, checksum."""
+"""What the stored bytes are: header, codec, objects, checksum."""

@@ -4,8 +4,8 @@ never guesses.
 Measured on one core of a 2-core Xeon over 384 KiB blocks (one SmolLM2 layer of 256 tokens):
 xxh3 11.1 GB/s, crc32 4.0, adler32 2.8, sha1 1.5, blake2b 0.8; the same core copies 14 GB/s and
 reads the page cache at 5.5. Two readers that check with xxh3 keep 0.96 of a plain `readinto`, with
-crc32 0.49. Hence xxh3 wherever the small `xxhash` package is installed, and crc32, which is in
-every Python, where it is not.
+crc32 0.49. Hence xxh3. `xxhash` is a dependency of kvweave, but the core must also run where torch
+and numpy are all there is (a GPU machine that nothing can be installed on): there, crc32.
 """
 
 import zlib

@@ -6,27 +6,42 @@ gives fresh ones, or for `raw` views of the stored bytes without any copy. Bytes
 on any device, as long as it is the same one: a GPU uploads the small encoded layer and decodes
 there.
 
-Shapes: keys and values [T, H, D]; a layer's bytes are uint8 [n].
+A layer stored as group codes (int8, fp8, int4) has these pieces, one behind the other:
+
+    keys: codes, scales[, lows]    values: codes, scales[, lows]
+
+Codes are [T, H, D] as kernels/quantise.py packs them, parameters fp16 per group: of keys along
+tokens, of values along the head dim. Layers of several chunks are joined piece by piece, which
+makes them one long layer whose key groups are short where a chunk ends.
+
+Shapes: T tokens, H KV heads, D head dim; keys and values [T, H, D]; a layer's bytes are uint8 [n].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvweave.errors import ConfigError
-from kvweave.kernels.quantise import dequantise, dequantise_fp8, quantise, quantise_fp8
-from kvweave.kv.format.layout import LayerShape
-from kvweave.kv.format.pieces import KEY_AXIS, VALUE_AXIS, fill, joined, sizes_of
+from kvweave.kernels.quantise import (
+    Groups,
+    dequantise,
+    dequantise_fp8,
+    num_groups,
+    quantise,
+    quantise_fp8,
+)
+from kvweave.kv.format.header import LayerShape
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-AXES = (KEY_AXIS, VALUE_AXIS)
+AXES = (0, 2)  # keys are grouped along tokens, values along channels
 
 
 class LayerKV(NamedTuple):
@@ -37,7 +52,7 @@ class LayerKV(NamedTuple):
 
 
 class Codec(Protocol):
-    """One way to store a layer. Stateless, safe from any thread."""
+    """How a layer is stored. Stateless, safe from any thread."""
 
     @property
     def name(self) -> str: ...
@@ -115,7 +130,7 @@ class GroupedCodec:
     group: int = 64
 
     def num_bytes(self, shape: LayerShape) -> int:
-        return sum(sizes_of(shape, self.bits, self.group, params=2))
+        return sum(_sizes_of(shape, self.bits, self.group, params=2))
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
         pieces: list[Tensor] = []
@@ -123,7 +138,7 @@ class GroupedCodec:
             groups = quantise(x, bits=self.bits, group=self.group, axis=axis)
             assert groups.low is not None
             pieces += [groups.q, groups.scale, groups.low]
-        fill(out, pieces)
+        _fill(out, pieces)
 
     def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
         return self.decode_joined([data], [shape], out or _empty(shape, data.device))
@@ -132,7 +147,7 @@ class GroupedCodec:
         self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         lengths = tuple(shape.num_tokens for shape in shapes)
-        stored = joined(data, shapes, self.bits, self.group, params=2)
+        stored = _joined(data, shapes, self.bits, self.group, params=2)
         for x, groups, axis in zip(out, stored, AXES, strict=True):
             dequantise(groups, bits=self.bits, group=self.group, axis=axis, out=x, lengths=lengths)
         return out
@@ -146,14 +161,14 @@ class GroupedFp8Codec:
     group: int = 64
 
     def num_bytes(self, shape: LayerShape) -> int:
-        return sum(sizes_of(shape, 8, self.group, params=1))
+        return sum(_sizes_of(shape, 8, self.group, params=1))
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
         pieces: list[Tensor] = []
         for x, axis in zip(kv, AXES, strict=True):
             groups = quantise_fp8(x, group=self.group, axis=axis)
             pieces += [groups.q, groups.scale]
-        fill(out, pieces)
+        _fill(out, pieces)
 
     def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
         return self.decode_joined([data], [shape], out or _empty(shape, data.device))
@@ -162,7 +177,7 @@ class GroupedFp8Codec:
         self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         lengths = tuple(shape.num_tokens for shape in shapes)
-        stored = joined(data, shapes, 8, self.group, params=1)
+        stored = _joined(data, shapes, 8, self.group, params=1)
         for x, groups, axis in zip(out, stored, AXES, strict=True):
             dequantise_fp8(groups, group=self.group, axis=axis, out=x, lengths=lengths)
         return out
@@ -202,3 +217,58 @@ def _empty(shape: LayerShape, device: torch.device) -> LayerKV:
     return LayerKV(
         torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
     )
+
+
+@lru_cache(maxsize=1024)  # asked for every layer of every chunk
+def _sizes_of(shape: LayerShape, bits: int, group: int, params: int) -> tuple[int, ...]:
+    """Bytes of each piece: K codes, K parameters, V codes, V parameters.
+
+    Raises ValueError for a shape that these codes cannot represent.
+    """
+    if shape.head_dim * bits % 8:
+        raise ValueError(f"{bits} bits need an even head dim, not {shape.head_dim}; use int8")
+    codes = shape.num_tokens * shape.num_kv_heads * shape.head_dim * bits // 8
+    k_params = 2 * num_groups(shape.num_tokens, group) * shape.num_kv_heads * shape.head_dim
+    v_params = 2 * shape.num_tokens * shape.num_kv_heads * num_groups(shape.head_dim, group)
+    return (codes, *[k_params] * params, codes, *[v_params] * params)
+
+
+def _fill(out: Tensor, pieces: Sequence[Tensor]) -> None:
+    """Lay pieces of any dtype behind each other into the bytes of a layer."""
+    sizes = [p.numel() * p.element_size() for p in pieces]
+    for part, piece in zip(_cut(out, sizes), pieces, strict=True):
+        part.copy_(piece.contiguous().view(torch.uint8).flatten())
+
+
+def _joined(
+    data: Sequence[Tensor], shapes: Sequence[LayerShape], bits: int, group: int, params: int
+) -> tuple[Groups, Groups]:
+    """Keys and values of layers that were stored alike, one behind the other along tokens.
+
+    Views of the bytes if it is one layer, as far as they can be viewed.
+    """
+    cuts = [
+        _cut(each, _sizes_of(shape, bits, group, params))
+        for each, shape in zip(data, shapes, strict=True)
+    ]
+    pieces = iter(
+        [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*cuts, strict=True)]
+    )
+    heads, dim = shapes[0].num_kv_heads, shapes[0].head_dim
+
+    def groups(groups_per_head: int) -> Groups:
+        q = next(pieces).view(-1, heads, dim * bits // 8)
+        scale = _halves(next(pieces)).view(-1, heads, groups_per_head)
+        low = _halves(next(pieces)).view(scale.shape) if params == 2 else None
+        return Groups(q, scale, low)
+
+    return groups(dim), groups(num_groups(dim, group))
+
+
+def _cut(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    return iter(data[: sum(sizes)].split_with_sizes(sizes))
+
+
+def _halves(part: Tensor) -> Tensor:
+    """Bytes as fp16. Behind an odd number of int4 codes they lie between two halves: copied."""
+    return (part.clone() if part.storage_offset() % 2 else part).view(torch.float16)

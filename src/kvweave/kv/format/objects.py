@@ -11,18 +11,21 @@ from torch import Tensor
 from kvweave.errors import TierCorrupt, TierForeign
 from kvweave.kv.format.checksum import best_algorithm
 from kvweave.kv.format.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
-from kvweave.kv.format.headers import needed_header_bytes, parse_header, plan_header, seal_header
-from kvweave.kv.format.layout import (
+from kvweave.kv.format.header import (
     ALIGN,
     PRELUDE_BYTES,
     Header,
     LayerShape,
+    Reader,
     check_section,
     named_sections,
+    needed_header_bytes,
+    parse_header,
+    plan_header,
+    seal_header,
 )
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory, new_memory
-from kvweave.kv.tiers.base import Reader
 
 SMALL = 2**17  # keys of a layer, T x H x D; a larger one is decoded by itself, see `runs_of`
 TOGETHER = 2**20  # keys of the layers that are decoded together, at most
@@ -30,7 +33,7 @@ TOGETHER = 2**20  # keys of the layers that are decoded together, at most
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedChunk:
-    """An object ready to be saved. Owns its bytes; nobody changes them after packing."""
+    """An object ready to be saved. Owns its bytes; they never change after packing."""
 
     key: ChunkKey
     header: Header
@@ -63,7 +66,7 @@ class EncodedLayer(NamedTuple):
 def decode_joined(layers: Sequence[EncodedLayer], out: LayerKV) -> LayerKV:
     """Decode chunks to where they lie behind each other: out [sum T, H, D].
 
-    Small neighbours stored in one way are decoded together, see `runs_of`.
+    Small neighbours of one codec are decoded together, see `runs_of`.
     """
     at = 0
     for run in runs_of(layers):
@@ -157,7 +160,7 @@ def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
 
 def layers_of(header: Header, memory: Memory) -> Tensor:
     """All layers of such an object, uint8 [n]: one behind the other, each padded to the alignment.
-    They are alike and end where the object ends, see `_checked` and headers.py."""
+    They are alike and end where the object ends, see `_checked` and header.py."""
     return memory.tensor[header.layers[0].offset : header.total_bytes]
 
 

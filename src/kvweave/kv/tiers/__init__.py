@@ -8,7 +8,8 @@ from kvweave.kv.config import (
     S3TierConfig,
     TierConfig,
 )
-from kvweave.kv.tiers.base import Reader, StoredObject, Tier
+from kvweave.kv.format.header import Reader
+from kvweave.kv.tiers.base import StoredObject, Tier
 
 __all__ = ["Reader", "StoredObject", "Tier", "open_tier"]
 

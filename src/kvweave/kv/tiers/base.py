@@ -1,13 +1,14 @@
 """The contract of a tier: a place that keeps bytes under keys.
 
 A tier knows bytes, not tensors, headers, budgets or leases: `store` owns those. What a tier is
-given are whole chunk objects (see `layout`), what it is asked for are ranges of them.
+given are whole chunk objects (see `format`), what it is asked for are ranges of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Reader
 from kvweave.kv.keys import ChunkKey
 
 
@@ -19,22 +20,26 @@ class StoredObject(NamedTuple):
     written_s: float  # seconds since the epoch; 0.0 where the tier does not know
 
 
-class Reader(Protocol):
-    """One open object. Used by several threads at once; closing twice is harmless.
+class PreludeReader:
+    """An object on a server, whose first bytes came along when it was opened; `fetch` reads others,
+    as `Reader.read` does. Connections belong to the tier."""
 
-    An object deleted while open stays readable or raises TierError; it never turns into another.
-    """
-
-    size_bytes: int
+    def __init__(
+        self, size_bytes: int, prelude: bytes, fetch: Callable[[int, memoryview], None]
+    ) -> None:
+        self.size_bytes = size_bytes
+        self._prelude = prelude
+        self._fetch = fetch
 
     def read(self, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset`. After an exception `out` holds garbage.
+        end = offset + len(out)
+        if end <= len(self._prelude):
+            out[:] = self._prelude[offset:end]
+        else:
+            self._fetch(offset, out)
 
-        Raises TierCorrupt if the object ends early, TierError if the tier fails.
-        """
-        ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Holds nothing."""
 
 
 class Tier(Protocol):

@@ -77,7 +77,7 @@ class DiskTier:
     best_read_bytes: ClassVar[int] = 1 << 20
 
     def __init__(self, cfg: DiskTierConfig, *, sweep: bool = True) -> None:
-        """`sweep=False` leaves what dead writers left: for those who only look."""
+        """`sweep=False` leaves what dead writers left: for a caller that only looks."""
         self.name = "disk"
         self._cfg = cfg
         self._objects = cfg.root / "objects"

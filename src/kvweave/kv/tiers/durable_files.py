@@ -90,7 +90,7 @@ class DurableFiles:
         if folder in self._known_folders:
             return
         self.make_folder(folder)
-        if self._fsync:  # whoever made them may not have synced them yet
+        if self._fsync:  # the process that made them may not have synced them yet
             for parent in folder.parents:
                 _sync_folder(parent)
                 if parent == self._root:

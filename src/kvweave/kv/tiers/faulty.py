@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.config import FaultPlan
 from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Reader
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.tiers.base import Reader, StoredObject, Tier
+from kvweave.kv.tiers.base import StoredObject, Tier
 
 
 class FaultyReader:
@@ -24,15 +25,15 @@ class FaultyReader:
         self._tier = tier
 
     def read(self, offset: int, out: memoryview) -> None:
-        self._tier._stumble("read")
-        if self._tier._strikes(self._tier.plan.truncate):
+        self._tier.stumble("read")
+        if self._tier.strikes(self._tier.plan.truncate):
             half = len(out) // 2
             self._inner.read(offset, out[:half])
             raise TierCorrupt(f"read ended after {half} of {len(out)} bytes (injected)")
         self._inner.read(offset, out)
-        if len(out) and self._tier._strikes(self._tier.plan.corrupt):
-            at = self._tier._draw(len(out))
-            out[at] ^= 1 << self._tier._draw(8)
+        if len(out) and self._tier.strikes(self._tier.plan.corrupt):
+            at = self._tier.draw(len(out))
+            out[at] ^= 1 << self._tier.draw(8)
 
     def close(self) -> None:
         self._inner.close()
@@ -58,50 +59,51 @@ class FaultyTier:
         self._released.set()
 
     def size(self, key: ChunkKey) -> int | None:
-        self._stumble("size")
-        return None if self._strikes(self.plan.drop) else self._inner.size(key)
+        self.stumble("size")
+        return None if self.strikes(self.plan.drop) else self._inner.size(key)
 
     def open(self, key: ChunkKey) -> FaultyReader | None:
-        self._stumble("open")
-        inner = None if self._strikes(self.plan.drop) else self._inner.open(key)
+        self.stumble("open")
+        inner = None if self.strikes(self.plan.drop) else self._inner.open(key)
         return None if inner is None else FaultyReader(inner, self)
 
     def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
-        self._stumble("write")
-        return not self._strikes(self.plan.drop) and self._inner.write(key, parts)
+        self.stumble("write")
+        return not self.strikes(self.plan.drop) and self._inner.write(key, parts)
 
     def delete(self, key: ChunkKey) -> bool:
-        self._stumble("delete")
+        self.stumble("delete")
         return self._inner.delete(key)
 
     def quarantine(self, key: ChunkKey) -> bool:
-        self._stumble("quarantine")
+        self.stumble("quarantine")
         return self._inner.quarantine(key)
 
     def scan(self) -> Iterator[StoredObject]:
-        self._stumble("scan")
+        self.stumble("scan")
         yield from self._inner.scan()
 
     def close(self) -> None:
         self.release()
         self._inner.close()
 
-    def _stumble(self, verb: str) -> None:
+    def stumble(self, verb: str) -> None:
         """The faults that can hit any call: late, never, broken."""
-        if self._strikes(self.plan.delay):
+        if self.strikes(self.plan.delay):
             self._released.wait(self.plan.delay_s)
-        if self._strikes(self.plan.hang):
+        if self.strikes(self.plan.hang):
             self._released.wait()
             raise TierError(f"{verb} hung until it was released (injected)")
-        if self._strikes(self.plan.fail):
+        if self.strikes(self.plan.fail):
             raise TierError(f"{verb} failed (injected)")
 
-    def _strikes(self, probability: float) -> bool:
+    def strikes(self, probability: float) -> bool:
+        """Whether a fault of this probability happens now. Tests replace it to say when."""
         if probability <= 0:
             return False
         with self._lock:
             return self._random.random() < probability
 
-    def _draw(self, below: int) -> int:
+    def draw(self, below: int) -> int:
         with self._lock:
             return self._random.randrange(below)

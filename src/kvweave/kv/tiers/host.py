@@ -1,11 +1,10 @@
 """Host memory. The fastest tier, the simplest to read, and where loads land.
 
-Besides the contract it lends: `reserve` gives memory to fill in place, `keep` makes it an object,
-`lend` shows an object's bytes without a copy. Lent bytes stay put until the key is deleted; the
-store sees to it that nobody deletes a leased key.
+Besides the contract: `reserve` gives memory to fill in place, `keep` makes it an object. Its bytes
+stay where they are until the key is deleted; the store sees to it that no leased key is deleted.
 
 An object may be kept without some of its extras (`is_whole=False`). It takes its full place, counts
-and is listed; whoever reads objects whole (`open`, `lend`) does not find it.
+and is listed; `open`, which gives objects whole, does not find it.
 """
 
 import threading
@@ -15,12 +14,11 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.arena import Arena
 from kvweave.kv.config import HostTierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.memory import Memory, new_memory, slice_memory
+from kvweave.kv.memory import Arena, Memory, new_memory, slice_memory
 from kvweave.kv.tiers.base import StoredObject
 
 
@@ -60,7 +58,8 @@ class HostTier:
         self.pinned = torch.cuda.is_available() if cfg.pinned is None else cfg.pinned
         self._lock = threading.Lock()
         self._arena = Arena(cfg.capacity_bytes, ALIGN)
-        self._memory: Memory | None = _take(self._arena.capacity_bytes, pinned=self.pinned)
+        self.capacity_bytes = self._arena.capacity_bytes
+        self._memory: Memory | None = _take(self.capacity_bytes, pinned=self.pinned)
         self._kept: dict[ChunkKey, _HostObject] = {}
 
     def size(self, key: ChunkKey) -> int | None:
@@ -107,7 +106,7 @@ class HostTier:
             yield StoredObject(key, each.size_bytes, 0.0)
 
     def close(self) -> None:
-        """Lent views keep the memory alive until they go."""
+        """Views of the memory keep it alive until they go."""
         with self._lock:
             self._memory = None
             self._kept.clear()
@@ -150,11 +149,6 @@ class HostTier:
         """Give reserved memory back unused."""
         with self._lock:
             self._give_back(memory)
-
-    def lend(self, key: ChunkKey) -> Memory | None:
-        """The bytes themselves. Valid until the key is deleted or written again."""
-        kept = self._kept.get(key)
-        return kept.memory if kept is not None and kept.is_whole else None
 
     def check_integrity(self) -> None:
         with self._lock:

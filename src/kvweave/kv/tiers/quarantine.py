@@ -1,4 +1,4 @@
-"""Damaged objects put aside: out of the store's sight, kept for whoever wants to know why.
+"""Damaged objects put aside: out of the store's sight, kept for a look at what went wrong.
 
 The newest stay, up to a byte bound. Several processes may share the folder, so a file may be gone
 by the time it is looked at.

@@ -5,39 +5,15 @@ One SET per object, one GETRANGE per run of layers. The server evicts by its own
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
 from kvweave.kv.config import RedisTierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.layout import HEAD_BYTES
+from kvweave.kv.format.header import HEAD_BYTES
 from kvweave.kv.keys import ChunkKey, parse_key
-from kvweave.kv.tiers.base import StoredObject
-
-
-class RedisReader:
-    """A key and the object's first bytes, which came along when it was opened."""
-
-    def __init__(self, tier: "RedisTier", key: ChunkKey, size_bytes: int, prelude: bytes) -> None:
-        self.size_bytes = size_bytes
-        self._tier = tier
-        self._key = key
-        self._prelude = prelude
-
-    def read(self, offset: int, out: memoryview) -> None:
-        end = offset + len(out)
-        if end <= len(self._prelude):
-            out[:] = self._prelude[offset:end]
-            return
-        data = self._tier._call("getrange", self._tier._name(self._key), offset, end - 1)
-        if not data:  # GETRANGE of a missing key is empty
-            raise TierError(f"{self._key.hex()[:16]}… left the server while it was read")
-        if len(data) != len(out):
-            raise TierCorrupt(f"object gave {len(data)} bytes at {offset}, wanted {len(out)}")
-        out[:] = data
-
-    def close(self) -> None:
-        """The connection belongs to the tier's pool."""
+from kvweave.kv.tiers.base import PreludeReader, StoredObject
 
 
 class RedisTier:
@@ -78,13 +54,13 @@ class RedisTier:
     def size(self, key: ChunkKey) -> int | None:
         return int(self._call("strlen", self._name(key))) or None
 
-    def open(self, key: ChunkKey) -> RedisReader | None:
+    def open(self, key: ChunkKey) -> PreludeReader | None:
         name = self._name(key)
         pipe = self._client.pipeline(transaction=True)
         pipe.strlen(name)
         pipe.getrange(name, 0, HEAD_BYTES - 1)
         size, prelude = self._guard(pipe.execute)
-        return RedisReader(self, key, int(size), prelude) if size else None
+        return PreludeReader(int(size), prelude, partial(self._read, key)) if size else None
 
     def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
         try:
@@ -120,6 +96,14 @@ class RedisTier:
 
     def close(self) -> None:
         self._client.close()
+
+    def _read(self, key: ChunkKey, offset: int, out: memoryview) -> None:
+        data = self._call("getrange", self._name(key), offset, offset + len(out) - 1)
+        if not data:  # GETRANGE of a missing key is empty
+            raise TierError(f"{key.hex()[:16]}… left the server while it was read")
+        if len(data) != len(out):
+            raise TierCorrupt(f"object gave {len(data)} bytes at {offset}, wanted {len(out)}")
+        out[:] = data
 
     def _name(self, key: ChunkKey) -> str:
         return self._cfg.prefix + key.hex()

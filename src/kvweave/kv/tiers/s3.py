@@ -5,48 +5,19 @@ and most extras need no round trip of their own.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
 from kvweave.kv.config import S3TierConfig
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.keys import ChunkKey, context_of, parse_key
-from kvweave.kv.tiers.base import StoredObject
+from kvweave.kv.tiers.base import PreludeReader, StoredObject
 
 _PRELUDE_BYTES = 1 << 16
 _ABSENT = {"404", "NoSuchKey", "NotFound"}
 _EMPTY = {"416", "InvalidRange"}  # a range of an object without bytes
 _CHANGED = {"412", "PreconditionFailed"}
-
-
-class S3Reader:
-    """A version of an object, by its ETag, and its first bytes."""
-
-    def __init__(
-        self, tier: "S3Tier", key: ChunkKey, size_bytes: int, etag: str, prelude: bytes
-    ) -> None:
-        self.size_bytes = size_bytes
-        self._tier = tier
-        self._key = key
-        self._etag = etag
-        self._prelude = prelude
-
-    def read(self, offset: int, out: memoryview) -> None:
-        end = offset + len(out)
-        if end <= len(self._prelude):
-            out[:] = self._prelude[offset:end]
-            return
-        if end > self.size_bytes:
-            raise TierCorrupt(f"object ends at {self.size_bytes}, wanted {end}")
-        reply = self._tier._call(
-            "get_object", self._key, Range=f"bytes={offset}-{end - 1}", IfMatch=self._etag
-        )
-        if reply is None:
-            raise TierError(f"{self._key.hex()[:16]}… left the bucket while it was read")
-        self._tier._fill(reply, out)
-
-    def close(self) -> None:
-        """Connections belong to the tier's pool."""
 
 
 class S3Tier:
@@ -83,7 +54,7 @@ class S3Tier:
         reply = self._call("head_object", key)
         return None if reply is None else int(reply["ContentLength"])
 
-    def open(self, key: ChunkKey) -> S3Reader | None:
+    def open(self, key: ChunkKey) -> PreludeReader | None:
         reply = self._call("get_object", key, Range=f"bytes=0-{_PRELUDE_BYTES - 1}")
         if reply is None:
             return None
@@ -95,7 +66,7 @@ class S3Tier:
             raise TierError(f"s3 says {key.hex()[:16]}… has {total!r} bytes and sends {length}")
         size, prelude = int(total), bytearray(length)
         self._fill(reply, memoryview(prelude))
-        return S3Reader(self, key, size, reply["ETag"], bytes(prelude))
+        return PreludeReader(size, bytes(prelude), partial(self._read, key, reply["ETag"], size))
 
     def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
         self._call("put_object", key, Body=b"".join(parts))
@@ -122,6 +93,18 @@ class S3Tier:
 
     def close(self) -> None:
         self._client.close()
+
+    def _read(
+        self, key: ChunkKey, etag: str, size_bytes: int, offset: int, out: memoryview
+    ) -> None:
+        """From that version of an object which has this ETag."""
+        end = offset + len(out)
+        if end > size_bytes:
+            raise TierCorrupt(f"object ends at {size_bytes}, wanted {end}")
+        reply = self._call("get_object", key, Range=f"bytes={offset}-{end - 1}", IfMatch=etag)
+        if reply is None:
+            raise TierError(f"{key.hex()[:16]}… left the bucket while it was read")
+        self._fill(reply, out)
 
     def _name(self, key: ChunkKey) -> str:
         return f"{self._cfg.prefix}{context_of(key).hex()}/{key.hex()}"

@@ -3,10 +3,8 @@
 Bookkeeping only. No torch here: pages are handles, and a `PageOwner` moves the bytes behind them.
 """
 
-from kvweave.kv.tree.config import TreeConfig
-from kvweave.kv.tree.lease import TreeLease
 from kvweave.kv.tree.node import ChunkRef, Match, Node, PageOwner, Pages, TreeTier
-from kvweave.kv.tree.tree import Extended, KnowledgeTree
+from kvweave.kv.tree.tree import Extended, KnowledgeTree, TreeConfig, TreeLease
 
 __all__ = [
     "ChunkRef",

@@ -1,17 +1,28 @@
 """A tree of many preambles, seen from behind one of them: what a planner of one preamble reads."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from kvweave.kv.policies import UsageRecord
 from kvweave.kv.tree.node import ChunkRef, Match, Node
-from kvweave.kv.tree.reads import TreeReads
 from kvweave.types import ChunkId
 
 
-class TreeBehind:
-    """Reads only, on the threads of `TreeReads`."""
+class TreePaths(Protocol):
+    """What may be read of a tree from any thread. `KnowledgeTree` offers it."""
 
-    def __init__(self, tree: TreeReads, preamble: ChunkRef) -> None:
+    @property
+    def root(self) -> Node: ...
+
+    def match(self, chunk_ids: Sequence[ChunkId]) -> Match: ...
+
+    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int: ...
+
+
+class TreeBehind:
+    """Changes nothing. Any thread."""
+
+    def __init__(self, tree: TreePaths, preamble: ChunkRef) -> None:
         self._tree = tree
         self._preamble = preamble
         length = preamble.num_tokens

@@ -1,4 +1,4 @@
-"""What the tree is made of: nodes, page handles, and the one who owns the bytes behind them."""
+"""What the tree is made of: nodes, page handles, and the owner of the bytes behind them."""
 
 import hashlib
 from dataclasses import dataclass, field

@@ -1,16 +1,53 @@
-"""What prefilling cost, and which paths it is charged to: eviction judges by it what would be lost.
+"""What is known of paths that are not in the tree now: how often they were asked for, and what
+computing them cost. Eviction judges by it what would be lost.
 
 A request computes what stands behind its match in one go. The time that takes is shared by its
 tokens, and each path on the way that is not in the tree remembers its part.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvweave.kv.policies import ItemUsage
-from kvweave.kv.tree.memory import PathMemory
+from kvweave.kv.policies import ItemUsage, UsageRecord
 from kvweave.kv.tree.node import ChunkRef, Node, path_key
 
 _TOKENS = 1024  # of a prefill that prices are measured against
+
+
+class PathMemory:
+    """Usage of absent paths, bounded: the one not asked for for longest is forgotten first.
+
+    How often a path is asked for counts over a window of time, whether or not its KV was kept; a
+    popular path that was pushed out once does not start from nothing. With room for none, every
+    path does. Not thread-safe.
+    """
+
+    def __init__(self, max_paths: int) -> None:
+        self._max_paths = max_paths
+        self._records: OrderedDict[bytes, UsageRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def record(self, key: bytes, num_tokens: int) -> UsageRecord:
+        """The running numbers of an absent path, made at its first access."""
+        record = self._records.get(key)
+        if record is None:
+            record = UsageRecord(size=num_tokens)
+            self.keep(key, record)
+        else:
+            self._records.move_to_end(key)
+        return record
+
+    def take(self, key: bytes, num_tokens: int) -> UsageRecord:
+        """The path enters the tree and carries its own numbers from now on."""
+        return self._records.pop(key, None) or UsageRecord(size=num_tokens)
+
+    def keep(self, key: bytes, record: UsageRecord) -> None:
+        """The path left the tree."""
+        self._records[key] = record
+        if len(self._records) > self._max_paths:
+            self._records.popitem(last=False)
 
 
 class NodePricing:

@@ -3,34 +3,60 @@
     preamble ── D1 ── D3        a node is a chunk *behind its path*: D3 behind D1 and D3 behind D2
             └── D2 ── D3        are two nodes with different KV
 
-The engine thread makes every change; what others may read meanwhile is in `reads.py`. A failed copy
-is a shorter match, never an error.
+The engine thread makes every change. `root`, `match` and `match_tokens` may be read from any thread
+meanwhile: they follow dictionaries only, and what they say may be stale by the time the engine
+acts, which then finds fewer nodes and computes the rest. A failed copy is a shorter match, never an
+error.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from types import TracebackType
 
+from kvweave.errors import ConfigError
 from kvweave.kv.policies import open_policy
-from kvweave.kv.tree.config import TreeConfig
-from kvweave.kv.tree.keeper import Keeper, subtree
-from kvweave.kv.tree.lease import TreeLease
-from kvweave.kv.tree.memory import PathMemory
 from kvweave.kv.tree.node import (
     DEVICE,
     HOST,
     ChunkRef,
+    Match,
     Node,
     PageOwner,
     Pages,
     TreeTier,
     path_key,
 )
-from kvweave.kv.tree.pricing import NodePricing
-from kvweave.kv.tree.reads import TreeReads
+from kvweave.kv.tree.pages import NodePages, TreeBudget, subtree
+from kvweave.kv.tree.pricing import NodePricing, PathMemory
 from kvweave.types import ChunkId
 
 NO_PREAMBLE = ChunkRef(ChunkId(""), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeConfig:
+    """Budgets and rules of one tree."""
+
+    device_bytes: int
+    host_bytes: int  # one to two orders of magnitude more than on the device pays best; 0: none
+    policy: str = "pgdsf"  # lru, lfu, gdsf or pgdsf; each tier has its own clock
+    max_depth: int | None = None  # keep only the first so many chunks of a path; None: all
+    remembered_paths: int = 1 << 16  # absent paths whose usage is remembered; 0: none
+
+    def __post_init__(self) -> None:
+        if self.device_bytes <= 0 or self.host_bytes < 0:
+            raise ConfigError(
+                f"a tree needs device_bytes > 0 and host_bytes >= 0, "
+                f"got {self.device_bytes} and {self.host_bytes}"
+            )
+        if self.max_depth is not None and self.max_depth < 0:
+            raise ConfigError(f"TreeConfig.max_depth must be None or >= 0, got {self.max_depth}")
+        if self.remembered_paths < 0:
+            raise ConfigError(
+                f"TreeConfig.remembered_paths must be >= 0, got {self.remembered_paths}"
+            )
 
 
 class Extended(Enum):
@@ -42,7 +68,47 @@ class Extended(Enum):
     NO_ROOM = "no room"  # leased nodes are in the way; the caller keeps its pages
 
 
-class KnowledgeTree(TreeReads):
+class TreeLease:
+    """A pin on a path, preamble included. Belongs to one request; releases itself once."""
+
+    def __init__(self, nodes: list[Node], unpin: Callable[[list[Node]], None]) -> None:
+        self.nodes = nodes  # pinned, from the preamble on; empty when even that is gone
+        self._unpin = unpin
+        for node in nodes:
+            node.pins += 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Exact tokens it holds, preamble included."""
+        return self.nodes[-1].end if self.nodes else 0
+
+    def join(self, node: Node) -> None:
+        """Hold one node more, the next on the path."""
+        node.pins += 1
+        self.nodes.append(node)
+
+    def cut(self, num_nodes: int) -> None:
+        """Hold only the first so many nodes."""
+        rest = self.nodes[num_nodes:]
+        del self.nodes[num_nodes:]
+        self._unpin(rest)
+
+    def release(self) -> None:
+        self.cut(0)
+
+    def __enter__(self) -> "TreeLease":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class KnowledgeTree:
     """Exact KV of ordered chunk paths behind one preamble, in device and host memory.
 
     For several preambles or tenants under one budget, leave the preamble empty here and make each
@@ -63,13 +129,52 @@ class KnowledgeTree(TreeReads):
         self._now_s = now_s
         memory = PathMemory(config.remembered_paths)
         self._pricing = NodePricing(cost_s, memory, config.max_depth)
-        policies = (open_policy(config.policy), open_policy(config.policy))
-        floors = Keeper.make_floors(config.device_bytes, config.host_bytes, policies)
-        self._keeper = Keeper(floors, owner, self._pricing.usage, memory)
+        budgets = {
+            tier: TreeBudget(tier, capacity_bytes, open_policy(config.policy))
+            for tier, capacity_bytes in ((DEVICE, config.device_bytes), (HOST, config.host_bytes))
+        }
+        self._pages = NodePages(budgets, owner, self._pricing.usage, memory)
         key = path_key(b"", preamble.id)
         usage = memory.take(key, preamble.num_tokens)
         length = preamble.num_tokens
-        super().__init__(Node(preamble.id, length, length, 0, key, None, usage))
+        self.root = Node(preamble.id, length, length, 0, key, None, usage)  # the preamble
+
+    # ---- any thread
+
+    def match(self, chunk_ids: Sequence[ChunkId]) -> Match:
+        """The longest stored prefix. O(depth); changes nothing, counts nothing."""
+        node = self.root
+        if node.num_tokens and not node.pages:
+            return Match((), 0, 0, 0)
+        nodes: list[Node] = []
+        for chunk_id in chunk_ids:
+            child = node.children.get(chunk_id)
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        host_bytes, host_tokens = 0, 0
+        for each in (*reversed(nodes), self.root):  # the device part lies above the host part
+            if DEVICE in each.pages:
+                break
+            if (pages := each.pages.get(HOST)) is not None:
+                host_bytes += pages.size_bytes
+                host_tokens += each.num_tokens
+        return Match(tuple(nodes), node.end, host_bytes, host_tokens)
+
+    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int:
+        """Exact tokens `match` would find, preamble included; the same walk and nothing else."""
+        node = self.root
+        if node.num_tokens and not node.pages:
+            return 0
+        for chunk in chunks:
+            child = node.children.get(chunk.id)
+            if child is None:
+                break
+            node = child
+        return node.end
+
+    # ---- the engine thread
 
     def price(self, cost_s: Callable[[int, int], float]) -> None:
         """Price by another `cost_s` from now on."""
@@ -84,7 +189,7 @@ class KnowledgeTree(TreeReads):
         """
         match = self.match([chunk.id for chunk in chunks])
         gone = self.root.num_tokens and not self.root.pages
-        lease = TreeLease([] if gone else [self.root, *match.nodes], self._keeper.unpin)
+        lease = TreeLease([] if gone else [self.root, *match.nodes], self._pages.unpin)
         if count:
             self._count(chunks, lease, num_question_tokens)
         return lease
@@ -98,7 +203,7 @@ class KnowledgeTree(TreeReads):
         for place, node in enumerate(lease.nodes):
             if DEVICE in node.pages or node.num_tokens == 0:
                 continue
-            copied = self._keeper.copy_in(node)
+            copied = self._pages.copy_in(node)
             if copied is None:
                 lease.cut(place)
                 break
@@ -112,7 +217,7 @@ class KnowledgeTree(TreeReads):
         first: the path must be on the device.
         """
         parent = lease.nodes[-1] if lease.nodes else None
-        if parent is None or self._keeper.is_doomed(parent):
+        if parent is None or self._pages.is_doomed(parent):
             return Extended.TOO_DEEP
         if self.config.max_depth is not None and parent.depth >= self.config.max_depth:
             return Extended.TOO_DEEP
@@ -122,35 +227,39 @@ class KnowledgeTree(TreeReads):
         if node is not None and DEVICE in node.pages:
             lease.join(node)
             return Extended.PRESENT
-        if not self._keeper.make_device_room(pages.size_bytes):
+        if not self._pages.make_device_room(pages.size_bytes):
             return Extended.NO_ROOM
         node = parent.children.get(chunk.id)  # making room may have dropped its host copy
         if node is None:
             key = path_key(parent.key, chunk.id)
-            usage = self._keeper.memory.take(key, chunk.num_tokens)
+            usage = self._pages.memory.take(key, chunk.num_tokens)
             end = parent.end + chunk.num_tokens
             node = Node(chunk.id, chunk.num_tokens, end, parent.depth + 1, key, parent, usage)
-            self._keeper.add(node)
-        self._keeper.give(node, DEVICE, pages)
+            self._pages.add(node)
+        self._pages.give(node, DEVICE, pages)
         lease.join(node)
         return Extended.ADOPTED
 
     def install_preamble(self, pages: Pages) -> bool:
         """Give the preamble its device pages: once at the start, and again after a lost device."""
-        if DEVICE in self.root.pages or not self._keeper.make_device_room(pages.size_bytes):
+        if DEVICE in self.root.pages or not self._pages.make_device_room(pages.size_bytes):
             return False
-        self._keeper.give(self.root, DEVICE, pages)
+        self._pages.give(self.root, DEVICE, pages)
         return True
 
     def shrink(self) -> bool:
         """Let the least valuable leaf leave the device: others need the memory. Its host copy, if
         there is room for one, stays. False: leases are in the way, or there is nothing."""
-        return self._keeper.make_device_room(self._keeper.floors[DEVICE].free_bytes + 1)
+        return self._pages.make_device_room(self._pages.budgets[DEVICE].free_bytes + 1)
 
     def holders(self) -> Iterator[Node]:
         """Every node that has device pages, those that only a lease still holds included."""
-        nodes = (self.root, *self, *self._keeper.doomed())
+        nodes = (self.root, *self, *self.doomed())
         return (node for node in nodes if DEVICE in node.pages)
+
+    def doomed(self) -> Iterator[Node]:
+        """Nodes that are out of the tree and that a lease still holds."""
+        return self._pages.doomed()
 
     def replicate(self, max_bytes: int) -> int:
         """Copy upper nodes to host ahead of time, the preamble first; returns bytes copied.
@@ -166,7 +275,7 @@ class KnowledgeTree(TreeReads):
             for node in level:
                 if DEVICE in node.pages and HOST not in node.pages:
                     size_bytes = node.pages[DEVICE].size_bytes
-                    if copied + size_bytes > max_bytes or not self._keeper.swap_out(node):
+                    if copied + size_bytes > max_bytes or not self._pages.swap_out(node):
                         continue
                     copied += size_bytes
                 below.extend(child for child in node.children.values() if DEVICE in child.pages)
@@ -178,23 +287,22 @@ class KnowledgeTree(TreeReads):
 
         Leases taken before hold pages that are no more: their requests must start again.
         """
-        keeper = self._keeper
-        keeper.forget_device([self.root, *self, *keeper.doomed()])
+        self._pages.forget_device([self.root, *self, *self.doomed()])
         served = [self.root] if HOST in self.root.pages or not self.root.num_tokens else []
         unserved = [] if served else list(self.root.children.values())
         for node in served:
             for child in node.children.values():
                 (served if HOST in child.pages else unserved).append(child)
         for node in unserved:
-            keeper.drop(node)
-        return keeper.num_nodes
+            self._pages.drop(node)
+        return self._pages.num_nodes
 
     def lose_copy(self, handle: object) -> None:
         """A host copy that its owner gave did not arrive: the tree does without it. O(nodes)."""
-        for node in (self.root, *self, *self._keeper.doomed()):
+        for node in (self.root, *self, *self.doomed()):
             pages = node.pages.get(HOST)
             if pages is not None and pages.handle is handle:
-                self._keeper.lose_host(node)
+                self._pages.lose_host(node)
                 return
 
     def forget(self, chunk_id: ChunkId) -> int:
@@ -202,36 +310,36 @@ class KnowledgeTree(TreeReads):
 
         Pages that a running request reads stay until its lease goes.
         """
-        before = self._keeper.num_nodes
+        before = self._pages.num_nodes
         tops = [node for node in self if node.chunk_id == chunk_id]
         for node in tops:  # parents first: one below another is gone by then
-            if node.parent is not None and not self._keeper.is_doomed(node):
-                self._keeper.drop(node)
-        return before - self._keeper.num_nodes
+            if node.parent is not None and not self._pages.is_doomed(node):
+                self._pages.drop(node)
+        return before - self._pages.num_nodes
 
     def __iter__(self) -> Iterator[Node]:
         """Every node but the preamble, parents before children."""
         return iter(subtree(self.root)[1:])
 
     def __len__(self) -> int:
-        return self._keeper.num_nodes
+        return self._pages.num_nodes
 
     def used_bytes(self, tier: TreeTier) -> int:
-        return self._keeper.floors[tier].used_bytes
+        return self._pages.budgets[tier].used_bytes
 
     def clock(self, tier: TreeTier) -> float:
         """The logical clock of a tier's policy; 0 for policies that have none."""
-        return float(getattr(self._keeper.floors[tier].policy, "clock", 0.0))
+        return self._pages.budgets[tier].policy.clock
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the books do not balance. O(nodes): for idle moments."""
-        self._keeper.check_integrity(self.root)
+        self._pages.check_integrity(self.root)
 
     def _count(self, chunks: Sequence[ChunkRef], lease: TreeLease, question: int) -> None:
         now_s = self._now_s()
         for node in lease.nodes:
             node.usage.touch(now_s)
-            self._keeper.rerank(node)
+            self._pages.rerank(node)
         last = lease.nodes[-1] if lease.nodes else self.root
         found = max(0, len(lease.nodes) - 1)
         self._pricing.count(last, lease.num_tokens, chunks[found:], found, question, now_s)

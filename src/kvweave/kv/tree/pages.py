@@ -1,14 +1,92 @@
-"""Which node has pages where, under two byte budgets, and who leaves when room is needed."""
+"""Which node has pages where, under two byte budgets, and what leaves when room is needed."""
 
+import heapq
 from collections.abc import Callable, Iterator
 
-from kvweave.kv.policies import ItemUsage, Policy
-from kvweave.kv.tree.floor import Floor
-from kvweave.kv.tree.memory import PathMemory
+from kvweave.kv.policies import ItemUsage, Policy, RankHeap
 from kvweave.kv.tree.node import DEVICE, HOST, Node, PageOwner, Pages, TreeTier
+from kvweave.kv.tree.pricing import PathMemory
 
 
-class Keeper:
+class TreeBudget:
+    """One tier of the tree: its byte budget, its policy with its own clock, and the leaves in it,
+    of which one would leave next. Plain bookkeeping; changes no node but its rank.
+
+    Only leaves are ranked, so the first candidate is found in O(log n) however deep the tree is.
+    A leaf of the device tier has no child on the device; one of the host tier has no child at all.
+    """
+
+    def __init__(self, tier: TreeTier, capacity_bytes: int, policy: Policy) -> None:
+        self.tier = tier
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self.policy = policy
+        self._leaves: RankHeap[Node] = RankHeap()
+
+    @property
+    def free_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes
+
+    def rerank(self, node: Node, usage: ItemUsage) -> None:
+        """The node entered this tier or was accessed: its rank is taken from today's clock."""
+        node.ranks[self.tier] = self.policy.rank(usage)
+        self.place(node)
+
+    def place(self, node: Node) -> None:
+        """Keep the node among the leaves if it is one, out of them if not."""
+        if self._is_leaf(node):
+            self._leaves.set(node, node.ranks[self.tier], node.usage.last_access_s)
+        else:
+            self._leaves.discard(node)
+
+    def discard(self, node: Node) -> None:
+        self._leaves.discard(node)
+
+    def victims(self, missing_bytes: int, may_leave: Callable[[Node], bool]) -> list[Node] | None:
+        """What must leave to free so many bytes: children before parents, lowest rank first.
+
+        Nothing is changed, so that a request that cannot have all its room disturbs no other.
+        None: even without everything that may leave there would not be enough.
+        """
+        chosen: list[Node] = []
+        left_below: dict[Node, int] = {}  # children still in this tier, for parents of the chosen
+        freed = 0
+        leaves = self._leaves.lowest(may_leave)
+        leaf = next(leaves, None)
+        parents: list[tuple[float, float, bytes, Node]] = []  # became leaves through the chosen
+        while freed < missing_bytes:
+            if leaf is None and not parents:
+                return None
+            if leaf is not None and (not parents or _before(leaf[0], leaf[1], parents[0])):
+                node, leaf = leaf[0], next(leaves, None)
+            else:
+                node = heapq.heappop(parents)[3]
+            chosen.append(node)
+            freed += node.pages[self.tier].size_bytes
+            parent = node.parent
+            assert parent is not None, "the preamble never leaves"
+            left_below[parent] = left_below.get(parent, self._children(parent)) - 1
+            if left_below[parent] == 0 and may_leave(parent) and self.tier in parent.pages:
+                entry = (parent.ranks[self.tier], parent.usage.last_access_s, parent.key, parent)
+                heapq.heappush(parents, entry)
+        return chosen
+
+    def evicted(self, nodes: list[Node]) -> None:
+        """These left by rank: the clock rises to the highest of them and never falls."""
+        for node in nodes:
+            self.policy.left(node.ranks[self.tier])
+
+    def leaves(self) -> set[Node]:
+        return set(self._leaves)
+
+    def _children(self, node: Node) -> int:
+        return node.device_children if self.tier is TreeTier.DEVICE else len(node.children)
+
+    def _is_leaf(self, node: Node) -> bool:
+        return self.tier in node.pages and node.depth > 0 and self._children(node) == 0
+
+
+class NodePages:
     """The pages of one tree. Keeps the device part above the host part. Not thread-safe.
 
     A node that leaves the device for the first time is copied to host; the copy stays until it
@@ -18,56 +96,47 @@ class Keeper:
 
     def __init__(
         self,
-        floors: dict[TreeTier, Floor],
+        budgets: dict[TreeTier, TreeBudget],
         owner: PageOwner,
         usage: Callable[[Node], ItemUsage],
         memory: PathMemory,
     ) -> None:
-        self.floors = floors
+        self.budgets = budgets
         self.memory = memory
         self.num_nodes = 0  # without the preamble
         self._owner = owner
         self._usage = usage
         self._doomed: list[Node] = []  # tops of subtrees out of the tree that a lease still holds
 
-    @staticmethod
-    def make_floors(
-        device_bytes: int, host_bytes: int, policies: tuple[Policy, Policy]
-    ) -> dict[TreeTier, Floor]:
-        return {
-            DEVICE: Floor(DEVICE, device_bytes, policies[0]),
-            HOST: Floor(HOST, host_bytes, policies[1]),
-        }
-
     def give(self, node: Node, tier: TreeTier, pages: Pages) -> None:
         """A node gets a copy. Its room must have been made."""
         assert tier not in node.pages, "a node has one copy per tier"
         node.pages[tier] = pages
-        self.floors[tier].used_bytes += pages.size_bytes
-        self.floors[tier].rerank(node, self._usage(node))
+        self.budgets[tier].used_bytes += pages.size_bytes
+        self.budgets[tier].rerank(node, self._usage(node))
         if tier is DEVICE and node.parent is not None:
             node.parent.device_children += 1
-            self.floors[DEVICE].place(node.parent)
+            self.budgets[DEVICE].place(node.parent)
 
     def rerank(self, node: Node) -> None:
         """The node was accessed: each tier ranks it anew with its own clock."""
         for tier in node.pages:
-            self.floors[tier].rerank(node, self._usage(node))
+            self.budgets[tier].rerank(node, self._usage(node))
 
     def add(self, node: Node) -> None:
         """Hang a new node below its parent; give it pages next."""
         assert node.parent is not None, "the preamble is there from the start"
         node.parent.children[node.chunk_id] = node
-        self.floors[HOST].place(node.parent)
+        self.budgets[HOST].place(node.parent)
         self.num_nodes += 1
 
     def make_device_room(self, size_bytes: int) -> bool:
         """Free so many bytes on the device, or change nothing and say False."""
-        floor = self.floors[DEVICE]
-        victims = floor.victims(size_bytes - floor.free_bytes, _unpinned)
+        budget = self.budgets[DEVICE]
+        victims = budget.victims(size_bytes - budget.free_bytes, _unpinned)
         if victims is None:
             return False
-        floor.evicted(victims)
+        budget.evicted(victims)
         for node in victims:
             if HOST in node.pages or self.swap_out(node):
                 self._leave_device(node)
@@ -77,15 +146,15 @@ class Keeper:
 
     def swap_out(self, node: Node) -> bool:
         """Copy a device node to host, pushing out what host ranks lowest. False: no room."""
-        floor = self.floors[HOST]
+        budget = self.budgets[HOST]
         pages = node.pages[DEVICE]
-        victims = floor.victims(pages.size_bytes - floor.free_bytes, _on_host_alone)
+        victims = budget.victims(pages.size_bytes - budget.free_bytes, _on_host_alone)
         if victims is None:
             return False
         copy = self._owner.copy_out(pages)
-        if copy is None:  # nobody makes room for what does not come
+        if copy is None:  # no room is made for what does not come
             return False
-        floor.evicted(victims)
+        budget.evicted(victims)
         for victim in victims:
             self.drop(victim)
         self.give(node, HOST, copy)
@@ -94,8 +163,8 @@ class Keeper:
     def lose_host(self, node: Node) -> None:
         """A host copy is no good. Without another one the node goes, with everything below it."""
         pages = node.pages.pop(HOST)
-        self.floors[HOST].used_bytes -= pages.size_bytes
-        self.floors[HOST].discard(node)
+        self.budgets[HOST].used_bytes -= pages.size_bytes
+        self.budgets[HOST].discard(node)
         self._owner.free(HOST, pages)
         if node.pages or self.is_doomed(node):
             return
@@ -121,15 +190,15 @@ class Keeper:
         top.parent = None
         if DEVICE in top.pages:
             parent.device_children -= 1
-        for floor in self.floors.values():
-            floor.place(parent)
+        for budget in self.budgets.values():
+            budget.place(parent)
         pinned = False
         for node in subtree(top):
             self.num_nodes -= 1
             self.memory.keep(node.key, node.usage)
             pinned = pinned or node.pins > 0
-            for floor in self.floors.values():
-                floor.discard(node)
+            for budget in self.budgets.values():
+                budget.discard(node)
         if pinned:
             self._doomed.append(top)
         else:
@@ -161,21 +230,21 @@ class Keeper:
         for node in nodes:
             node.pages.pop(DEVICE, None)
             node.device_children = 0
-            self.floors[DEVICE].discard(node)
-        self.floors[DEVICE].used_bytes = 0
+            self.budgets[DEVICE].discard(node)
+        self.budgets[DEVICE].used_bytes = 0
 
     def check_integrity(self, root: Node) -> None:
         """Raise AssertionError if the books do not balance."""
         live = subtree(root)
         assert len(live) - 1 == self.num_nodes, f"{len(live) - 1} nodes, books say {self.num_nodes}"
-        for tier, floor in self.floors.items():
+        for tier, budget in self.budgets.items():
             held = [node for node in (*live, *self.doomed()) if tier in node.pages]
             used = sum(node.pages[tier].size_bytes for node in held)
-            assert used == floor.used_bytes, f"{tier}: {used} bytes, books say {floor.used_bytes}"
-            assert used <= floor.capacity_bytes, f"{tier}: {used} of {floor.capacity_bytes} bytes"
+            assert used == budget.used_bytes, f"{tier}: {used} bytes, books say {budget.used_bytes}"
+            assert used <= budget.capacity_bytes, f"{tier}: {used} of {budget.capacity_bytes} bytes"
             below = {id(child.parent) for child in live if tier is HOST or DEVICE in child.pages}
             leaves = {n for n in live if n.depth and tier in n.pages and id(n) not in below}
-            assert floor.leaves() == leaves, f"{tier}: ranked leaves differ from the tree's"
+            assert budget.leaves() == leaves, f"{tier}: ranked leaves differ from the tree's"
         for node in live:
             on_device = sum(1 for child in node.children.values() if DEVICE in child.pages)
             assert node.device_children == on_device, f"{node}: {on_device} children on device"
@@ -191,17 +260,17 @@ class Keeper:
 
     def _leave_device(self, node: Node) -> None:
         pages = node.pages.pop(DEVICE)
-        self.floors[DEVICE].used_bytes -= pages.size_bytes
-        self.floors[DEVICE].discard(node)
+        self.budgets[DEVICE].used_bytes -= pages.size_bytes
+        self.budgets[DEVICE].discard(node)
         self._owner.free(DEVICE, pages)
         assert node.parent is not None, "the preamble never leaves"
         node.parent.device_children -= 1
-        self.floors[DEVICE].place(node.parent)
+        self.budgets[DEVICE].place(node.parent)
 
     def _free_below(self, top: Node) -> None:
         for node in subtree(top):
             for tier, pages in node.pages.items():
-                self.floors[tier].used_bytes -= pages.size_bytes
+                self.budgets[tier].used_bytes -= pages.size_bytes
                 self._owner.free(tier, pages)
             node.pages = {}
 
@@ -220,3 +289,7 @@ def _unpinned(node: Node) -> bool:
 
 def _on_host_alone(node: Node) -> bool:
     return node.pins == 0 and node.depth > 0 and DEVICE not in node.pages
+
+
+def _before(node: Node, rank: float, entry: tuple[float, float, bytes, Node]) -> bool:
+    return (rank, node.usage.last_access_s, node.key) <= entry[:3]

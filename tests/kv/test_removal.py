@@ -1,16 +1,15 @@
-"""What somebody else deleted does not come back through what was under way here."""
+"""What another process deleted does not come back through what was under way here."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.gone import Gone
+from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import CHUNK as WHOSE
-from kvweave.kv.provenance import Provenance
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from worlds.extras import CHUNK, KEY, on_disk, wait_until
@@ -23,7 +22,7 @@ def files(root: Path) -> list[Path]:
 
 def in_host(store: KVStore) -> bool:
     wait_until(lambda: store.num_pinned() == 0)
-    return bool(list(store._stock.places[0].tier.scan()))
+    return bool(list(store.inventory.slots[0].tier.scan()))
 
 
 def test_a_load_that_begins_behind_a_deletion_elsewhere_leaves_no_copy(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_what_was_saved_since_is_kept_as_ever(tmp_path: Path) -> None:
         store.forget(["id"])
         assert store.save(CHUNK, wait_s=5).wait(5)  # its file was still there, and is its own now
         assert in_host(store)
-        store._stock.delete_from(store._stock.places[0], KEY)  # evicted
+        store.remover.delete_from(store.inventory.slots[0], KEY)  # evicted
         world.load()
         assert in_host(store)
 
@@ -132,54 +131,29 @@ def test_a_write_under_way_is_deleted_when_it_ends(tmp_path: Path, held: threadi
         store.check_integrity()
 
 
-def test_deletions_that_are_forgotten_count_for_what_is_older_and_not_known_to_be_there() -> None:
-    gone, alive = Gone(most=2), {"alive"}
-    gone.known = alive.intersection
-    for name in "abc":  # the first is remembered no more
-        gone.add([name])
-    of = [Provenance(name, ()) for name in "abcx"]
-    assert [gone.covers(each, 0) for each in of] == [True] * 4, "x perhaps: nobody remembers"
-    assert [gone.covers(each, 1) for each in of] == [False, True, True, False]
-    assert [gone.covers(each, 3) for each in of] == [False] * 4
-    assert not gone.covers(Provenance("alive", ()), 0)
-    assert gone.covers(Provenance("alive", ("b",)), 0)
-    assert not gone.covers(None, 0), "it does not say"
-
-
-def test_a_deletion_that_is_heard_of_while_we_look_is_not_taken_for_undone() -> None:
-    gone = Gone()
-
-    def deleted_again(names: Collection[str]) -> Collection[str]:
-        gone.add(["a"])
-        return names
-
-    gone.add(["a"])
-    gone.known = deleted_again
-    assert not gone.covers(Provenance("a", ()), 0)
-    gone.known = lambda names: ()
-    assert gone.covers(Provenance("a", ()), 1)
-
-
 def test_a_victim_on_its_way_down_is_not_written_behind_a_deletion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with KVStore(make_config(tmp_path, host_chunks=4)) as store:
-        stock = store._stock
         first = make_chunk(0, extras={WHOSE: b"id"})
         assert store.save(first, wait_s=5).wait(5)
-        stock.delete_from(stock.below[0], first.key)  # the disk evicted it: memory alone has it
-        send_off = stock._send_off
+        # the disk evicted it: memory alone has it
+        store.remover.delete_from(store.inventory.below[0], first.key)
+        copy = PackedChunk.from_bytes
+        copied: list[ChunkKey] = []
 
-        def interrupted(*args: object) -> None:
-            monkeypatch.setattr(stock, "_send_off", send_off)
-            store.forget(["id"])  # off the shelf, and with no writer yet
-            send_off(*args)  # type: ignore[arg-type]
+        def interrupted(key: ChunkKey, data: memoryview) -> PackedChunk:
+            copied.append(key)
+            if key == first.key:
+                store.forget(["id"])  # off the books, and with no writer yet
+            return copy(key, data)
 
-        monkeypatch.setattr(stock, "_send_off", interrupted)
+        monkeypatch.setattr(PackedChunk, "from_bytes", interrupted)
         for number in range(1, 5):
             store.save(make_chunk(number, extras={WHOSE: b"another"}), wait_s=5).wait(5)
         assert store.flush()
         assert store.metrics.value("kv_evictions_total", tier="host") > 0
+        assert first.key in copied
         assert first.key.hex() not in [path.stem for path in files(tmp_path)]
 
 
@@ -199,7 +173,7 @@ def test_where_nobody_knows_what_went_only_chunks_that_exist_are_kept(tmp_path: 
                 transfer = store.load(lease)
                 assert all(len(transfer.wait_layer(layer)) == 3 for layer in range(3))
             wait_until(lambda: store.num_pinned() == 0)
-            kept = {each.key for each in store._stock.places[0].tier.scan()}
+            kept = {each.key for each in store.inventory.slots[0].tier.scan()}
             return [number for number in range(3) if make_key(number) in kept]
 
         store.forget(None)

@@ -5,12 +5,11 @@ import struct
 import pytest
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv.format import checksum, headers
+from kvweave.kv.format import checksum
+from kvweave.kv.format import header as header_format
 from kvweave.kv.format.codec import DTYPES
-from kvweave.kv.format.headers import LAYOUT_VERSION, parse_header
-from kvweave.kv.format.layout import ALIGN
+from kvweave.kv.format.header import ALIGN, LAYOUT_VERSION, parse_header
 from kvweave.kv.format.objects import verify_object
-from kvweave.kv.read_plan import ReadingOrder, plan_spans
 from worlds.kv import make_chunk, make_key
 
 
@@ -50,7 +49,7 @@ def test_an_object_of_the_wrong_length_is_refused() -> None:
 
 
 def test_another_layout_version_is_foreign_not_corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headers, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
+    monkeypatch.setattr(header_format, "LAYOUT_VERSION", LAYOUT_VERSION + 1)
     chunk = make_chunk()
     monkeypatch.undo()
     with pytest.raises(TierForeign, match="written by another kvweave"):
@@ -78,41 +77,12 @@ def test_an_unknown_or_missing_checksum_says_what_to_do(monkeypatch: pytest.Monk
     checksum.best_algorithm.cache_clear()
 
 
-@pytest.mark.parametrize("first_layers", [(), (6,), (0,), (3, 4), (1, 5, 99)])
-def test_reads_cover_every_byte_of_the_layers_once(first_layers: tuple[int, ...]) -> None:
-    header = make_chunk(extras={"anchors": b"abc"}, num_layers=7).header
-    for best_read_bytes in (1, 3 * ALIGN, 1 << 30):
-        spans = plan_spans(header, best_read_bytes, first_layers)
-        assert [s.start_byte for s in spans[1:]] == [s.end_byte for s in spans[:-1]]
-        assert spans[0].start_byte == header.layers[0].offset
-        assert spans[-1].end_byte == header.total_bytes
-        assert [i for s in spans for i in range(s.first, s.end)] == list(range(7))
-        for span in spans:
-            assert len({i in first_layers for i in range(span.first, span.end)}) == 1
-
-
-def test_spans_are_read_in_the_order_their_layers_were_asked_for() -> None:
-    header = make_chunk(num_layers=7).header
-    order = ReadingOrder()
-    order.ask([0, 1, 2])
-    order.ask_first([6, 3])
-    assert order.take() is None  # the object is not open yet
-    assert order.plan(header, 1) == 7
-    assert order.num_due(4) == 4
-    assert [order.take().first for _ in range(2)] == [6, 3]  # type: ignore[union-attr]
-    order.ask_first([5])
-    order.ask([4, 3, 99])
-    assert order.num_due(9) == 5
-    taken = [span.first for span in iter(order.take, None)]
-    assert taken == [5, 0, 1, 2, 4]
-
-
 FIELDS = {"layers": 56, "tokens": 60, "heads": 64, "dim": 68, "align": 72, "extras": 76}
 
 
 def resealed(raw: bytearray, header_bytes: int = ALIGN) -> bytearray:
     """The same bytes with a right header checksum: it has no key, so anybody can make one."""
-    raw[header_bytes - 8 : header_bytes] = headers._header_checksum(raw[: header_bytes - 8])
+    raw[header_bytes - 8 : header_bytes] = header_format.header_checksum(raw[: header_bytes - 8])
     return raw
 
 
@@ -151,13 +121,13 @@ def test_a_name_that_is_not_ascii_is_corrupt(at: int) -> None:
 )
 def test_sections_that_do_not_tile_the_object_are_corrupt(field: int, value: int) -> None:
     raw = bytearray(make_chunk().view)
-    struct.pack_into("<Q", raw, headers._FIXED.size + 8 * field, value)  # of layer 0
+    struct.pack_into("<Q", raw, header_format.FIXED_BYTES + 8 * field, value)  # of layer 0
     with pytest.raises(TierCorrupt):
         parse_header(resealed(raw), make_key(), len(raw))
 
 
 def test_what_is_written_is_what_a_codec_can_decode() -> None:
-    assert tuple(DTYPES) == headers.DTYPES
+    assert tuple(DTYPES) == header_format.DTYPES
 
 
 class ReadOnceReader:

@@ -1,0 +1,370 @@
+"""Putting objects into tiers: into host memory at once, into lower tiers behind the caller's back.
+
+An object may lie in host memory without the extras that no load has asked for yet. A load that
+wants no extras reads none but those that say whose text it is (`provenance.py`). The copy it leaves
+in host memory has its layers and a place for each extra; the entry says which of them are empty
+(`lacks`) and which tier has them (`origin`). An empty place is never read: a load that wants what
+is missing has it brought first (`loading.py`), and a copy that lacks something is never written
+down.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from kvweave.errors import TierError
+from kvweave.kv.config import StoreConfig
+from kvweave.kv.format.header import Header
+from kvweave.kv.format.objects import PackedChunk
+from kvweave.kv.inventory import Inventory, TierSlot
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.memory import Memory
+from kvweave.kv.provenance import PROVENANCE, Provenance, provenance_in
+from kvweave.kv.removal import Remover
+from kvweave.kv.tier_budget import TierEntry
+from kvweave.kv.writer import SaveTicket, Writer
+
+log = logging.getLogger(__name__)
+
+
+class HostObjects:
+    """The objects in host memory, whole or not. Thread-safe: takes the inventory's lock where it is
+    not said to be held. For stores that have a host tier."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self._lock = inventory.lock
+        self._host = inventory.host
+        self._usage = inventory.usage
+
+    def provenances(self) -> list[tuple[ChunkKey, Provenance]]:
+        """Whose text the objects are, whole or not, that say so."""
+        if self._host is None:
+            return []
+        with self._lock:
+            entries = [(key, self._host.budget.find(key)) for key in self._host.budget]
+            found = [(key, _provenance(entry)) for key, entry in entries if entry is not None]
+        return [(key, of) for key, of in found if of is not None]
+
+    def give_back(self, memory: Memory) -> None:
+        """Return memory from `Saver.room_in_host` that did not become an object."""
+        assert self._host is not None
+        with self._lock:
+            self._host.budget.unreserve(self._host.tier.footprint(len(memory.view)))
+            self._host.tier.cancel(memory)
+
+    def add(
+        self,
+        key: ChunkKey,
+        header: Header,
+        memory: Memory,
+        lacks: frozenset[str] = frozenset(),
+        origin: str = "",
+    ) -> TierEntry | None:
+        """Make filled host memory an object. None: the key is there already. Lock is held.
+
+        `lacks` are extras that were not filled in; the tier `origin` has them.
+        """
+        assert self._host is not None
+        _, tier, budget = self._host
+        if budget.revive(key) is not None:
+            return None
+        tier.keep(key, memory, header.total_bytes, is_whole=not lacks)
+        size = tier.footprint(header.total_bytes)
+        entry = budget.add(key, size, self._usage.seen(key), reserved=True)
+        entry.header, entry.memory = header, memory
+        entry.lacks, entry.origin = lacks, origin
+        return entry
+
+    def fill(self, key: ChunkKey, entry: TierEntry, name: str, data: memoryview) -> None:
+        """Put an extra that an object lacks into its place, checked and with its padding. Once:
+        from then on it is read there, so it is never written again. `entry` is pinned. Lock is
+        held."""
+        assert self._host is not None
+        assert entry.header is not None
+        assert entry.memory is not None
+        if name not in entry.lacks:
+            return
+        offset = entry.header.extras[name].offset
+        entry.memory.view[offset : offset + len(data)] = data
+        entry.lacks -= {name}
+        if not entry.lacks:
+            self._host.tier.complete(key)
+
+    def fill_from(self, packed: PackedChunk, entry: TierEntry) -> None:
+        """Fill in what an object lacks from the same one, just made. Lock is held."""
+        if entry.header != packed.header:
+            return  # of another making: its extras belong to other layers
+        for name in tuple(entry.lacks):
+            section = packed.header.extras[name]
+            padded = packed.view[section.offset : packed.header.padded_end(section)]
+            self.fill(packed.key, entry, name, padded)
+
+    def give_up_part(self, key: ChunkKey, entry: TierEntry) -> None:
+        """What an object lacks cannot be had: it goes with its last lease, so that the chunk is
+        computed and saved whole. Lock is held."""
+        if self._host is not None and entry.lacks and self._host.budget.has(key, entry):
+            entry.doomed = True
+
+
+def _provenance(entry: TierEntry) -> Provenance | None:
+    assert entry.header is not None
+    assert entry.memory is not None
+    assert entry.lacks.isdisjoint(PROVENANCE), "every load reads whose text it is"
+    return provenance_in(entry.header, entry.memory)
+
+
+class Saver:
+    """Makes room and writes. Thread-safe: takes the inventory's lock where it is not said to be
+    held. One writer thread per tier below the host.
+
+    What leaves host memory for a newcomer and is nowhere below is written down first, to the
+    fastest local tier there is.
+    """
+
+    def __init__(self, cfg: StoreConfig, inventory: Inventory, remover: Remover) -> None:
+        self._inventory = inventory
+        self._remover = remover
+        self._lock = inventory.lock
+        self._host = inventory.host
+        self._metrics = inventory.metrics
+        self.host_objects = HostObjects(inventory)
+        self._down_to = next((s for s in inventory.below if s.budget is not None), None)
+        self.writers = {
+            slot.name: Writer(
+                slot.name,
+                cfg.write_behind_bytes,
+                partial(self._write, slot),
+                cfg.write_deadline_s,
+                partial(self._write_hangs, slot, cfg.write_deadline_s),
+            )
+            for slot in inventory.below
+        }
+        for slot in inventory.below:
+            self._take_stock(slot)
+
+    # ---- host memory
+
+    def save_to_host(self, packed: PackedChunk) -> bool:
+        """Copy an object into the host tier if it is worth its place. True: it is there."""
+        if self._host is None:
+            return False
+        with self._lock:
+            entry = self._host.budget.revive(packed.key)
+            if entry is not None:
+                self.host_objects.fill_from(packed, entry)
+                return True
+        memory = self.room_in_host(packed.key, packed.header.total_bytes)
+        if memory is None:
+            return False
+        memory.view[:] = packed.view
+        with self._lock:
+            entry = self.host_objects.add(packed.key, packed.header, memory)
+        if entry is None:
+            self.host_objects.give_back(memory)
+        return True
+
+    def room_in_host(self, key: ChunkKey, size_bytes: int) -> Memory | None:
+        """Host memory for an object that deserves it. None: it does not, or there is none."""
+        if self._host is None:
+            return None
+        slot, tier, budget = self._host
+        size = tier.footprint(size_bytes)
+        for is_retry in (False, True):
+            # free bytes in many holes are no room for one object: then evict its size once more
+            ask = size + max(0, budget.free_bytes) if is_retry else size
+            if not self._make_room(slot, key, ask):
+                return None
+            with self._lock:
+                budget.unreserve(ask - size)
+                memory = tier.reserve(size_bytes)
+                if memory is not None:
+                    return memory
+                budget.unreserve(size)
+        self._metrics.count("kv_admissions_refused_total", tier="host", reason="fragmented")
+        return None
+
+    def may_lack_extras(self, key: ChunkKey) -> bool:
+        """Whether host memory may hold a chunk in part. Not one that no local tier below has: it
+        may have to be written there one day."""
+        with self._lock:
+            return self._down_to is None or self._is_below(key)
+
+    # ---- room, in any tier
+
+    def _make_room(self, slot: TierSlot, key: ChunkKey, size_bytes: int) -> bool:
+        """Reserve `size_bytes` in a tier, evicting what is worth less. May block on IO."""
+        budget, is_host = slot.budget, self._inventory.is_host(slot)
+        assert budget is not None
+        leaving: list[tuple[ChunkKey, Memory]] = []
+        with self._lock:
+            if budget.reserve(size_bytes):
+                return True
+            victims = budget.evict_for(size_bytes, self._inventory.usage.seen(key))
+            if is_host:
+                leaving = self._detach([victim for victim, _ in victims or ()])
+        if victims is None:
+            self._metrics.count("kv_admissions_refused_total", tier=slot.name, reason="worth less")
+            return False
+        if is_host:
+            self._send_off(leaving)
+        else:  # on the writer thread, the only one that writes there: no save can revive a victim
+            stuck = [v for v in victims if self._remover.delete_quietly(slot, v[0]) is None]
+            if stuck:  # no room after all: what is still there stays on the books
+                with self._lock:
+                    budget.settle(size_bytes, victims)
+                    budget.unreserve(size_bytes)
+                    for victim, victim_bytes in stuck:
+                        self._inventory.put_back(budget, victim, victim_bytes)
+                self._inventory.count_dropped(slot, "cannot evict")
+                return False
+        self._metrics.count("kv_evictions_total", len(victims), tier=slot.name)
+        with self._lock:
+            budget.settle(size_bytes, victims)
+        return True
+
+    def _detach(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, Memory]]:
+        """Take victims out of the host tier; their bytes stay until `_send_off`. Lock is held."""
+        assert self._host is not None
+        for key in keys:
+            if self._down_to is None or self._is_below(key):
+                continue
+            if self._host.tier.is_whole(key):
+                self._inventory.leaving.add(key)
+            else:  # the tier it came from lost it since: half an object is never written down
+                self._inventory.count_dropped(self._down_to, "in part")
+        leaving = [(key, self._host.tier.detach(key)) for key in keys]
+        return [(key, memory) for key, memory in leaving if memory is not None]
+
+    def _send_off(self, leaving: Sequence[tuple[ChunkKey, Memory]]) -> None:
+        """Write victims of the host tier down where needed, and free their memory."""
+        assert self._host is not None
+        for key, memory in leaving:
+            self._write_down(key, memory)
+            self._host.tier.cancel(memory)
+
+    def _write_down(self, key: ChunkKey, memory: Memory) -> None:
+        """Have an object that left the host tier written below. Copies it: its memory goes now."""
+        target, leaving = self._down_to, self._inventory.leaving
+        if target is None or key not in leaving:
+            return
+        copy = PackedChunk.from_bytes(key, memory.view)
+        with self._lock:
+            if key not in leaving:
+                return  # deleted while it was copied
+            leaving.discard(key)
+            is_taken = self.writers[target.name].offer(copy, SaveTicket(), wait_s=0.0)
+        if is_taken:
+            # the counter keeps its old name: dashboards know it
+            self._metrics.count("kv_demotions_total", tier=target.name)
+        else:
+            self._inventory.count_dropped(target, "write-behind is full")
+
+    def _is_below(self, key: ChunkKey) -> bool:
+        """Whether a slower tier has a key or is about to, as far as the books say. What a remote
+        tier has, no book says: it may drop anything any time. Lock is held."""
+        below = self._inventory.below
+        booked = [(s.budget, self.writers[s.name]) for s in below if s.budget is not None]
+        return any(key in budget or writer.pends(key) for budget, writer in booked)
+
+    # ---- lower tiers
+
+    def _write(self, slot: TierSlot, packed: PackedChunk) -> bool:
+        """Write one object to a tier below the host. Runs on that tier's writer thread."""
+        with self._inventory.turn_of(slot, packed.key) as is_mine:
+            if is_mine:
+                return self._write_in_turn(slot, packed)
+        self._inventory.count_dropped(slot, "a delete hangs")
+        return False
+
+    def _write_in_turn(self, slot: TierSlot, packed: PackedChunk) -> bool:
+        budget, key, size = slot.budget, packed.key, packed.header.total_bytes
+        foreign = self._inventory.foreign
+        if budget is not None:
+            with self._lock:
+                is_foreign = (slot.name, key) in foreign
+                if not is_foreign and (entry := budget.revive(key)) is not None:
+                    self._note_written(entry, packed)
+                    return True
+            if is_foreign and self._remover.remove_in_turn(slot, key) is None:
+                return False
+        if not slot.writes.allows():
+            self._inventory.count_dropped(slot, "tier rests after failures")
+            return False
+        if budget is not None and not self._make_room(slot, key, size):
+            slot.writes.succeeded()  # no room is no failure, should this have been the probe
+            return False
+        kept = False
+        try:
+            kept = slot.tier.write(key, [packed.view])
+        except TierError as error:
+            self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="write")
+            slot.writes.failed(str(error))
+        else:
+            slot.writes.succeeded()
+            if not kept:
+                self._say_full(slot)
+        if budget is not None:
+            with self._lock:
+                if kept:
+                    usage = self._inventory.usage.seen(key)
+                    self._note_written(budget.add(key, size, usage, reserved=True), packed)
+                else:
+                    budget.unreserve(size)
+        if kept:
+            with self._lock:
+                foreign.discard((slot.name, key))
+            self._metrics.count("kv_saves_total", tier=slot.name)
+        return kept
+
+    def _note_written(self, entry: TierEntry, packed: PackedChunk) -> None:
+        """Lock is held."""
+        entry.since = self._inventory.removed.now
+        entry.of = provenance_in(packed.header, packed.memory)
+
+    def _write_hangs(self, slot: TierSlot, deadline_s: float) -> None:
+        self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="write")
+        slot.writes.failed(f"a write takes longer than {deadline_s:g} s", at_once=True)
+
+    def _say_full(self, slot: TierSlot) -> None:
+        self._inventory.count_dropped(slot, "no room")
+        if self._metrics.value("kv_saves_dropped_total", tier=slot.name, reason="no room") == 1:
+            log.warning(
+                "%s is full though its budget is not; free space there or lower capacity_bytes. "
+                "Chunks that do not fit are computed again",
+                slot.name,
+            )
+
+    def written(self) -> list[tuple[ChunkKey, Provenance]]:
+        """Whose text the objects are that this process has written below the host tier, or is about
+        to write. What is on its way there and with no writer yet is not written at all: it is not
+        known whose it is. Lock is held."""
+        self._inventory.leaving.clear()
+        budgets = [slot.budget for slot in self._inventory.below if slot.budget is not None]
+        entries = [(key, budget.find(key)) for budget in budgets for key in budget]
+        of = [(key, entry.of) for key, entry in entries if entry is not None]
+        for writer in self.writers.values():
+            of += [(p.key, provenance_in(p.header, p.memory)) for p in writer.pending()]
+        return [(key, each) for key, each in of if each is not None]
+
+    def _take_stock(self, slot: TierSlot) -> None:
+        """Book what a tier holds from earlier; evict what exceeds the budget."""
+        if slot.budget is None:
+            return
+        try:
+            found = sorted(slot.tier.scan(), key=lambda o: o.written_s, reverse=True)
+        except TierError as error:
+            self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="scan")
+            slot.reads.failed(str(error), at_once=True)
+            return
+        surplus = []
+        with self._lock:
+            for each in found:  # newest first: the oldest are the ones that do not fit
+                usage = self._inventory.usage.found(each.key, each.written_s, each.size_bytes)
+                if each.size_bytes <= slot.budget.free_bytes:
+                    slot.budget.add(each.key, each.size_bytes, usage, reserved=False)
+                else:
+                    surplus.append(each.key)
+        for key in surplus:
+            self._remover.delete_quietly(slot, key)
+        if surplus:
+            self._metrics.count("kv_evictions_total", len(surplus), tier=slot.name)
