@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels import attention, scattered
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.scattered import attend_scattered
+from kvweave.kernels.types import Segment
 
 HEADS, KV_HEADS, DIM, KEYS = 6, 2, 16, 300
 SCALE = DIM**-0.5

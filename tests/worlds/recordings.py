@@ -10,7 +10,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from kvweave.kernels.paged_attention import PagedSegment, attend_paged_ref
+from kvweave.kernels.paged_attention import attend_paged_ref
+from kvweave.kernels.types import PagedSegment
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import Played

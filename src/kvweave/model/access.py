@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.types import Segment
 from kvweave.model.paged_kv import PagedKV, PagedPlaces
 from kvweave.model.rows import Rows, bounds_of, flat
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.host import on_device
-from kvweave.kernels.paged_attention import PagedSegment
+from kvweave.kernels.types import PagedSegment
 from kvweave.model.sequence_kv import room_for
 from kvweave.model.spec import ModelSpec
 

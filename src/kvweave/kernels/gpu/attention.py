@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from kvweave.kernels.gpu.row_plan import (
     to_device,
 )
 from kvweave.kernels.gpu.rows import attend_rows, merge_pieces
+from kvweave.kernels.types import PagedSegment, Segment
 
 LOG2_E = 1.4426950408889634
 CAUSAL_ROWS = 1024  # from here on plain causal attention goes to the vendor's kernel
@@ -73,34 +74,6 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
-
-
-class Segment(Protocol):
-    """As kernels/attention.Segment."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def keys(self) -> Tensor: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def key_positions(self) -> Tensor | None: ...
-
-
-class PagedSegment(Protocol):
-    """As kernels/paged_attention.PagedSegment."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def page_table(self) -> Sequence[int]: ...
-    @property
-    def runs(self) -> Sequence[tuple[int, int]] | None: ...
 
 
 def attend_segments(
