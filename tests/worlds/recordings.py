@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from kvweave.kernels.paged_attention import attend_paged_ref
+from kvweave.kernels.paged_attention import attend_paged_reference
 from kvweave.kernels.types import PagedSegment
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
@@ -56,7 +56,7 @@ def attend_plainly(
     if num:
         segments = [PagedSegment(i, i + 1, table) for i, table in enumerate(tables.page_tables)]
         positions = torch.tensor(tables.num_keys) - 1
-        out[:num] = attend_paged_ref(q[:num], positions, segments, key_pages, value_pages)
+        out[:num] = attend_paged_reference(q[:num], positions, segments, key_pages, value_pages)
     return out
 
 

@@ -38,10 +38,10 @@ def attend_paged(
         from kvweave.kernels.gpu.attention import attend_pages
 
         return attend_pages(q, positions, segments, key_pages, value_pages, scale)
-    return attend_paged_ref(q, positions, segments, key_pages, value_pages, scale)
+    return attend_paged_reference(q, positions, segments, key_pages, value_pages, scale)
 
 
-def attend_paged_ref(
+def attend_paged_reference(
     q: Tensor,
     positions: Tensor,
     segments: Sequence[PagedSegment],
