@@ -14,19 +14,19 @@ from kvweave.kernels.paged_attention import attend_paged_reference
 from kvweave.kernels.types import PagedSegment
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
-from kvweave.model.recorded_decode import Played
+from kvweave.model.recorded_decode import StepResult
 
 
 class EagerGraph:
-    """Computes anew at every replay. Steps of nobody came first, as in a recording."""
+    """Computes anew at every replay. Steps without sequences came first, as in a recording."""
 
     def __init__(
-        self, decoder: Decoder, compute: Callable[[], Played], beside: "EagerGraph | None"
+        self, decoder: Decoder, compute: Callable[[], StepResult], shared: "EagerGraph | None"
     ) -> None:
         self._compute = compute
         compute()
 
-    def replay(self) -> Played:
+    def replay(self) -> StepResult:
         return self._compute()
 
 
@@ -62,7 +62,7 @@ def attend_plainly(
 
 def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings compute anew at every step."""
-    monkeypatch.setattr(recorded_decode, "_Graph", EagerGraph)
+    monkeypatch.setattr(recorded_decode, "StepGraph", EagerGraph)
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
