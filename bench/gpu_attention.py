@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import finish, result_header
-from kvweave.kernels.attention import Segment, attend
-from kvweave.kernels.paged_attention import PagedSegment, attend_paged
+from kvweave.kernels.attention import attend
+from kvweave.kernels.paged_attention import attend_paged
+from kvweave.kernels.types import PagedSegment, Segment
 
 SHARES = (5, 15, 30, 50, 100)
 

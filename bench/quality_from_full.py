@@ -21,9 +21,10 @@ from kvweave.calibrate.trials import Trials
 from kvweave.fuse.drift import STRENGTH
 from kvweave.fuse.selectors.base import Needs, Scene, top_positions
 from kvweave.fuse.strategy import Strategy
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.column_scores import causal_column_mass, column_scores
 from kvweave.kernels.rope import rotate
+from kvweave.kernels.types import Segment
 
 ORACLE = "oracle"
 

@@ -233,7 +233,7 @@ class Poisoned(Decoder):
             return super().forward(batch)
         finally:
             if self._is_ill:
-                self.broken.append(any(rows.mover is not None for rows in batch))
+                self.broken.append(any(rows.hook is not None for rows in batch))
             self._is_ill = False
 
     def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import (
     PageArrays,
-    Played,
     RecordedDecode,
+    StepResult,
     is_decode,
     open_recorded,
     padded_rows,
@@ -50,7 +50,7 @@ class Watched(RecordedDecode):
         super().__init__(decoder, pool, most_rows)
         self.asked: list[list[int]] = []  # rows of each sequence, by step
 
-    def play(self, batch: Sequence[Rows]) -> Played | None:
+    def play(self, batch: Sequence[Rows]) -> StepResult | None:
         self.asked.append([len(rows.token_ids) for rows in batch])
         return super().play(batch)
 
@@ -75,7 +75,7 @@ def test_only_steps_of_one_wanted_row_in_pages_are_decode_steps(decoder: Decoder
     assert not is_decode([one, Rows([5, 6], [0, 1], PagedKV(pool, [2]), [1])])
     assert not is_decode([one, replace(one, wanted=[])]), "a prompt in the middle"
     assert not is_decode([replace(one, kv=decoder.new_kv(4))]), "dense KV"
-    assert not is_decode([one, replace(one, mover=Still())]), "the last row of a woven prompt"
+    assert not is_decode([one, replace(one, hook=Still())]), "the last row of a woven prompt"
 
 
 class Still:
@@ -171,7 +171,7 @@ def test_what_cannot_be_recorded_is_named_once_and_costs_no_answer(
     def fails(*_: object) -> None:
         raise error("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(recorded_decode, "_Recording", fails)
+    monkeypatch.setattr(recorded_decode, "RecordedStep", fails)
     request = plain(ids(random.Random(0), 9), max_tokens=8)
     with caplog.at_level(logging.WARNING), Engine(decoder, SMALL) as engine:
         recorded = watched(engine, decoder)
@@ -190,7 +190,7 @@ def test_a_size_without_memory_is_tried_again_later_and_the_others_are_recorded(
 ) -> None:
     without_kernels(monkeypatch)
     monkeypatch.setattr(recording, "PAUSE", 3)
-    records, tries = recorded_decode._Recording, 0
+    records, tries = recorded_decode.RecordedStep, 0
 
     class Short(records):  # type: ignore[misc, valid-type]
         def __init__(self, decoder: Decoder, pool: KVPool, num_rows: int, *rest: object) -> None:
@@ -200,7 +200,7 @@ def test_a_size_without_memory_is_tried_again_later_and_the_others_are_recorded(
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
             super().__init__(decoder, pool, num_rows, *rest)
 
-    monkeypatch.setattr(recorded_decode, "_Recording", Short)
+    monkeypatch.setattr(recorded_decode, "RecordedStep", Short)
     pool = make_pool(decoder)
     recorded = RecordedDecode(decoder, pool, 8)
 
@@ -259,9 +259,9 @@ def test_a_held_prompt_keeps_its_logits_through_later_steps(
     """Results of a recording are overwritten by the next step."""
     without_kernels(monkeypatch)
     overwriting = RecordedDecode.play
-    last: list[Played] = []
+    last: list[StepResult] = []
 
-    def play(self: RecordedDecode, batch: Sequence[Rows]) -> Played | None:
+    def play(self: RecordedDecode, batch: Sequence[Rows]) -> StepResult | None:
         for found in last:
             found.logits.fill_(float("nan"))
         last[:] = filter(None, [overwriting(self, batch)])
@@ -287,7 +287,7 @@ def test_sequences_tried_one_by_one_do_not_get_each_others_logits(
     plays = RecordedDecode.play
     results: list[torch.Tensor] = []  # where the recording leaves its logits
 
-    def play(self: RecordedDecode, batch: Sequence[Rows]) -> Played | None:
+    def play(self: RecordedDecode, batch: Sequence[Rows]) -> StepResult | None:
         if len(batch) > 1:
             raise RuntimeError("this batch fails")
         played = plays(self, batch)
@@ -295,7 +295,7 @@ def test_sequences_tried_one_by_one_do_not_get_each_others_logits(
             return None
         if not results:
             results.append(torch.empty_like(played.logits))
-        return Played(results[0].copy_(played.logits), played.likeliest)
+        return StepResult(results[0].copy_(played.logits), played.likeliest)
 
     monkeypatch.setattr(Watched, "play", play)
     requests = [plain([n], max_tokens=12, temperature=0.9, seed=n) for n in (7, 9, 11)]

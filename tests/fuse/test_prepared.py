@@ -9,7 +9,7 @@ import torch
 
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.prepared import SliceMover
-from kvweave.model.access import PagedAccess
+from kvweave.model.batch_kv import PagedBatchKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import PagedKV
 from kvweave.model.rows import Rows
@@ -114,19 +114,19 @@ def test_a_slice_that_failed_and_runs_again_moves_nothing_twice(
     world = World(decoder)
     want = world.fuse("weave", 0.5)[1]
     ours = InPages(world, "weave", 0.5, make_pool(decoder), 0)
-    write = PagedAccess.write
+    write = PagedBatchKV.write
 
-    def failing(access: PagedAccess, layer: int, *what: Any) -> None:
+    def failing(kv: PagedBatchKV, layer: int, *what: Any) -> None:
         if layer == at:
             raise RuntimeError("out of memory")
-        write(access, layer, *what)
+        write(kv, layer, *what)
 
     rows = ours.rows(99)
-    monkeypatch.setattr(PagedAccess, "write", failing)
+    monkeypatch.setattr(PagedBatchKV, "write", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         decoder.forward([rows])
     monkeypatch.undo()
-    assert ours.prepared.mover(0, len(rows.positions)) is rows.mover
+    assert ours.prepared.mover(0, len(rows.positions)) is rows.hook
     assert_same(ours.result(decoder.forward([rows])[0]), want, "weave")
 
 

@@ -11,7 +11,7 @@ from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Mover, Relay, Taper
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
-from kvweave.model.rows import Leave, Rows
+from kvweave.model.rows import EarlyExit, Rows
 from kvweave.model.sequence_kv import SequenceKV
 from worlds.engine import make_decoder
 from worlds.fuse import CHUNKS, World, assert_same, assert_same_kv, make_ids
@@ -164,12 +164,12 @@ def test_rows_of_others_run_on_when_some_leave(decoder: Decoder) -> None:
     got = decoder.forward(
         [
             Rows(a, range(9), kvs[0], [8]),
-            Rows(b, range(7), kvs[1], [], leave=Leave(2, [])),
-            Rows(c, range(5), kvs[2], [4], leave=Leave(4, [2, 4])),
+            Rows(b, range(7), kvs[1], [], early_exit=EarlyExit(2, [])),
+            Rows(c, range(5), kvs[2], [4], early_exit=EarlyExit(4, [2, 4])),
         ]
     )
     torch.testing.assert_close(got[0], want[0][0])
-    by_itself = Rows(c, range(5), _zeros(decoder), [4], leave=Leave(4, [2, 4]))
+    by_itself = Rows(c, range(5), _zeros(decoder), [4], early_exit=EarlyExit(4, [2, 4]))
     torch.testing.assert_close(got[1], decoder.forward([by_itself])[0])
     assert got.shape == (2, decoder.spec.vocab_size)
     for layer in range(NUM_LAYERS):
@@ -193,7 +193,7 @@ def _zeros(decoder: Decoder) -> SequenceKV:
 def test_a_batch_that_leaves_as_a_whole_gives_no_logits(decoder: Decoder) -> None:
     (ids,) = make_ids(8, 6)
     kv = decoder.new_kv(8)
-    logits = decoder.forward([Rows(ids, range(6), kv, [], leave=Leave(1, []))])
+    logits = decoder.forward([Rows(ids, range(6), kv, [], early_exit=EarlyExit(1, []))])
     assert logits.shape == (0, decoder.spec.vocab_size)
     angles = decoder.angles(torch.arange(6))
     fresh = decoder.qkv(0, decoder.embed(torch.tensor(ids)))

@@ -13,12 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
-from kvweave.kernels.attention import Segment
 from kvweave.kernels.column_scores import causal_column_mass, column_scores
 from kvweave.kernels.gpu import columns, elementwise
 from kvweave.kernels.gpu.attention import attend_pages, attend_segments
 from kvweave.kernels.gpu.decode import DecodeTables, attend_decode
-from kvweave.kernels.paged_attention import PagedSegment
+from kvweave.kernels.types import PagedSegment, Segment
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
 from kvweave.kernels.gpu.place import mean_change_rows, place_rows
-from kvweave.kernels.place import Owners, mean_changes, place
+from kvweave.kernels.place import mean_changes, place
 from kvweave.kernels.rope import Angles, make_angles
+from kvweave.kernels.types import Owners
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.gpu.shift import shift_rows
 from kvweave.kernels.gpu.unpack import unpack_rows
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.kernels.unpack import StoredRows, unpack_reference
+from kvweave.kernels.types import StoredRows
+from kvweave.kernels.unpack import unpack_reference
 from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
 from kvweave.kv.format.header import LayerShape
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvweave.kernels import attention
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
+from kvweave.kernels.types import Segment
 
 
 def dense(q: Tensor, positions: Tensor, k: Tensor, v: Tensor, key_positions: Tensor) -> Tensor:

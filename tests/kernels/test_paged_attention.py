@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from kvweave.kernels.attention import Segment, attend
-from kvweave.kernels.paged_attention import PagedSegment, attend_paged
+from kvweave.kernels.attention import attend
+from kvweave.kernels.paged_attention import attend_paged
+from kvweave.kernels.types import PagedSegment, Segment
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 24, 6, 2, 8
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kvweave.kernels.place import Owners, changes, mean_changes, place
+from kvweave.kernels.place import changes, mean_changes, place
 from kvweave.kernels.rope import Angles, make_angles, rotate
+from kvweave.kernels.types import Owners
 
 ROWS = torch.tensor([2, 3, 7, 11])
 

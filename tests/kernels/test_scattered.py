@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels import attention, scattered
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.scattered import attend_scattered
+from kvweave.kernels.types import Segment
 
 HEADS, KV_HEADS, DIM, KEYS = 6, 2, 16, 300
 SCALE = DIM**-0.5
@@ -41,10 +42,10 @@ def test_rows_see_what_stands_at_or_before_them_and_nothing_else(
     monkeypatch.setattr(scattered, "BLOCK_WEIGHTS", weights)
     for keys in ("BLOCK_KEYS", "RUN_KEYS"):
         monkeypatch.setattr(scattered, keys, (fewest, most))
-    scattered._parts.cache_clear()
+    scattered.row_tiles.cache_clear()
     world = make_world(positions)
     done = attend_scattered(*world, SCALE)
-    scattered._parts.cache_clear()
+    scattered.row_tiles.cache_clear()
     assert done is not None
     torch.testing.assert_close(done, by_definition(*world), atol=1e-5, rtol=1e-5)
 
@@ -128,15 +129,15 @@ def test_hostile_logits_are_attended_to_exactly_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("positions", [[0], [*range(280, 300)], [*range(0, 300, 7), 297, 298, 299]])
 @pytest.mark.parametrize("weights", [1, 2000, 1 << 19])
-def test_parts_hold_every_row_with_every_key_it_sees_once(
+def test_tiles_hold_every_row_with_every_key_it_sees_once(
     positions: list[int], weights: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scattered, "BLOCK_WEIGHTS", weights)
-    scattered._parts.cache_clear()
-    parts = scattered._parts(tuple(positions), 1)
-    scattered._parts.cache_clear()
+    scattered.row_tiles.cache_clear()
+    tiles = scattered.row_tiles(tuple(positions), 1)
+    scattered.row_tiles.cache_clear()
     seen = torch.zeros(len(positions), KEYS)
-    for start, end, blocks in parts:
+    for start, end, blocks in tiles:
         for nth, first, last, edge in blocks:
             part = torch.ones(end - start - nth, last - first)
             if edge is not None:
@@ -148,17 +149,20 @@ def test_parts_hold_every_row_with_every_key_it_sees_once(
 def test_a_first_block_of_keys_that_overflows_ends_it_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: list[int] = []
-    add = Tensor.baddbmm_
+    products: list[int] = []
+    add = Tensor.addmm_
 
     def counting(out: Tensor, *args: Tensor) -> Tensor:
-        done.append(1)
+        products.append(1)
         return add(out, *args)
 
-    monkeypatch.setattr(Tensor, "baddbmm_", counting)
+    monkeypatch.setattr(Tensor, "addmm_", counting)
+    monkeypatch.setattr(scattered, "BLOCK_KEYS", (64, 64))  # four blocks of keys
+    scattered.row_tiles.cache_clear()
     q, positions, keys, values = make_world([4, 90, 200], 4000.0)
     assert attend_scattered(q, positions, keys, values, SCALE) is None
-    assert not done
+    scattered.row_tiles.cache_clear()
+    assert len(products) == KV_HEADS, "those of the first block alone"
 
 
 def test_rows_as_many_but_elsewhere_have_blocks_of_their_own() -> None:
@@ -167,4 +171,4 @@ def test_rows_as_many_but_elsewhere_have_blocks_of_their_own() -> None:
         done = attend_scattered(*world, SCALE)
         assert done is not None
         torch.testing.assert_close(done, by_definition(*world), atol=1e-5, rtol=1e-5)
-    assert scattered._parts.cache_info().maxsize == 4
+    assert scattered.row_tiles.cache_info().maxsize == 4

@@ -5,7 +5,8 @@ import torch
 
 from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.kernels.unpack import StoredRows, unpack
+from kvweave.kernels.types import StoredRows
+from kvweave.kernels.unpack import unpack
 from kvweave.kv.format.codec import CODECS, LayerKV, open_codec
 from kvweave.kv.format.header import LayerShape
 

@@ -10,22 +10,23 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from kvweave.kernels.paged_attention import PagedSegment, attend_paged_ref
+from kvweave.kernels.paged_attention import attend_paged_reference
+from kvweave.kernels.types import PagedSegment
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
-from kvweave.model.recorded_decode import Played
+from kvweave.model.recorded_decode import StepResult
 
 
 class EagerGraph:
-    """Computes anew at every replay. Steps of nobody came first, as in a recording."""
+    """Computes anew at every replay. Steps without sequences came first, as in a recording."""
 
     def __init__(
-        self, decoder: Decoder, compute: Callable[[], Played], beside: "EagerGraph | None"
+        self, decoder: Decoder, compute: Callable[[], StepResult], shared: "EagerGraph | None"
     ) -> None:
         self._compute = compute
         compute()
 
-    def replay(self) -> Played:
+    def replay(self) -> StepResult:
         return self._compute()
 
 
@@ -55,13 +56,13 @@ def attend_plainly(
     if num:
         segments = [PagedSegment(i, i + 1, table) for i, table in enumerate(tables.page_tables)]
         positions = torch.tensor(tables.num_keys) - 1
-        out[:num] = attend_paged_ref(q[:num], positions, segments, key_pages, value_pages)
+        out[:num] = attend_paged_reference(q[:num], positions, segments, key_pages, value_pages)
     return out
 
 
 def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings compute anew at every step."""
-    monkeypatch.setattr(recorded_decode, "_Graph", EagerGraph)
+    monkeypatch.setattr(recorded_decode, "StepGraph", EagerGraph)
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
-from kvweave.model.rows import Leave, Rows
+from kvweave.model.rows import EarlyExit, Rows
 from worlds.fuse import Prefilled, World
 
 PAGES = 18  # of one prompt, if no more is asked for
@@ -46,10 +46,10 @@ class InPages:
         at, start = self.left.next(count), self.left.done
         self.left.done += count
         wanted = [] if self.left.left else [count - 1]
-        mover = self.prepared.mover(start, start + count)
+        hook = self.prepared.mover(start, start + count)
         staying = self.prepared.staying(start, start + count)
-        leave = None if staying is None else Leave(*staying)
-        return Rows([self.ids[p] for p in at], at, self.kv, wanted, mover, leave)
+        early_exit = None if staying is None else EarlyExit(*staying)
+        return Rows([self.ids[p] for p in at], at, self.kv, wanted, hook, early_exit)
 
     def result(self, logits: Tensor) -> Prefilled:
         layers = range(len(self.kv.pool.keys))

@@ -20,8 +20,9 @@ from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.host import on_device
-from kvweave.kernels.place import Owners, mean_changes
+from kvweave.kernels.place import mean_changes
 from kvweave.kernels.shift import Run, shift, shift_plain, shift_runs
+from kvweave.kernels.types import Owners
 from kvweave.kv.format.codec import LayerKV
 
 # Found by trial on SmolLM2; bench/quality.py is where to check it on another model.

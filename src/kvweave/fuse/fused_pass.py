@@ -25,10 +25,11 @@ from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.taper import Mover, TaperedRows
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.types import Segment
 
 # "bottom_right" shows rows the future, as some published baselines do; see ALGORITHMS.md 2.3.
 Mask = Literal["exact", "bottom_right"]

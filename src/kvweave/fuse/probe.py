@@ -23,9 +23,10 @@ from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Captures, FusionDecoder, Projected
 from kvweave.fuse.recorded_probe import recordings_of
 from kvweave.fuse.request import FuseRequest
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.types import Segment
 from kvweave.kv.format.codec import LayerKV
 
 

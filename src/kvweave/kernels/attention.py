@@ -9,7 +9,6 @@ Shapes: R rows of all sequences, N keys of one sequence, Hq query heads, Hk KV h
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from kvweave.kernels.dispatch import has_kernels
 from kvweave.kernels.scattered import attend_scattered
+from kvweave.kernels.types import Segment
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Rows per block. Keys beyond the last row of a block are never touched, so small blocks skip more
@@ -26,16 +26,6 @@ BLOCK_ROWS = 256
 # Scattered rows: a block spans many positions, and most of its keys are masked for its first row.
 # Smaller blocks waste less.
 SPARSE_BLOCK_ROWS = 64
-
-
-class Segment(NamedTuple):
-    """The rows of one sequence and the keys they look at."""
-
-    start: int  # first row of the flat batch that belongs to this sequence
-    end: int  # one past the last
-    keys: Tensor  # [N, Hk, D] rotated, in position order
-    values: Tensor  # [N, Hk, D]
-    key_positions: Tensor | None = None  # [N] ascending; None: key j stands at position j
 
 
 def attend(

@@ -148,7 +148,8 @@ def _by_kernel(
 ) -> Tensor:
     """[S, Hq, N] of some layers, for `column_scores`. `others` are few (the question, the
     preamble): plain products."""
-    from kvweave.kernels.gpu.columns import LOG2_E, Stack, columns_reduce, merged, split_lse
+    from kvweave.kernels.gpu.columns import Stack, columns_reduce, merged, split_lse
+    from kvweave.kernels.gpu.tiles import LOG2_E
 
     asking, stack = _stacked(q), Stack.of(keys)
     total = split_lse(asking, stack)  # [parts, S, Hq, Q], to the base 2

@@ -1,4 +1,4 @@
-"""Which road an operator takes: a GPU kernel, or the definition in plain PyTorch.
+"""What an operator runs: a GPU kernel, or the definition in plain PyTorch.
 
 Kernels need a CUDA device and Triton. Triton comes with the CUDA builds of PyTorch; where it is
 missing the definition runs on the GPU as it does on a CPU: slower, never different.

@@ -11,23 +11,14 @@ Shapes: R rows of all sequences, P pages of the pool, Hq query heads, Hk KV head
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvweave.kernels.attention import Segment, attend, kernels_fit
+from kvweave.kernels.attention import attend, kernels_fit
+from kvweave.kernels.types import PagedSegment, Segment
 
 GATHER_ROWS = 8  # rows of one sequence from which on a gather of its keys is cheaper
-
-
-class PagedSegment(NamedTuple):
-    """The rows of one sequence and the pages they look at."""
-
-    start: int  # first row of the flat batch that belongs to this sequence
-    end: int  # one past the last
-    page_table: Sequence[int]  # its pages in position order
-    runs: Sequence[tuple[int, int]] | None = None  # the table as (first page, pages), if known
 
 
 def attend_paged(
@@ -47,10 +38,10 @@ def attend_paged(
         from kvweave.kernels.gpu.attention import attend_pages
 
         return attend_pages(q, positions, segments, key_pages, value_pages, scale)
-    return attend_paged_ref(q, positions, segments, key_pages, value_pages, scale)
+    return attend_paged_reference(q, positions, segments, key_pages, value_pages, scale)
 
 
-def attend_paged_ref(
+def attend_paged_reference(
     q: Tensor,
     positions: Tensor,
     segments: Sequence[PagedSegment],

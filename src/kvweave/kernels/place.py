@@ -7,13 +7,12 @@ Shapes: R rows, C of them chosen, M chunks, T rows of the request's KV, Hq query
 D head dim, r rotary dims.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from kvweave.kernels.dispatch import has_kernels
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.types import Owners
 
 
 def place(
@@ -53,21 +52,6 @@ def changes(
     stored_v = values.index_select(0, at).float()
     torch.sub(v.index_select(0, rows).float(), stored_v, out=apart[1])
     return apart
-
-
-class Owners(NamedTuple):
-    """Which chunk each chosen row belongs to: those of a chunk lie behind each other."""
-
-    bounds: Tensor  # [M + 1] int32: chunk m has the rows [bounds[m], bounds[m + 1])
-    weights: Tensor  # [M] float32: what a row's change counts for
-
-    def sums(self, change: Tensor) -> Tensor:
-        """[2, M, Hk, D] of changes [2, C, Hk, D]: weighted and summed by chunk."""
-        count, num = len(self.weights), change.shape[1]
-        chunks = torch.arange(count, device=change.device)
-        owner = torch.repeat_interleave(chunks, self.bounds.diff(), output_size=num)
-        total = change.new_zeros(2, count, *change.shape[2:]).index_add_(1, owner, change)
-        return total.mul_(self.weights[:, None, None])
 
 
 def mean_changes(

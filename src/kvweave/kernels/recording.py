@@ -1,9 +1,9 @@
 """When recording a CUDA graph fails: what is given up, and for how long.
 
 Want of memory says something about one size at one moment: that size is left alone for a while and
-tried again. Any other failure (an operation that cannot be captured, a kernel that does not
+tried again. Any other failure (an operation that cannot be recorded, a kernel that does not
 compile) would come back with every size, each time as late: that kind of recording is over.
-Nothing is lost either way but time: what is not recorded is computed by the plain calls.
+In both cases nothing is lost but time: what is not recorded is computed by the plain calls.
 """
 
 import logging
@@ -24,7 +24,7 @@ class Refusals:
         self._what = what
         self._cost = cost
         self._pauses: dict[int, int] = {}  # rows of a size to wishes that are still turned down
-        self.num_tried = 0  # recordings that were begun: each made somebody wait
+        self.num_tried = 0  # recordings that were begun: a request waited for each
         self.num_failed = 0  # of these, for good: one ends them all
         self.num_without_memory = 0
 

@@ -9,8 +9,8 @@ Heads go one by one: two cores share three products in a batch badly.
 
 Logits are exponentiated as they are: looking for each row's maximum first, only to take it out
 again, costs more than the exponential. That is the same softmax to rounding as long as the totals
-stay well inside float32, which is checked; a model whose logits are too large for it gets None and
-takes another road.
+stay well inside float32, which is checked: `attend_scattered` returns None for larger logits, and
+attention.py then computes those rows with a mask.
 
 Shapes: R rows, N keys, Hq query heads, Hk KV heads, G = Hq / Hk, D head dim; a block has r rows
 and n keys, and M = r G rows of each KV head.
@@ -34,8 +34,8 @@ BLOCK_KEYS = (128, 256)
 RUN_KEYS = (256, 1024)
 
 
-class _Block(NamedTuple):
-    """Some keys, and neighbouring rows of a part that look at them."""
+class KeyBlock(NamedTuple):
+    """Some keys, and the neighbouring rows of a tile that look at them."""
 
     start: int  # first row that sees one of the keys; all behind it do
     first_key: int
@@ -44,12 +44,12 @@ class _Block(NamedTuple):
     edge: Tensor | None
 
 
-class _Part(NamedTuple):
+class RowTile(NamedTuple):
     """Neighbouring rows, done together, and the keys they see, block by block."""
 
     start: int
     end: int
-    blocks: tuple[_Block, ...]
+    blocks: tuple[KeyBlock, ...]
 
 
 def attend_scattered(
@@ -61,26 +61,26 @@ def attend_scattered(
     """
     (num_heads, head_dim), kv_heads = q.shape[1:], keys.shape[1]
     group = num_heads // kv_heads
-    parts = _parts(tuple(positions.tolist()), group)
+    tiles = row_tiles(tuple(positions.tolist()), group)
     out = q.new_empty(q.shape)
-    most = max(b.last_key - b.first_key for part in parts for b in part.blocks)
-    room = q.new_empty(most * max(part.end - part.start for part in parts) * group)
+    most = max(b.last_key - b.first_key for tile in tiles for b in tile.blocks)
+    room = q.new_empty(most * max(tile.end - tile.start for tile in tiles) * group)
     shown = keys.permute(1, 2, 0), values.transpose(0, 1)  # [Hk, D, N], [Hk, N, D]
-    for start, end, blocks in parts:
+    for start, end, blocks in tiles:
         # [r, Hq, D] -> [Hk, r, G, D]
         rows = (x[start:end].view(-1, kv_heads, group, head_dim).transpose(0, 1) for x in (q, out))
         asking, answer = rows
         scaled = torch.mul(asking, scale, out=q.new_empty(asking.shape)).flatten(1, 2)
         attended = torch.zeros_like(scaled)
-        if not _attend_part(scaled, blocks, group, *shown, room, attended):
+        if not _attend_tile(scaled, blocks, group, *shown, room, attended):
             return None
         answer.copy_(attended.view(asking.shape))
     return out
 
 
-def _attend_part(
+def _attend_tile(
     asking: Tensor,
-    blocks: tuple[_Block, ...],
+    blocks: tuple[KeyBlock, ...],
     group: int,
     keys: Tensor,
     values: Tensor,
@@ -122,31 +122,31 @@ def _attend_part(
 
 
 @lru_cache(maxsize=4)  # the same rows run through every layer
-def _parts(positions: tuple[int, ...], group: int) -> tuple[_Part, ...]:
-    """Every row with every key it sees, once."""
+def row_tiles(positions: tuple[int, ...], group: int) -> tuple[RowTile, ...]:
+    """The work for rows at `positions`, ascending: every row with every key it sees, once."""
     is_run = positions[-1] - positions[0] == len(positions) - 1
     fewest, most = RUN_KEYS if is_run else BLOCK_KEYS
-    num_parts = -(-len(positions) * group * fewest // BLOCK_WEIGHTS)  # as even as can be
-    num_rows = -(-len(positions) // num_parts)
+    num_tiles = -(-len(positions) * group * fewest // BLOCK_WEIGHTS)  # as even as can be
+    num_rows = -(-len(positions) // num_tiles)
     num_keys = min(most, max(fewest, BLOCK_WEIGHTS // (num_rows * group) // 64 * 64))
-    parts: list[_Part] = []
+    tiles: list[RowTile] = []
     for start in range(0, len(positions), num_rows):
         mine = positions[start : start + num_rows]
         seen = mine[-1] + 1
         blocks = [
-            _block(mine, first, min(first + num_keys, seen), group)
+            _key_block(mine, first, min(first + num_keys, seen), group)
             for first in range(0, seen, num_keys)
         ]
-        parts.append(_Part(start, start + len(mine), tuple(blocks)))
-    return tuple(parts)
+        tiles.append(RowTile(start, start + len(mine), tuple(blocks)))
+    return tuple(tiles)
 
 
-def _block(positions: tuple[int, ...], first: int, last: int, group: int) -> _Block:
+def _key_block(positions: tuple[int, ...], first: int, last: int, group: int) -> KeyBlock:
     start = bisect_left(positions, first)
     behind = bisect_left(positions, last - 1)  # from here on rows see every key
     if start == behind:
-        return _Block(start, first, last, None)
+        return KeyBlock(start, first, last, None)
     at = torch.tensor(positions[start:behind]).repeat_interleave(group)
     # hidden weights are set to 0 behind the exponential: that of -inf is slow on a CPU
     edge = (torch.arange(positions[start] + 1, last) <= at[:, None]).float()
-    return _Block(start, first, last, edge)
+    return KeyBlock(start, first, last, edge)

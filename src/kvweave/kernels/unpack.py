@@ -8,31 +8,12 @@ chunks of any lengths take one launch. Keys are turned in float32 and rounded on
 Shapes: N stored tokens, T rows of the request's KV, Hk KV heads, D head dim, r rotary dims.
 """
 
-from typing import Literal, NamedTuple
-
 import torch
 from torch import Tensor
 
 from kvweave.kernels.dispatch import has_kernels
 from kvweave.kernels.rope import Angles
-
-
-class Packing(NamedTuple):
-    """How a chunk's layer lies in its bytes."""
-
-    kind: Literal["plain", "int", "fp8"]
-    stored: torch.dtype  # of plain elements
-    bits: int = 16  # of a code
-    group: int = 64  # values that share parameters: keys along tokens, values along the head dim
-
-
-class StoredRows(NamedTuple):
-    """Where each token's bytes are and where it goes. All [N], on the device of the bytes."""
-
-    base: Tensor  # int64: first byte of its chunk, a multiple of 16
-    nth: Tensor  # int64: its number in the chunk
-    length: Tensor  # int64: tokens of the chunk
-    row: Tensor  # int64: of the request's KV; no two alike
+from kvweave.kernels.types import Packing, StoredRows
 
 
 def unpack(

@@ -15,7 +15,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,22 +24,14 @@ from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.host import on_device
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.model.access import access_to
+from kvweave.model.batch_kv import kv_of
 from kvweave.model.experts import routed_mlp
 from kvweave.model.rope import frequencies
-from kvweave.model.row_hook import move_all
-from kvweave.model.rows import Rows, flat, moves_of, wanted_rows, without_leaving
+from kvweave.model.row_hook import QKV, run_hooks
+from kvweave.model.rows import Rows, after_exits, flat, hooked_rows, wanted_rows
 from kvweave.model.sequence_kv import SequenceKV
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import Weights
-
-
-class QKV(NamedTuple):
-    """Projections of some rows: after q/k norm, before RoPE."""
-
-    q: Tensor  # [R, Hq, D]
-    k: Tensor  # [R, Hk, D]
-    v: Tensor  # [R, Hk, D]
 
 
 class Decoder:
@@ -93,23 +84,24 @@ class Decoder:
         for rows in batch:
             rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
-        access, moves = access_to(batch, self.device), moves_of(batch)
+        kv, hooked = kv_of(batch, self.device), hooked_rows(batch)
         for layer in range(self.spec.num_layers):
-            q, k, v = self.qkv(layer, h)
-            move_all(moves, layer, q, k, v)
-            access.write(layer, k, v, angles)
+            fresh = self.qkv(layer, h)
+            run_hooks(hooked, layer, fresh)
+            q = fresh.q
+            kv.write(layer, fresh.k, fresh.v, angles)
             counts, keep = None, None
             if layer == self.spec.num_layers - 1:  # behind the last keys only logits rows matter
                 keep, counts = wanted_rows(batch), [len(rows.wanted) for rows in batch]
-            elif (left := without_leaving(batch, layer)) is not None:
-                batch, keep = left
-                access, moves = access_to(batch, self.device), moves_of(batch)
+            elif (remaining := after_exits(batch, layer)) is not None:
+                batch, keep = remaining
+                kv, hooked = kv_of(batch, self.device), hooked_rows(batch)
             if keep is not None:
                 at, positions = on_device(keep, self.device), positions[keep]
                 q, h, angles = q[at], h[at], Angles(angles.cos[at], angles.sin[at])
             if not batch:
-                break  # every row has left, and nobody wants logits
-            h = self.finish(layer, h, access.attend(layer, rotate(q, angles), positions, counts))
+                break  # every row has stopped, and none needs logits
+            h = self.finish(layer, h, kv.attend(layer, rotate(q, angles), positions, counts))
         return self.logits(h)
 
     def angles(self, positions: Tensor) -> Angles:

@@ -3,18 +3,16 @@
     pool   [L, pages, page_tokens, Hk, D], once for keys (rotated) and once for values
     table  page j of a sequence holds its positions [j * page_tokens, (j + 1) * page_tokens)
 
-Who holds which page is decided elsewhere, in plain ints; here are the bytes. One thread at a time.
+Which sequence holds which page is decided by the engine, in plain ints; here are the bytes. One
+thread at a time.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvweave.kernels.host import on_device
-from kvweave.kernels.paged_attention import PagedSegment
+from kvweave.kernels.types import PagedSegment
 from kvweave.model.sequence_kv import room_for
 from kvweave.model.spec import ModelSpec
 
@@ -22,8 +20,8 @@ from kvweave.model.spec import ModelSpec
 class KVPool:
     """The memory of all pages. Allocated once; on a CPU it costs nothing until it is written.
 
-    Pages [0, num_pages) can be given to sequences. The one behind them, `scratch_page`, is
-    nobody's: rows that only fill up a batch write there, and nothing there is ever read.
+    Pages [0, num_pages) can be given to sequences. The one behind them, `scratch_page`, belongs to
+    none: rows that only fill up a batch write there, and nothing there is ever read.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class KVPool:
 
 
 class PagedKV:
-    """One sequence's part of a pool. Grows by `append`; the pages belong to whoever took them."""
+    """One sequence's part of a pool. Grows by `append`; the caller takes and frees the pages."""
 
     def __init__(self, pool: KVPool, pages: Sequence[int] = ()) -> None:
         self.pool = pool
@@ -107,25 +105,3 @@ class PagedKV:
         assert len(self.runs) <= 1, "pages that do not lie side by side have no dense view"
         start = self.runs[0][0] * self.pool.page_tokens if self.runs else 0
         return slice(start, start + self.num_tokens)
-
-
-class PagedPlaces(NamedTuple):
-    """Where the rows of one forward pass over a pool go."""
-
-    pool: KVPool
-    slots: Tensor | slice  # of every row of the batch
-
-    @classmethod
-    def of(
-        cls, batch: Sequence[tuple[PagedKV, Sequence[int]]], device: torch.device
-    ) -> "PagedPlaces":
-        """`batch`: each sequence with the positions of its rows. All live in one pool."""
-        pool = batch[0][0].pool
-        slots = [slot for kv, positions in batch for slot in kv.slots(positions)]
-        if slots[-1] - slots[0] == len(slots) - 1 and len(batch) == 1 and _ascends(slots):
-            return cls(pool, slice(slots[0], slots[-1] + 1))
-        return cls(pool, on_device(torch.tensor(slots), device))
-
-
-def _ascends(slots: Sequence[int]) -> bool:
-    return all(b - a == 1 for a, b in pairwise(slots))

@@ -1,8 +1,8 @@
-"""Decode steps played from CUDA graphs.
+"""Decode steps played from recorded CUDA graphs.
 
-A step in which every sequence computes one row is over on a GPU before the host has given its
-orders, some hundred launches. They are the same at every step with as many sequences: the second
-such step is recorded, and every later one is one copy of small numbers and a single order.
+A step in which every sequence computes one row takes a GPU less time than the host needs to launch
+its hundred or so kernels. The launches are the same at every step with as many sequences: the
+second such step is recorded, and every later one is one copy of small numbers and a single launch.
 
 Batches are filled up to a few sizes (`padded_rows`). Rows that only fill up write into the pool's
 scratch page and look at nothing. Lengths and pages are read from tables on the device
@@ -12,7 +12,7 @@ Shapes: B rows of a recording, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,21 +32,21 @@ STEP = 8  # rows between two sizes of large batches
 COLUMNS = 3  # token id, position, slot of each row
 
 
-class Played(NamedTuple):
-    """What a step gave. In memory of the recording: valid until the next step."""
+class StepResult(NamedTuple):
+    """What a recorded step computed. In memory of the recording: valid until the next step."""
 
     logits: Tensor  # [rows, V] float32
     likeliest: Tensor  # [rows] int64, on the device
 
 
 def is_decode(batch: Sequence[Rows]) -> bool:
-    """Whether a step is one row of each sequence, all of them want its logits, and nothing of
-    what stands there moves first."""
+    """Whether a step is one row of each sequence that needs logits, without a hook or an early
+    exit."""
     return bool(batch) and all(
         len(rows.token_ids) == len(rows.wanted) == 1
         and isinstance(rows.kv, PagedKV)
-        and rows.mover is None
-        and rows.leave is None
+        and rows.hook is None
+        and rows.early_exit is None
         for rows in batch
     )
 
@@ -59,15 +59,15 @@ def padded_rows(num_rows: int) -> int:
 
 
 def open_recorded(decoder: Decoder, pool: KVPool, most_rows: int) -> "RecordedDecode | None":
-    """Recordings of steps of up to `most_rows` sequences over `pool`; None where there are none:
-    off a GPU, without Triton, in precisions without a kernel, or with experts."""
+    """Recordings of steps of up to `most_rows` sequences over `pool`; None where steps cannot be
+    recorded: off a GPU, without Triton, in precisions without a kernel, or with experts."""
     if not (most_rows and decoder.can_capture and has_triton() and decoder.dtype in KERNEL_DTYPES):
         return None
     return RecordedDecode(decoder, pool, most_rows)
 
 
 class RecordedDecode:
-    """What was recorded of one decoder over one pool. Used by the thread that owns the device.
+    """The recorded steps of one decoder over one pool. Used by the thread that owns the device.
 
     There is at most one recording per size, and sizes are bounded by `most_rows`. All share one
     pool of device memory.
@@ -77,7 +77,7 @@ class RecordedDecode:
         self._decoder = decoder
         self._pool = pool
         self._most_rows = most_rows
-        self._recordings: dict[int, _Recording | None] = {}  # by rows; None: seen once
+        self._recordings: dict[int, RecordedStep | None] = {}  # by rows; None: seen once
         self.refusals = Refusals("decoding", "steps take longer")
         self._page_arrays = PageArrays()
         self.num_played = 0  # steps
@@ -87,8 +87,13 @@ class RecordedDecode:
         """Rows of what is recorded."""
         return sorted(size for size, made in self._recordings.items() if made is not None)
 
+    @property
+    def memory_pools(self) -> set[Any]:
+        """The pools of device memory that recordings took; one, however many there are."""
+        return {made.graph.memory_pool for made in self._recordings.values() if made is not None}
+
     @torch.inference_mode()
-    def play(self, batch: Sequence[Rows]) -> Played | None:
+    def play(self, batch: Sequence[Rows]) -> StepResult | None:
         """Compute a step that `is_decode`. None: it is not recorded (yet), and nothing was done."""
         num_rows = padded_rows(len(batch))
         if num_rows > self._most_rows:
@@ -102,12 +107,12 @@ class RecordedDecode:
         self.num_played += 1
         return recording.play(batch)
 
-    def _record(self, num_rows: int) -> "_Recording | None":
+    def _record(self, num_rows: int) -> "RecordedStep | None":
         if not self.refusals.may_record(num_rows):
             return None
-        beside = next((made for made in self._recordings.values() if made is not None), None)
+        other = next((made for made in self._recordings.values() if made is not None), None)
         try:
-            made = _Recording(self._decoder, self._pool, num_rows, self._page_arrays, beside)
+            made = RecordedStep(self._decoder, self._pool, num_rows, self._page_arrays, other)
         except Exception as error:  # CUDA's, or Triton's: its kernel is compiled here first
             self.refusals.failed(num_rows, error)
             return None
@@ -128,8 +133,8 @@ class PageArrays:
         return known
 
 
-class _Recording:
-    """One size. Its tables and results stay where they are as long as it lives."""
+class RecordedStep:
+    """The step of one batch size. Its tables and results never move as long as it lives."""
 
     def __init__(
         self,
@@ -137,7 +142,7 @@ class _Recording:
         pool: KVPool,
         num_rows: int,
         page_arrays: PageArrays,
-        beside: "_Recording | None",
+        other: "RecordedStep | None",
     ) -> None:
         from kvweave.kernels.gpu.decode import DecodeTables
 
@@ -156,14 +161,14 @@ class _Recording:
             device=decoder.device,
             num_columns=COLUMNS,
         )
-        self._send([])  # a step of nobody: it touches the scratch page alone
-        first = None if beside is None else beside._graph
-        self._graph: _Graph = _Graph(decoder, self._compute, first)
+        self._send([])  # a step without sequences: it touches the scratch page alone
+        shared = None if other is None else other.graph
+        self.graph: StepGraph = StepGraph(decoder, self._compute, shared)
 
-    def play(self, batch: Sequence[Rows]) -> Played:
+    def play(self, batch: Sequence[Rows]) -> StepResult:
         self._send(batch)
-        found = self._graph.replay()
-        return Played(found.logits[: len(batch)], found.likeliest[: len(batch)])
+        found = self.graph.replay()
+        return StepResult(found.logits[: len(batch)], found.likeliest[: len(batch)])
 
     def _send(self, batch: Sequence[Rows]) -> None:
         """Everything that differs from step to step, in one copy."""
@@ -182,7 +187,7 @@ class _Recording:
         numbers[:, : len(batch)] = ids, positions, slots
         self._tables.update([position + 1 for position in positions], pages, numbers)
 
-    def _compute(self) -> Played:
+    def _compute(self) -> StepResult:
         """`Decoder.forward` for one row of every sequence, by the tables on the device."""
         from kvweave.kernels.gpu.decode import attend_decode
 
@@ -199,23 +204,23 @@ class _Recording:
             o = attend_decode(q, self._tables, pool.keys[layer], pool.values[layer])
             h = decoder.finish(layer, h, o)
         logits = decoder.logits(h)
-        return Played(logits, logits.argmax(-1))
+        return StepResult(logits, logits.argmax(-1))
 
 
-class _Graph:
+class StepGraph:
     """A computation without inputs of its own, recorded. Raises RuntimeError if it cannot be.
 
-    It takes the memory that `beside` took: no two of them play at the same time.
+    It takes the memory that `shared` took: no two of them play at the same time.
     """
 
     def __init__(
-        self, decoder: Decoder, compute: Callable[[], Played], beside: "_Graph | None"
+        self, decoder: Decoder, compute: Callable[[], StepResult], shared: "StepGraph | None"
     ) -> None:
         with decoder.capturing():
             compute()  # what is made on first use is made here
             torch.cuda.synchronize(decoder.device)
         self._graph = torch.cuda.CUDAGraph()
-        memory = None if beside is None else beside._graph.pool()
+        memory = None if shared is None else shared.memory_pool
         # scratch memory anew: taken inside it is the recording's own, and replays write there
         with (
             decoder.capturing(),
@@ -224,6 +229,11 @@ class _Graph:
         ):
             self._found = compute()
 
-    def replay(self) -> Played:
+    @property
+    def memory_pool(self) -> Any:
+        """Names the device memory that it took, as torch does."""
+        return self._graph.pool()
+
+    def replay(self) -> StepResult:
         self._graph.replay()
         return self._found

@@ -1,9 +1,10 @@
-"""A hook between the projections of a layer and its KV: what stands there may move first.
+"""A hook between the projections of a layer and its KV: what stands there may change first.
 
 Rows that are computed can tell something about rows of their sequence that are not (drift, see
-kvweave.fuse). Fusion puts a `RowHook` beside the rows; the decoder only calls it in time.
+kvweave.fuse). Fusion puts a `RowHook` beside its rows; the decoder calls it in every layer, between
+projecting and writing, and knows nothing of what it does.
 
-Shapes: R rows, Hk KV heads, D head dim.
+Shapes: R rows, Hq query heads, Hk KV heads, D head dim.
 """
 
 from collections.abc import Sequence
@@ -14,45 +15,36 @@ from torch import Tensor
 from kvweave.model.sequence_kv import DenseKV
 
 
-class Projections(Protocol):
-    """Queries, keys and values of some rows, before RoPE."""
+class QKV(NamedTuple):
+    """Projections of some rows: after q/k norm, before RoPE."""
 
-    @property
-    def q(self) -> Tensor: ...
-    @property
-    def k(self) -> Tensor: ...  # [R, Hk, D]
-    @property
-    def v(self) -> Tensor: ...  # [R, Hk, D]
+    q: Tensor  # [R, Hq, D]
+    k: Tensor  # [R, Hk, D]
+    v: Tensor  # [R, Hk, D]
 
 
 class RowHook(Protocol):
     """Changes the KV of one sequence, from what some of its rows are about to write.
 
     Called on the thread of the pass, once per layer and pass, before any row of that layer is
-    written and before any row reads it.
+    written and before any row reads it. What it raises ends the pass.
     """
 
-    def move(self, layer: int, fresh: Projections, kv: DenseKV) -> None:
-        """`fresh` are all rows of the sequence that run in this pass."""
+    def move(self, layer: int, fresh: QKV, kv: DenseKV) -> None:
+        """Change `layer` of `kv`; `fresh` are all rows of the sequence that run in this pass."""
         ...
 
 
-class Moves(NamedTuple):
-    """One sequence of a batch that has a mover."""
+class HookedRows(NamedTuple):
+    """The rows of one sequence of a batch that has a hook."""
 
-    mover: RowHook
+    hook: RowHook
     kv: DenseKV
     start: int  # its rows [start, end) of the batch
     end: int
 
 
-class _HookedRows(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-def move_all(moves: Sequence[Moves], layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Let every mover of a batch see its own rows of the projections [R, heads, D]."""
-    for mover, kv, start, end in moves:
-        mover.move(layer, _HookedRows(q[start:end], k[start:end], v[start:end]), kv)
+def run_hooks(hooked: Sequence[HookedRows], layer: int, fresh: QKV) -> None:
+    """Call every hook of a batch with its own rows of the projections."""
+    for hook, kv, start, end in hooked:
+        hook.move(layer, QKV(*(x[start:end] for x in fresh)), kv)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from kvweave.model.paged_kv import PagedKV
-from kvweave.model.row_hook import Moves, RowHook
+from kvweave.model.row_hook import HookedRows, RowHook
 from kvweave.model.sequence_kv import DenseKV
 
 
-class Leave(NamedTuple):
-    """Rows that stop early."""
+class EarlyExit(NamedTuple):
+    """Where some rows of a sequence stop, and which go on."""
 
-    layer: int  # the last one whose keys and values they write
-    stay: Sequence[int]  # which of the rows (0-based, ascending) go on behind it
+    layer: int  # the last one whose keys and values all rows write
+    remaining: Sequence[int]  # which of the rows (0-based, ascending) go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,39 +30,39 @@ class Rows:
     positions: Sequence[int]  # ascending; as many as token_ids
     kv: DenseKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
     wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
-    mover: RowHook | None = None  # changes the KV of each layer before its rows are written
-    leave: Leave | None = None  # None: all of them run to the end; wanted rows always do
+    hook: RowHook | None = None  # changes the KV of each layer before its rows are written
+    early_exit: EarlyExit | None = None  # None: all rows run to the end; wanted rows always do
 
-    def staying(self) -> "Rows":
-        """The ones that go on behind the layer where the others leave."""
-        assert self.leave is not None, "all of them go on"
-        stay = self.leave.stay
+    def remaining(self) -> "Rows":
+        """The rows that go on where the others stop."""
+        assert self.early_exit is not None, "all of them go on"
+        stay = self.early_exit.remaining
         return replace(
             self,
             token_ids=[self.token_ids[i] for i in stay],
             positions=[self.positions[i] for i in stay],
             wanted=[stay.index(i) for i in self.wanted],
-            leave=None,
+            early_exit=None,
         )
 
 
-def without_leaving(batch: Sequence[Rows], layer: int) -> tuple[list[Rows], Tensor] | None:
-    """Behind `layer`: the batch that goes on, and its rows among the old ones [R] (host).
+def after_exits(batch: Sequence[Rows], layer: int) -> tuple[list[Rows], Tensor] | None:
+    """The batch that goes on from `layer`, and the indices of its rows in the old one (host).
 
-    None: nobody leaves here. Sequences of which no row goes on are gone.
+    None: no row stops at this layer. Sequences of which no row goes on are left out.
     """
-    if not any(rows.leave is not None and rows.leave.layer == layer for rows in batch):
+    if not any(rows.early_exit is not None and rows.early_exit.layer == layer for rows in batch):
         return None
-    left: list[Rows] = []
+    remaining: list[Rows] = []
     keep: list[Tensor] = []
     for rows, (start, end) in zip(batch, bounds_of(batch, None), strict=True):
-        if rows.leave is None or rows.leave.layer != layer:
-            left.append(rows)
+        if rows.early_exit is None or rows.early_exit.layer != layer:
+            remaining.append(rows)
             keep.append(torch.arange(start, end))
-        elif len(rows.leave.stay):
-            left.append(rows.staying())
-            keep.append(start + torch.tensor(rows.leave.stay, dtype=torch.int64))
-    return left, torch.cat(keep) if keep else torch.empty(0, dtype=torch.int64)
+        elif len(rows.early_exit.remaining):
+            remaining.append(rows.remaining())
+            keep.append(start + torch.tensor(rows.early_exit.remaining, dtype=torch.int64))
+    return remaining, torch.cat(keep) if keep else torch.empty(0, dtype=torch.int64)
 
 
 def flat(parts: Sequence[Sequence[int]]) -> Tensor:
@@ -95,10 +95,10 @@ def bounds_of(batch: Sequence[Rows], counts: Sequence[int] | None) -> Iterator[t
         start = end
 
 
-def moves_of(batch: Sequence[Rows]) -> list[Moves]:
-    """Sequences of which something moves before their rows are written."""
+def hooked_rows(batch: Sequence[Rows]) -> list[HookedRows]:
+    """Sequences that have a hook, with their rows."""
     return [
-        Moves(rows.mover, rows.kv, *bounds)
+        HookedRows(rows.hook, rows.kv, *bounds)
         for rows, bounds in zip(batch, bounds_of(batch, None), strict=True)
-        if rows.mover is not None
+        if rows.hook is not None
     ]

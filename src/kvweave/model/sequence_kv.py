@@ -1,7 +1,7 @@
 """The keys and values of one sequence, dense by position.
 
 Keys are rotated to their positions. The buffer doubles when it runs out, so a sequence of unknown
-length costs one copy per doubling. Owned by whoever runs the sequence; not for many threads.
+length costs one copy per doubling. Owned by the thread that runs the sequence.
 """
 
 import math
@@ -58,7 +58,7 @@ class SequenceKV:
 
 
 def room_for(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that nobody has written yet; on a CPU in huge pages where there are any.
+    """Uninitialised memory; on a CPU in huge pages where there are any.
 
     A long prompt touches 100 MB here for the first time: huge pages take far fewer faults.
     """

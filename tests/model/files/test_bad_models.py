@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kvweave.errors import ConfigError, KVWeaveError, ModelCorrupt, ModelNotFound, UnsupportedModel
 from kvweave.model.files.tensor_files import TensorFiles
@@ -68,7 +70,10 @@ def test_a_config_without_a_field_names_it(folder: Path) -> None:
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
-    rewrite_table(folder, lambda table: table.pop("model.layers.1.mlp.up_proj.weight"))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path)
     with pytest.raises(ModelCorrupt, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' is missing"):
         load_decoder(folder, device="cpu")
 
@@ -121,6 +126,54 @@ def test_truncated_weights_are_noticed_before_anything_is_computed(folder: Path,
         load_decoder(folder, device="cpu")
 
 
+def test_bytes_behind_the_last_tensor_are_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + bytes(8))
+    with pytest.raises(ModelCorrupt, match="truncated or not a safetensors file"):
+        load_decoder(folder, device="cpu")
+
+
+def end_of_file(table: dict[str, Any]) -> int:
+    return max(row["data_offsets"][1] for row in table.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.pop("model.norm.weight"),  # leaves a gap
+        lambda table: table["model.norm.weight"].update(shape=[1 << 62]),
+        lambda table: table["model.norm.weight"].update(shape=[-1]),
+        lambda table: table["model.norm.weight"].update(data_offsets=[0, 128]),  # another's bytes
+        lambda table: table["model.norm.weight"].update(data_offsets=[1 << 62, (1 << 62) + 128]),
+        lambda table: table["model.norm.weight"].update(dtype="F31"),
+        lambda table: table["model.norm.weight"].pop("shape"),
+        lambda table: table.update(
+            more={"dtype": "F32", "shape": [9], "data_offsets": [end_of_file(table)] * 2}
+        ),
+        lambda table: table.update(more=[]),
+    ],
+)
+def test_a_table_that_does_not_describe_its_file_is_refused(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    table = json.loads(data[8 : 8 + size])
+    table.pop("__metadata__", None)
+    change(table)
+    text = json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    with pytest.raises(ModelCorrupt, match="truncated or not a safetensors file") as caught:
+        load_decoder(folder, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_of_a_type_that_is_not_read_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"position_ids": torch.arange(4)}, path)
+    with pytest.raises(ModelCorrupt, match=r"'position_ids' is I64; kvweave reads F32, F16, BF16"):
+        load_decoder(folder, device="cpu")
+
+
 def test_a_shard_that_is_not_there_is_named(folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -164,17 +217,6 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path, folder: Path) -> No
     other = make_model_folder(tmp_path / "other", "llama", seed=1)
     assert TensorFiles(folder).fingerprint() == TensorFiles(again).fingerprint()
     assert TensorFiles(folder).fingerprint() != TensorFiles(other).fingerprint()
-
-
-def rewrite_table(folder: Path, change: Any) -> None:
-    """Edit the table of a safetensors file, leaving its bytes where they are."""
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    table = json.loads(data[8 : 8 + size])
-    change(table)
-    text = json.dumps(table).encode().ljust(size)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
 
 
 def test_the_fingerprint_notices_a_change_in_the_middle_of_a_tensor(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from kvweave import paths
 from kvweave.errors import ConfigError
 from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import rotate
-from kvweave.kernels.unpack import StoredRows, unpack
+from kvweave.kernels.types import StoredRows
+from kvweave.kernels.unpack import unpack
 from kvweave.kv.format.codec import LayerKV, dtype_name, open_codec
 from kvweave.kv.format.header import LayerShape
 from kvweave.kv.tree.node import HOST

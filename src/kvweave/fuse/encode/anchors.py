@@ -23,9 +23,10 @@ from torch import Tensor
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.column_scores import column_scores
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.types import Segment
 from kvweave.kv.format.codec import LayerKV
 
 REPEAT = "\n\nRepeat the previous context exactly."  # what kvzip asks for

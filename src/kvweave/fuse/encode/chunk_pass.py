@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.rope import rotate
+from kvweave.kernels.types import Segment
 from kvweave.kv.format.codec import LayerKV
 
 PASS_ROWS = 2048  # rows computed together: enough to keep the products busy, bounded in memory

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix, behind
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.rope import rotate
+from kvweave.kernels.types import Segment
 from kvweave.kv.format.codec import LayerKV
 
 

@@ -18,7 +18,8 @@ from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles
-from kvweave.kernels.unpack import Packing, StoredRows, unpack
+from kvweave.kernels.types import Packing, StoredRows
+from kvweave.kernels.unpack import unpack
 from kvweave.kv.format.codec import DTYPES, Codec, GroupedCodec, GroupedFp8Codec, PlainCodec
 from kvweave.kv.format.header import ALIGN, round_up
 from kvweave.kv.format.objects import EncodedLayer

@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,15 +18,16 @@ from kvweave.kernels.dispatch import is_hopper
 from kvweave.kernels.gpu.row_plan import (
     Bounds,
     Limits,
-    Plans,
+    PlanCache,
     RowPlan,
     Tiling,
     stream_of,
     to_device,
 )
 from kvweave.kernels.gpu.rows import attend_rows, merge_pieces
+from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
+from kvweave.kernels.types import PagedSegment, Segment
 
-LOG2_E = 1.4426950408889634
 CAUSAL_ROWS = 1024  # from here on plain causal attention goes to the vendor's kernel
 CAUSAL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -39,7 +40,7 @@ GLUON = "3.6."  # Triton whose Gluon gpu/hopper.py is written in; it changes fro
 PART_M, PART_S = 4, 8  # rows and pieces that are merged together
 
 
-class Held(NamedTuple):
+class LaunchKV(NamedTuple):
     """Where the keys and values of a launch lie.
 
     Contiguous: one (keys, values) [N, Hk, D] per sequence. Pages: one pair [P, page, Hk, D] for
@@ -64,43 +65,15 @@ class Launch(NamedTuple):
     per_core: int
 
 
-class _Kept(threading.local):
-    """What the next layer will ask for again. Each thread has its own."""
+class _LaunchCache(threading.local):
+    """What the launch of the next layer will need again. Each thread has its own."""
 
     def __init__(self) -> None:
-        self.plans = Plans()
+        self.plans = PlanCache()
         self.pages: tuple[list[list[int]], int, Tensor] | None = None
 
 
-_kept = _Kept()
-
-
-class Segment(Protocol):
-    """As kernels/attention.Segment."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def keys(self) -> Tensor: ...
-    @property
-    def values(self) -> Tensor: ...
-    @property
-    def key_positions(self) -> Tensor | None: ...
-
-
-class PagedSegment(Protocol):
-    """As kernels/paged_attention.PagedSegment."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-    @property
-    def page_table(self) -> Sequence[int]: ...
-    @property
-    def runs(self) -> Sequence[tuple[int, int]] | None: ...
+_cache = _LaunchCache()
 
 
 def attend_segments(
@@ -122,8 +95,8 @@ def attend_segments(
         if s.key_positions is not None:  # compact keys: count those at or before each row
             seen = np.searchsorted(s.key_positions.cpu().numpy(), at[s.start : s.end], "right")
         limits[s.start : s.end] = np.minimum(seen, len(s.keys))
-    held = Held([(s.keys, s.values) for s in own])
-    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale, out)
+    kv = LaunchKV([(s.keys, s.values) for s in own])
+    return attend(q, limits, tuple((s.start, s.end) for s in own), kv, scale, out)
 
 
 def attend_pages(
@@ -143,9 +116,9 @@ def attend_pages(
     if len(own) == 1 and own[0].runs is not None and len(own[0].runs) == 1:
         first, num = own[0].runs[0]  # pages side by side are dense keys
         k, v = (x[first : first + num].flatten(0, 1) for x in (key_pages, value_pages))
-        return attend(q, limits, ((own[0].start, own[0].end),), Held([(k, v)]), scale)
-    held = Held([(key_pages, value_pages)], [s.page_table for s in own])
-    return attend(q, limits, tuple((s.start, s.end) for s in own), held, scale)
+        return attend(q, limits, ((own[0].start, own[0].end),), LaunchKV([(k, v)]), scale)
+    kv = LaunchKV([(key_pages, value_pages)], [s.page_table for s in own])
+    return attend(q, limits, tuple((s.start, s.end) for s in own), kv, scale)
 
 
 def _is_causal(q: Tensor, positions: Tensor, segment: Segment) -> bool:
@@ -159,7 +132,7 @@ def _is_causal(q: Tensor, positions: Tensor, segment: Segment) -> bool:
     if int(positions[0]) != 0 or int(positions[-1]) != num - 1 or num > len(segment.keys):
         return False
     group = q.shape[1] // segment.keys.shape[1]
-    return not _hopper_can(q, Held([(segment.keys, segment.values)]), group, num)
+    return not _hopper_can(q, LaunchKV([(segment.keys, segment.values)]), group, num)
 
 
 def _causal(q: Tensor, segment: Segment, scale: float | None) -> Tensor:
@@ -176,7 +149,7 @@ def attend(
     q: Tensor,
     limits: Limits,
     bounds: Bounds,
-    held: Held,
+    kv: LaunchKV,
     scale: float | None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -189,10 +162,10 @@ def attend(
             "attention over positions on the host cannot be recorded: a replay would see the old "
             "ones; record gpu/decode.attend_decode instead"
         )
-    if len({(_strides(k), _strides(v)) for k, v in held.tensors}) > 1:  # one launch has one layout
+    if len({(_strides(k), _strides(v)) for k, v in kv.tensors}) > 1:  # one launch has one layout
         each = [
-            attend(q[i:j], limits[i:j], ((0, j - i),), Held([pair]), scale)
-            for (i, j), pair in zip(bounds, held.tensors, strict=True)
+            attend(q[i:j], limits[i:j], ((0, j - i),), LaunchKV([pair]), scale)
+            for (i, j), pair in zip(bounds, kv.tensors, strict=True)
         ]
         return torch.cat(each) if out is None else torch.cat(each, out=out)
     if out is None:
@@ -202,39 +175,39 @@ def attend(
     assert int(limits.min()) > 0, "a row sees no key at all"
     q = q if q.stride(-1) == 1 else q.contiguous()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kv_heads = held.tensors[0][0].shape[-2]
+    kv_heads = kv.tensors[0][0].shape[-2]
     group = q.shape[1] // kv_heads
     longest = max(end - start for start, end in bounds)
-    if _hopper_can(q, held, group, longest):
+    if _hopper_can(q, kv, group, longest):
         from kvweave.kernels.gpu import hopper
 
         tiling = Tiling(hopper.BLOCK_M // group, hopper.BLOCK_N, kv_heads, cores(q.device))
-        plan = _kept.plans.find(limits, bounds, tiling, q.device)
+        plan = _cache.plans.find(limits, bounds, tiling, q.device)
         parts = _parts(plan, kv_heads, hopper.BLOCK_M, q)
-        keys, values = held.tensors[0]
-        hopper.launch(q, out, parts, plan, keys, values, _page_table(held, q.device), scale)
-        _merge(out, parts, plan, kv_heads, group, hopper.BLOCK_M)
+        keys, values = kv.tensors[0]
+        hopper.launch(q, out, parts, plan, keys, values, _page_table(kv, q.device), scale)
+        merge(out, parts, plan.merges, kv_heads, group, hopper.BLOCK_M)
         return out
     how = choose(q.dtype, q.shape[-1], group, longest)
     at_once = how.per_core * cores(q.device)
     evenness = 1 if longest <= FEW_ROWS else 2
     tiling = Tiling(how.block_m // group, how.block_n, kv_heads, at_once, evenness)
-    plan = _kept.plans.find(limits, bounds, tiling, q.device)
+    plan = _cache.plans.find(limits, bounds, tiling, q.device)
     parts = _parts(plan, kv_heads, how.block_m, q)
-    pages = _page_table(held, q.device)
-    keys, values = held.tensors[0]
-    apart, unit = _apart(held)
+    pages = _page_table(kv, q.device)
+    keys, values = kv.tensors[0]
+    apart, unit = _apart(kv)
     attend_rows[(len(plan.items) * kv_heads,)](
         q, keys, values, out, *parts, plan.limits, plan.items,
         plan.items if apart is None else to_device(apart, q.device),
         plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),
         scale * LOG2_E, *q.stride()[:2], *_strides(keys), *_strides(values), *out.stride()[:2],
         G=group, HK=kv_heads, D=q.shape[-1], BLOCK_D=padded(q.shape[-1]),
-        BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=held.page, APART=unit,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=kv.page, APART=unit,
+        PRECISION=precision(q),
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
-    _merge(out, parts, plan, kv_heads, group, how.block_m)
+    merge(out, parts, plan.merges, kv_heads, group, how.block_m)
     return out
 
 
@@ -259,14 +232,14 @@ def cores(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _hopper_can(q: Tensor, held: Held, group: int, longest: int) -> bool:
+def _hopper_can(q: Tensor, kv: LaunchKV, group: int, longest: int) -> bool:
     if not (q.is_cuda and is_hopper(q.device) and q.dtype in (torch.float16, torch.bfloat16)):
         return False
     if not triton.__version__.startswith(GLUON):
         return False
     fits = q.shape[-1] in (64, 128) and group <= 64 and longest * group > 32
-    one_home = held.pages is not None or len(held.tensors) == 1
-    boxes = held.page == 0 or (held.page >= 8 and math.gcd(held.page, 128) in (held.page, 128))
+    one_home = kv.pages is not None or len(kv.tensors) == 1
+    boxes = kv.page == 0 or (kv.page >= 8 and math.gcd(kv.page, 128) in (kv.page, 128))
     if not (fits and one_home and boxes and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0):
         return False
     return all(
@@ -275,7 +248,7 @@ def _hopper_can(q: Tensor, held: Held, group: int, longest: int) -> bool:
         and x.stride(-2) == x.shape[-1]
         and x.stride(-3) % 8 == 0
         and x.stride(0) % 8 == 0
-        for x in held.tensors[0]
+        for x in kv.tensors[0]
     )
 
 
@@ -286,28 +259,17 @@ def _parts(plan: RowPlan, kv_heads: int, block_m: int, q: Tensor) -> tuple[Tenso
     return part, torch.empty(max(1, num), dtype=torch.float32, device=q.device)
 
 
-def _merge(
-    out: Tensor,
-    parts: tuple[Tensor, Tensor],
-    plan: RowPlan,
-    kv_heads: int,
-    group: int,
-    block_m: int,
-) -> None:
-    if plan.merges is None:
-        return
-    merge(out, parts, plan.merges, kv_heads, group, block_m)
-
-
 def merge(
     out: Tensor,
     parts: tuple[Tensor, Tensor],
-    merges: Tensor,
+    merges: Tensor | None,
     kv_heads: int,
     group: int,
     block_m: int,
 ) -> None:
-    """Launch the merging of pieces."""
+    """Launch the merging of pieces; None: no tile was cut."""
+    if merges is None:
+        return
     merge_pieces[(len(merges), kv_heads, block_m // PART_M)](
         out, *parts, merges, *out.stride()[:2],
         G=group, HK=kv_heads, D=out.shape[-1], BLOCK_D=padded(out.shape[-1]),
@@ -315,24 +277,19 @@ def merge(
     )  # fmt: skip
 
 
-def padded(head_dim: int) -> int:
-    """Channels of a tile in the matrix unit."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
-
-
-def _page_table(held: Held, device: torch.device) -> Tensor | None:
+def _page_table(kv: LaunchKV, device: torch.device) -> Tensor | None:
     """[sequences, most pages] int32. Kept: the next layer asks for the same one."""
-    if held.pages is None:
+    if kv.pages is None:
         return None
-    tables = [list(pages) for pages in held.pages]
-    stream, known = stream_of(device), _kept.pages
+    tables = [list(pages) for pages in kv.pages]
+    stream, known = stream_of(device), _cache.pages
     if known is not None and known[:2] == (tables, stream):
         return known[2]
     table = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for i, pages in enumerate(tables):
         table[i, : len(pages)] = pages
-    _kept.pages = (tables, stream, to_device(table, device))
-    return _kept.pages[2]
+    _cache.pages = (tables, stream, to_device(table, device))
+    return _cache.pages[2]
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -341,13 +298,13 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0) if x.dim() == 4 else 0, x.stride(-3), x.stride(-2)
 
 
-def _apart(held: Held) -> tuple[NDArray[np.int64] | None, int]:
+def _apart(kv: LaunchKV) -> tuple[NDArray[np.int64] | None, int]:
     """How far the tensors lie from the first ones [sequences, 2], and in units of how many
     elements: 16, so that the kernel may read wide, wherever possible."""
-    if len(held.tensors) == 1:
+    if len(kv.tensors) == 1:
         return None, 0
-    size = held.tensors[0][0].element_size()
-    at = np.array([(k.data_ptr(), v.data_ptr()) for k, v in held.tensors], dtype=np.int64)
+    size = kv.tensors[0][0].element_size()
+    at = np.array([(k.data_ptr(), v.data_ptr()) for k, v in kv.tensors], dtype=np.int64)
     elements = (at - at[0]) // size
     assert not ((at - at[0]) % size).any(), "keys of a sequence lie between elements"
     unit = 1 if (elements % 16).any() else 16

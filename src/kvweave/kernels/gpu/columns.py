@@ -4,8 +4,8 @@ the probabilities of a block of columns, reduced over the rows as they come.
 Rows may see a part of the columns only (`limits`), in which case they ascend: a block of columns
 then skips the rows in front of it.
 
-Several layers take one launch each way: their queries lie behind each other, and a table says how
-far the keys of each lie from those of the first.
+Several layers take one launch of each kernel: their queries lie behind each other, and a table
+says how far the keys of each lie from those of the first.
 
 Shapes: S layers, R rows, N columns, Hq query heads, Hk KV heads, D head dim.
 """
@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvweave.kernels.gpu.row_plan import to_device
+from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 
-LOG2_E = 1.4426950408889634
 BLOCK_M, BLOCK_N = 64, 64
 BUSY = 512  # programs that keep a large chip busy
-MOST_SPLITS = 32  # of the columns: merged at once by whoever reads them
+MOST_SPLITS = 32  # of the columns: merged at once by the kernel that reads them
 
 
 @triton.jit
@@ -156,9 +156,9 @@ def split_lse(q: Tensor, keys: Stack, limits: Tensor | None = None) -> Tensor:
         q, first, q if keys.apart is None else keys.apart, q if limits is None else limits, lse,
         rows, num_columns, per_split, head_dim**-0.5 * LOG2_E,
         *q.stride()[:3], *first.stride()[:2],
-        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=_padded(head_dim),
+        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=padded(head_dim),
         M=BLOCK_M, N=BLOCK_N, LIMITED=limits is not None, APART=keys.unit,
-        PRECISION=_precision(q),
+        PRECISION=precision(q),
     )  # fmt: skip
     return lse
 
@@ -196,17 +196,9 @@ def columns_reduce(
         q, first, q if keys.apart is None else keys.apart, q if limits is None else limits,
         lse.contiguous(), out, num_rows, num_columns, len(lse), head_dim**-0.5 * LOG2_E,
         *q.stride()[:3], *first.stride()[:2],
-        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=_padded(head_dim),
+        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=padded(head_dim),
         M=BLOCK_M, N=BLOCK_N, SPLITS=max(2, triton.next_power_of_2(len(lse))),
         LIMITED=limits is not None, APART=keys.unit, LARGEST=rows == "max",
-        PRECISION=_precision(q),
+        PRECISION=precision(q),
     )  # fmt: skip
     return out
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(head_dim)))
-
-
-def _precision(q: Tensor) -> str:
-    return "ieee" if q.dtype == torch.float32 else "tf32"

@@ -2,7 +2,7 @@
 
 Tables live in device memory that never moves. `update` writes them, once per step and in one copy;
 `attend_decode` only launches kernels whose grids depend on the batch size alone, so a step that was
-captured once answers for any lengths and pages.
+recorded once answers for any lengths and pages.
 
     rows | limits | items | merges | pages of the first sequence | of the second | ...
 
@@ -19,9 +19,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from kvweave.kernels.gpu.attention import LOG2_E, choose, cores, merge, padded
+from kvweave.kernels.gpu.attention import choose, cores, merge
 from kvweave.kernels.gpu.row_plan import even_pieces
 from kvweave.kernels.gpu.rows import attend_rows
+from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes, as the kernels like it
 
@@ -126,7 +127,7 @@ def attend_decode(
         *q.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3], *out.stride()[:2],
         G=group, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
         BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=key_pages.shape[1], APART=0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PRECISION=precision(q),
         num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
     merge(out, (part, lse), tables.merges, kv_heads, group, how.block_m)

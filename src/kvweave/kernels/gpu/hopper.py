@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvweave.kernels.gpu.row_plan import RowPlan
+from kvweave.kernels.gpu.tiles import LOG2_E
 
 BLOCK_M = 128  # rows times heads of a tile; each consumer has half
 BLOCK_N = 128  # keys of a block
@@ -96,7 +97,7 @@ def _hide(s, first_key, hi, limit, BN: gl.constexpr, BOX: gl.constexpr, mma: gl.
     key = first_key + gl.arange(0, BN, gl.SliceLayout(0, mma))
     tail = (hi - 1) // BOX * BOX  # first key of the last box
     shifted = key - gl.where(key >= tail, tail + BOX - hi, 0)
-    shifted = gl.where((key >= tail) & (shifted < tail), hi, shifted)  # nobody's
+    shifted = gl.where((key >= tail) & (shifted < tail), hi, shifted)  # of no box
     shifted = gl.where(key >= tail + BOX, hi, shifted)
     return gl.where(shifted[None, :] < limit[:, None], s, HIDDEN)
 
@@ -287,7 +288,7 @@ def launch(
     _attend[(len(plan.items) * kv_heads,)](
         *descriptors, q, out, *parts, plan.limits, plan.items,
         plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),
-        keys.shape[0] if page else 1, scale * 1.4426950408889634,
+        keys.shape[0] if page else 1, scale * LOG2_E,
         *q.stride()[:2], *out.stride()[:2],
         G=q.shape[1] // kv_heads, HK=kv_heads, D=head_dim, BN=BLOCK_N, BOX=box, PAGE=page,
         CH=CHUNK, STAGES=STAGES, num_warps=4,

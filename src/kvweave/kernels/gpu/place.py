@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.kernels.place import Owners
 from kvweave.kernels.rope import Angles
+from kvweave.kernels.types import Owners
 
 CHOSEN = 16  # rows of a chunk that are looked at together
 

@@ -107,14 +107,17 @@ def even_pieces(limits: Limits, block_n: int, num_items: int) -> tuple[Limits, L
     return items, merges.astype(np.int32)
 
 
-class Plans:
-    """Plans of recent launches, per stream: tables are ready where they were sent. One thread's."""
+class PlanCache:
+    """Plans of recent launches, by stream: a table is ready on the stream that it was sent on.
+
+    Belongs to one thread.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[Bounds, Tiling, int], tuple[Limits, RowPlan]] = OrderedDict()
 
     def find(self, limits: Limits, bounds: Bounds, tiling: Tiling, device: torch.device) -> RowPlan:
-        """The plan for rows that see `limits` keys; made if nobody asked for it lately."""
+        """The plan for rows that see `limits` keys; made if it is not among the recent ones."""
         key = (bounds, tiling, stream_of(device))
         known = self._kept.get(key)
         if known is not None and np.array_equal(known[0], limits):

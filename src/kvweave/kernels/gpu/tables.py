@@ -50,16 +50,18 @@ class _Staging:
         return self.halves[self.half][start : start + num_bytes]
 
 
-class _Kept(threading.local):
+class _ThreadStagings(threading.local):
+    """The staging memory of each stream that this thread sends tables on."""
+
     def __init__(self) -> None:
-        self.stagings: dict[tuple[int | None, int], _Staging] = {}
+        self.by_stream: dict[tuple[int | None, int], _Staging] = {}
 
 
-_kept = _Kept()
+_stagings = _ThreadStagings()
 
 
 def can_fetch(num_bytes: int) -> bool:
-    """Whether a table of this size goes this way: larger ones are copies like others, and what a
+    """Whether a table of this size is fetched: larger ones are copies like others, and what a
     recording reads must not be written over."""
     return 0 < num_bytes <= HALF_BYTES and not torch.cuda.is_current_stream_capturing()
 
@@ -69,10 +71,10 @@ def fetch(x: Tensor, device: torch.device) -> Tensor:
     x = x.contiguous()
     stream = torch.cuda.current_stream(device)
     key = (stream.device_index, int(stream.cuda_stream))
-    staging = _kept.stagings.get(key)
+    staging = _stagings.by_stream.get(key)
     if staging is None:
         one, other = (torch.empty(HALF_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2))
-        staging = _kept.stagings[key] = _Staging((one, other))
+        staging = _stagings.by_stream[key] = _Staging((one, other))
     with torch.inference_mode(False):  # kept memory is written inside such a mode and outside it
         here = staging.room(x.nbytes, stream)
         here.view(x.dtype).view(x.shape).copy_(x)

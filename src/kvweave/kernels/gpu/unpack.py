@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvweave.kernels.rope import Angles
-from kvweave.kernels.unpack import Packing, StoredRows
+from kvweave.kernels.types import Packing, StoredRows
 
 TOKENS = 8  # per program
 

@@ -1,24 +1,28 @@
-"""How the rows of a batch reach the KV of their sequences, which is of one kind in a batch.
+"""The KV of all sequences of a batch, as one object that rows are written to and attend over.
+
+A batch has KV of one kind: a dense buffer per sequence, or pages of one pool.
 
 Shapes: R rows, Hq query heads, Hk KV heads, D head dim.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvweave.kernels.attention import Segment, attend
+from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.model.paged_kv import PagedKV, PagedPlaces
+from kvweave.kernels.types import Segment
+from kvweave.model.paged_kv import PagedKV
 from kvweave.model.rows import Rows, bounds_of, flat
 
 
-class Access(Protocol):
-    """The KV of a batch. Made for a pass, on its thread, and again when rows leave it."""
+class BatchKV(Protocol):
+    """The KV of a batch. Made for a pass, on its thread, and again when rows stop early."""
 
     def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
         """Keep keys (turned on the way) and values [R, Hk, D] of all rows."""
@@ -34,13 +38,13 @@ class Access(Protocol):
         ...
 
 
-def access_to(batch: Sequence[Rows], device: torch.device) -> Access:
-    """The KV of `batch`. One of no rows is fine."""
+def kv_of(batch: Sequence[Rows], device: torch.device) -> BatchKV:
+    """The KV of `batch`, which may have no rows."""
     is_paged = bool(batch) and isinstance(batch[0].kv, PagedKV)
-    return PagedAccess(batch, device) if is_paged else DenseAccess(batch)
+    return PagedBatchKV(batch, device) if is_paged else DenseBatchKV(batch)
 
 
-class DenseAccess:
+class DenseBatchKV:
     """Rows of sequences that own a dense buffer each."""
 
     def __init__(self, batch: Sequence[Rows]) -> None:
@@ -77,19 +81,25 @@ class DenseAccess:
         return attend(q, positions, segments)
 
 
-class PagedAccess:
-    """Rows of sequences that share a pool: written in one go, whoever they belong to."""
+class PagedBatchKV:
+    """Rows of sequences that share a pool: those of all sequences are written in one go."""
 
     def __init__(self, batch: Sequence[Rows], device: torch.device) -> None:
         self._batch = batch
         self._kvs = [rows.kv for rows in batch if isinstance(rows.kv, PagedKV)]
         assert len(self._kvs) == len(batch), "a batch has KV of one kind"
-        positions = [rows.positions for rows in batch]
-        self._places = PagedPlaces.of(list(zip(self._kvs, positions, strict=True)), device)
+        self._pool = self._kvs[0].pool
+        slots = [
+            s for rows, kv in zip(batch, self._kvs, strict=True) for s in kv.slots(rows.positions)
+        ]
+        is_run = len(batch) == 1 and all(b - a == 1 for a, b in pairwise(slots))
+        self._slots = (
+            slice(slots[0], slots[-1] + 1) if is_run else on_device(torch.tensor(slots), device)
+        )
 
     def write(self, layer: int, k: Tensor, v: Tensor, angles: Angles) -> None:
-        pool, slots = self._places
-        keys, values = pool.slots(layer)
+        slots = self._slots
+        keys, values = self._pool.slots(layer)
         if isinstance(slots, slice):
             rotate(k, angles, out=keys[slots])
         else:
@@ -99,7 +109,7 @@ class PagedAccess:
     def attend(
         self, layer: int, q: Tensor, positions: Tensor, counts: Sequence[int] | None
     ) -> Tensor:
-        pool = self._places.pool
         bounds = bounds_of(self._batch, counts)
         segments = [kv.segment(*rows) for kv, rows in zip(self._kvs, bounds, strict=True)]
-        return attend_paged(q, positions, segments, pool.keys[layer], pool.values[layer])
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        return attend_paged(q, positions, segments, keys, values)

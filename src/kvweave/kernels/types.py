@@ -1,0 +1,67 @@
+"""What operators are told about the memory they work on.
+
+Below the operators and below their GPU kernels, because both sides name these types.
+
+Shapes: N keys of one sequence, C chosen rows, M chunks, Hk KV heads, D head dim.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """The rows of one sequence and the keys they look at."""
+
+    start: int  # first row of the flat batch that belongs to this sequence
+    end: int  # one past the last
+    keys: Tensor  # [N, Hk, D] rotated, in position order
+    values: Tensor  # [N, Hk, D]
+    key_positions: Tensor | None = None  # [N] ascending; None: key j stands at position j
+
+
+class PagedSegment(NamedTuple):
+    """The rows of one sequence and the pages they look at."""
+
+    start: int  # first row of the flat batch that belongs to this sequence
+    end: int  # one past the last
+    page_table: Sequence[int]  # its pages in position order
+    runs: Sequence[tuple[int, int]] | None = None  # the table as (first page, pages), if known
+
+
+class Owners(NamedTuple):
+    """Which chunk each chosen row belongs to: the rows of a chunk lie side by side."""
+
+    bounds: Tensor  # [M + 1] int32: chunk m has the rows [bounds[m], bounds[m + 1])
+    weights: Tensor  # [M] float32: what a row's change counts for
+
+    def sums(self, change: Tensor) -> Tensor:
+        """[2, M, Hk, D] of changes [2, C, Hk, D]: weighted and summed by chunk."""
+        count, num = len(self.weights), change.shape[1]
+        chunks = torch.arange(count, device=change.device)
+        owner = torch.repeat_interleave(chunks, self.bounds.diff(), output_size=num)
+        total = change.new_zeros(2, count, *change.shape[2:]).index_add_(1, owner, change)
+        return total.mul_(self.weights[:, None, None])
+
+
+class Packing(NamedTuple):
+    """How a chunk's layer lies in its bytes."""
+
+    kind: Literal["plain", "int", "fp8"]
+    stored: torch.dtype  # of plain elements
+    bits: int = 16  # of a code
+    group: int = 64  # values that share parameters: keys along tokens, values along the head dim
+
+
+class StoredRows(NamedTuple):
+    """Where each stored token's bytes are and where it goes, for all tokens of a launch.
+
+    One number per token, on the device of the bytes.
+    """
+
+    base: Tensor  # int64: first byte of its chunk, a multiple of 16
+    nth: Tensor  # int64: its number in the chunk
+    length: Tensor  # int64: tokens of the chunk
+    row: Tensor  # int64: of the request's KV; no two alike
