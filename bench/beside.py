@@ -32,7 +32,7 @@ from common import finish, result_header
 from kvweave.engine import lifecycle as desk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import PrefillMode, way_of
+from kvweave.engine.fused_step import PrefillMode, way_of
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder

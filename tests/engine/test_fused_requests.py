@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import PrefillMode, waits_outside, way_of
+from kvweave.engine.fused_step import PrefillMode, waits_outside, way_of
 from kvweave.engine.request import EngineRequest, LoadCost
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.strategy import ModelFacts, open_strategy

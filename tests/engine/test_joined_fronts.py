@@ -7,7 +7,7 @@ import pytest
 
 from kvweave.engine import lifecycle as desk
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import PrefillMode
+from kvweave.engine.fused_step import PrefillMode
 from worlds.engine import SMALL, plain, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest
 

@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.scheduler import Scheduler, Seq
-from kvweave.engine.sparse_rows import SparseRows
-from kvweave.engine.waiting import WINDOW, WaitingQueue
+from kvweave.engine.scheduler import WINDOW, Scheduler, Seq, SparseRows, WaitingQueue
 
 CFG = EngineConfig(page_tokens=4, max_running=3, step_rows=8, alone_rows=16)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.engine.waiting import WINDOW, WaitingQueue, order_priority
+from kvweave.engine.scheduler import WINDOW, WaitingQueue, order_priority
 from kvweave.errors import ConfigError
 
 

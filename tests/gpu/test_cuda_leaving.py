@@ -16,8 +16,7 @@ from torch import Tensor
 from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.offload import CudaLink, Offload, OffloadLink
+from kvweave.engine.offload import CudaLink, HostCopy, Offload, OffloadLink, TreePages
 from kvweave.engine.pages import PageAllocator
 from kvweave.kv.tree import Pages, TreeTier
 from kvweave.model.decoder import Decoder

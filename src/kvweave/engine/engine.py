@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvweave.engine.config import EngineConfig, for_device, make_pool
+from kvweave.engine.fused_step import Loading
 from kvweave.engine.lifecycle import Lifecycle
-from kvweave.engine.loading import Loading
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import Cost, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvweave.engine.fused_step import prepare, weave
-from kvweave.engine.loading import Loaded, Loading, PrefillMode, waits_outside, way_of
+from kvweave.engine.fused_step import (
+    Loaded,
+    Loading,
+    PrefillMode,
+    prepare,
+    waits_outside,
+    way_of,
+    weave,
+)
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import path_of
 from kvweave.engine.reference import check_prompt

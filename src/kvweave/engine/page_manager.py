@@ -8,8 +8,8 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.offload import Post
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Cost, ExactPrefixes
+from kvweave.engine.scheduler import SparseRows
 from kvweave.engine.sequence import EngineSequence
-from kvweave.engine.sparse_rows import SparseRows
 from kvweave.fuse.prepared import Prepared
 from kvweave.kv.tree import TreeLease
 from kvweave.model.paged_kv import KVPool, PagedKV

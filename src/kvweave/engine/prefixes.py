@@ -19,8 +19,15 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.offload import MOST_BYTES, POOL_SHARE, Offload, Post, open_link
+from kvweave.engine.offload import (
+    MOST_BYTES,
+    POOL_SHARE,
+    HostCopy,
+    Offload,
+    Post,
+    TreePages,
+    open_link,
+)
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones

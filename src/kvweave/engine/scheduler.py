@@ -14,13 +14,53 @@ When pages run out, the sequence that came last gives its pages back and is comp
 its tokens are known, so its answer stays the same. Whoever came first always goes on.
 """
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.sparse_rows import SparseRows
-from kvweave.engine.waiting import WaitingQueue
+from kvweave.errors import ConfigError
+
+WINDOW = 32
+
+
+@dataclass(slots=True)
+class SparseRows:
+    """What is left of one prompt. Owned by its sequence."""
+
+    positions: Sequence[int]  # of all rows, ascending
+    bonds: Sequence[tuple[int, int]] = ()  # [start, end) of them that no slice may cut, ascending
+    done: int = 0  # rows that were computed
+
+    @property
+    def left(self) -> int:
+        return len(self.positions) - self.done
+
+    @property
+    def reached(self) -> int:
+        """Up to here, not included, everything stands in its final form."""
+        return self.positions[self.done] if self.left else self.positions[-1] + 1
+
+    def share(self, most: int) -> int:
+        """How many rows the next slice has in a step with room for `most`; 0 only without room.
+
+        A bond that does not fit waits for the next slice, unless it would be all there is of this
+        one: then it is computed at once, however long, because it never gets shorter.
+        """
+        if most <= 0:
+            return 0
+        end = self.done + min(most, self.left)
+        place = bisect_right(self.bonds, (end, 0)) - 1  # the last that starts before `end`
+        if place >= 0:
+            first, last = self.bonds[place]
+            if first < end < last:
+                end = first if first > self.done else last
+        return end - self.done
+
+    def next(self, count: int) -> Sequence[int]:
+        """Positions of the next `count` rows."""
+        return self.positions[self.done : self.done + count]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +97,76 @@ class Seq:
 
 
 S = TypeVar("S", bound=Seq)
+
+
+class Waits(Protocol):
+    """What waits."""
+
+    @property
+    def held(self) -> bool: ...
+
+
+T = TypeVar("T", bound=Waits)
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[T]):
+    request: T
+    overtaken: int = 0
+
+
+class WaitingQueue(Generic[T]):
+    """In order of arrival. Not thread-safe: the scheduler owns it.
+
+    `lengths(request)` says how many of its tokens are cached and how many must be computed now. It
+    is asked again for every choice, because the cache changes while requests wait.
+    """
+
+    def __init__(self, lengths: Callable[[T], tuple[int, int]], window: int = WINDOW) -> None:
+        if window < 1:
+            raise ConfigError(f"WaitingQueue.window must be at least 1, got {window}")
+        self._lengths = lengths
+        self._window = window
+        self._queue: list[_Waiting[T]] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, request: T) -> bool:
+        return any(waiting.request is request for waiting in self._queue)
+
+    def requests(self) -> list[T]:
+        return [waiting.request for waiting in self._queue]
+
+    def push(self, request: T, *, first: bool = False) -> None:
+        """At the end, or before all others: who had begun already."""
+        if first:
+            self._queue.insert(0, _Waiting(request, overtaken=self._window))
+        else:
+            self._queue.append(_Waiting(request))
+
+    def best(self) -> T:
+        """Who should run next. IndexError when nobody waits. Changes nothing."""
+        front = self._queue[0]
+        if front.overtaken >= self._window and not front.request.held:
+            return front.request
+        return max(self._queue[: self._window], key=lambda w: self._rank(w.request)).request
+
+    def remove(self, request: T, *, counts: bool = True) -> None:
+        """It runs now, ahead of who came before it; without `counts` it just leaves."""
+        place = [waiting.request for waiting in self._queue].index(request)
+        if counts:
+            for waiting in self._queue[:place]:
+                waiting.overtaken += 1
+        del self._queue[place]
+
+    def _rank(self, request: T) -> tuple[bool, float]:
+        return not request.held, order_priority(*self._lengths(request))
+
+
+def order_priority(cached_tokens: int, compute_tokens: int) -> float:
+    """Cached ÷ to compute; larger first."""
+    return cached_tokens / max(1, compute_tokens)
 
 
 class Work(NamedTuple, Generic[S]):

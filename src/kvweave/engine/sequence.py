@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampler
-from kvweave.engine.scheduler import Seq
-from kvweave.engine.sparse_rows import SparseRows
+from kvweave.engine.scheduler import Seq, SparseRows
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord

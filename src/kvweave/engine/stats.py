@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
-from kvweave.engine.loading import PrefillMode
+from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.record import TREE, ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State

@@ -4,7 +4,7 @@ Part of the composition root: only `planning.py` uses it, which guards it with i
 """
 
 from kvweave.app.auto.tier_probes import TierProbes
-from kvweave.engine.loading import PrefillMode
+from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import Ticket
 from kvweave.fuse import recorded_layers
 from kvweave.fuse import recorded_probe as captured_probe
