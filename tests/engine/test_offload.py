@@ -7,7 +7,7 @@ that a GPU's take; tests/gpu/test_cuda_leaving.py has the streams.
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.engine import offload as leaving_module
+from kvweave.engine import offload as offload_module
 from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.offload import CudaLink
+from kvweave.engine.offload import ArrivedCopy, CudaLink
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes, guessed_cost_s
 from kvweave.kv.memory import Memory, new_memory
@@ -69,11 +69,14 @@ class World:
     def __init__(self, decoder: Decoder, link: GatedLink, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefixes_module, "open_link", lambda _: link)
         self.link = link
-        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[ArrivedCopy] = queue.SimpleQueue()
         self.pool = KVPool(decoder.spec, NUM_PAGES, PAGE, torch.float32, torch.device("cpu"))
         self.pages = PageAllocator(NUM_PAGES)
-        self.prefixes = ExactPrefixes(CFG, self.pool, self.pages, guessed_cost_s, self.posted.put)
+        self.prefixes = ExactPrefixes(CFG, self.pool, self.pages, guessed_cost_s, self)
         self.overwrite()
+
+    def post(self, item: ArrivedCopy) -> None:
+        self.posted.put(item)
 
     def offer(self, *path: ChunkRef) -> list[Tensor]:
         """Compute a path and offer it; what its pages held, by node."""
@@ -111,7 +114,7 @@ class World:
 
     def step(self) -> None:
         """The next step boundary at which there is news."""
-        self.posted.get(timeout=30)()
+        self.prefixes.settle(self.posted.get(timeout=30))
 
     def check(self) -> None:
         self.pages.check_integrity()
@@ -172,11 +175,11 @@ def test_a_copy_is_taken_over_between_two_steps_and_not_before(world: World) -> 
     _, held = world.offer(A, B)
     world.leave()
     world.link.gate.set()
-    arrived = world.posted.get(timeout=30)  # it is there, and nobody has heard of it
+    arrived = world.posted.get(timeout=30)  # it is there, and the engine has not heard of it
     assert world.stats() == [0, 0, 0, 1]
     with world.prefixes.acquire((A, B), 1, count=True) as lease:
         assert world.read(lease, 2).equal(held)
-    arrived()
+    world.prefixes.settle(arrived)
     assert world.stats() == [1, 0, 0, 0]
 
 
@@ -291,7 +294,7 @@ def test_bytes_pass_through_two_pieces_and_none_is_overwritten_before_it_is_home
         assert pinned
         return new_memory(size, pinned=False)
 
-    monkeypatch.setattr(leaving_module, "new_memory", unlocked)
+    monkeypatch.setattr(offload_module, "new_memory", unlocked)
     link = CudaLink(torch.device("cpu"), piece_bytes=100)
     for _ in range(2):
         source = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
@@ -357,4 +360,4 @@ def test_a_closed_engine_has_nothing_on_its_way(
     closing.join(30)
     assert not closing.is_alive()
     assert link.num_carried == 1  # the rest was left
-    assert not [t for t in threading.enumerate() if t.name.startswith("engine-leaving")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("engine-offload")]
