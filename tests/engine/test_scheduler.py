@@ -179,15 +179,15 @@ def test_a_speculation_that_leaves_for_somebody_has_no_rows_in_the_step() -> Non
     assert world.free == 5
 
 
-def test_when_a_speculation_left_in_vain_the_one_with_its_own_step_goes_on() -> None:
+def test_when_a_speculation_leaves_in_vain_the_others_go_on() -> None:
     world = World(pages=10, cfg=GUESSING)
     guess = world.add(12, held=True)
     assert world.step() == [(guess, 4)]
     own = world.add(20, own=True)
     assert world.step() == [(guess, 4)]  # and the other is in
-    world.scheduler._own_next = False  # the common step's turn
     world.add(40)  # does not fit beside it, with or without the guess
     assert world.step() == [(own, 0)]
+    assert world.step() == [(own, 1)]
     assert world.scheduler.parked == [guess]
 
 

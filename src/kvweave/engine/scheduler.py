@@ -241,7 +241,6 @@ class Scheduler(Generic[S]):
         self.running: list[S] = []
         self.parked: list[S] = []  # speculations whose pages others needed
         self.preemptions = 0
-        self._own_next = False
 
     def add(self, sequence: S) -> None:
         """It waits for its turn, in front of all others if it had begun before. One that has to
@@ -280,15 +279,10 @@ class Scheduler(Generic[S]):
 
         A sequence that wants a step of its own is alone in the list, with 0 rows.
         """
-        own = [one for one in self.running if one.progress.own_step]
-        together = [
-            one for one in self.running if one.progress.needed and not one.progress.own_step
-        ]
-        self._own_next = bool(own) and (self._own_next or not together)
-        if self._own_next:  # they take turns with the common step
-            self._own_next = False
-            return [StepSlice(min(own, key=lambda one: one.progress.arrival), 0)]
-        self._own_next = True
+        for one in self.running:
+            if one.progress.own_step:  # let in by the last common step: they take turns
+                return [StepSlice(one, 0)]
+        together = [one for one in self.running if one.progress.needed]
         left = self._alone_rows
         if any(one.progress.needed == 1 for one in together):
             left = self._step_rows
@@ -299,14 +293,12 @@ class Scheduler(Generic[S]):
                 rows_of[one] = rows
                 left = max(0, left - rows)
         while left and (new := self._next_in(rows_of)) is not None:
-            if new.progress.own_step:  # at once if no other runs, else in turn
+            if new.progress.own_step:  # at once if no other computes, else in turn
                 if not rows_of:
-                    return self.next_step()
+                    return [StepSlice(new, 0)]
                 break
             rows_of[new] = self._share(new, left)
             left -= rows_of[new]
-        if not rows_of and any(one.progress.own_step for one in self.running):
-            return self.next_step()  # all that were to compute together had to leave: its turn
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
 
     def _share(self, sequence: S, left: int) -> int:
