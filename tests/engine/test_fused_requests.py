@@ -261,7 +261,7 @@ def test_a_request_loads_while_others_are_computed(
         next(other)
         loading = engine.submit(request)
         for _ in range(299):
-            next(other)  # its bytes are not there, and nobody waits for them
+            next(other)  # its bytes are not there, and no other waits for them
         assert not loading.is_done
         go.set()
         assert answer(loading) == world.alone(request)
@@ -296,6 +296,34 @@ def test_a_request_that_ends_while_it_loads_gives_its_lease_back(
             engine.close()
     assert world.store.num_pinned() == 0
     assert engine.stats()["pages_used"] == 0
+
+
+def test_bytes_that_arrive_when_all_requests_have_ended_are_given_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread has nothing to do any more, and still hears of them."""
+    go, there = threading.Event(), threading.Event()
+
+    def slowly(self: StoredPrompt) -> None:
+        there.set()
+        assert go.wait(30)
+
+    monkeypatch.setattr(StoredPrompt, "arrive", slowly)
+    with Engine(world.decoder, replace(SMALL, idle_s=0.01)) as engine:
+        other = engine.submit(plain([1, 2, 3], max_tokens=400))
+        next(other)
+        loading = engine.submit(world.request(CHUNKS))
+        assert there.wait(30)
+        for ticket in (loading, other):
+            ticket.cancel()
+            assert ticket.wait(30)
+        thread = engine.run_alone(threading.current_thread)
+        thread.join(0.2)  # many times idle_s
+        assert world.store.num_pinned() > 0
+        go.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert world.store.num_pinned() == 0
 
 
 def test_chunks_that_are_lost_on_the_way_are_computed(world: World) -> None:
@@ -384,7 +412,9 @@ def test_where_any_chunk_may_be_gone_only_pinned_preambles_stay_in_the_tree(worl
         at_rest(engine, world)
 
 
-def test_a_preamble_pinned_in_the_middle_of_the_pool_stops_nobody_for_ever(world: World) -> None:
+def test_a_preamble_pinned_in_the_middle_of_the_pool_stops_no_request_for_ever(
+    world: World,
+) -> None:
     request = world.request(CHUNKS)  # 13 pages of 4, side by side
     with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 20)) as engine:
         beside = engine.submit(plain(ids(random.Random(5), 9 * 4)), held=True)

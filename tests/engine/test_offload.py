@@ -55,7 +55,7 @@ class GatedLink:
     def carry(self, source: Tensor, home: Tensor, behind: object) -> None:
         home.fill_(0xFF)
         self.began.set()
-        assert self.gate.wait(30), "nobody opened the gate"
+        assert self.gate.wait(30), "the gate stayed shut"
         if self.error is not None:
             raise self.error
         home.copy_(source)
@@ -107,7 +107,7 @@ class World:
         assert self.prefixes.tree.shrink()
 
     def overwrite(self) -> None:
-        """Whatever nobody holds is written to."""
+        """Whatever is not held is written to."""
         for page in range(NUM_PAGES):
             if not self.pages.refs(page):
                 self.pool.keys[:, page] = self.pool.values[:, page] = torch.nan
@@ -183,7 +183,7 @@ def test_a_copy_is_taken_over_between_two_steps_and_not_before(world: World) -> 
     assert world.stats() == [1, 0, 0, 0]
 
 
-def test_more_than_may_be_on_its_way_is_dropped_and_counted_and_nobody_waits(
+def test_more_than_may_be_on_its_way_is_dropped_and_counted_without_waiting(
     world: World,
 ) -> None:
     """An eighth of sixteen pages is on its way: one node."""
@@ -232,7 +232,7 @@ def test_a_copy_that_fails_leaves_alone_what_is_back_on_the_device(world: World)
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a CUDA error")])
-def test_what_is_deleted_on_its_way_is_found_by_nobody(
+def test_what_is_deleted_on_its_way_is_not_found_again(
     world: World, error: Exception | None
 ) -> None:
     world.offer(A, B)
@@ -339,6 +339,29 @@ def test_answers_are_those_of_each_request_alone_while_kv_leaves_and_comes_back(
         stats = engine.stats()
         left = sum(stats[f"tree_copies_{how}"] for how in ("made", "refused", "failed"))
         assert left + stats["tree_leaving_bytes"] > 0
+
+
+def test_a_copy_that_arrives_when_all_requests_have_ended_is_taken_over(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread has nothing to do any more, and still hears of it."""
+    rng = random.Random(1)
+    link = GatedLink()
+    monkeypatch.setattr(prefixes_module, "open_link", lambda _: link)
+    cfg = replace(SMALL, pool_tokens=4 * 24, host_tokens=400, tree_share=0.6, idle_s=0.01)
+    with Engine(decoder, cfg) as engine:
+        for _ in range(3):
+            list(engine.submit(with_chunks(ids(rng, 9), [ids(rng, 12)], ids(rng, 3))))
+        thread = engine.run_alone(threading.current_thread)
+        assert link.began.wait(30)
+        thread.join(0.2)  # many times idle_s
+        assert engine.stats()["tree_leaving_bytes"] > 0
+        link.gate.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        stats = engine.stats()
+        assert (stats["tree_leaving_bytes"], stats["tree_copies_failed"]) == (0, 0)
+        assert stats["tree_copies_made"] > 0
 
 
 def test_a_closed_engine_has_nothing_on_its_way(

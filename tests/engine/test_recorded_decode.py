@@ -86,7 +86,7 @@ class Still:
     """Something that moves what stands there; what, does not matter."""
 
     def move(self, layer: int, fresh: object, kv: object) -> None:
-        raise AssertionError("nobody computes here")
+        raise AssertionError("nothing is computed here")
 
 
 def test_nothing_is_recorded_without_a_gpu_or_its_kernels(
@@ -109,7 +109,7 @@ def test_a_negative_number_of_rows_is_refused() -> None:
         EngineConfig(recorded_rows=-1)
 
 
-def test_nobody_is_given_the_scratch_page(decoder: Decoder) -> None:
+def test_no_sequence_is_given_the_scratch_page(decoder: Decoder) -> None:
     pool = make_pool(decoder, num_pages=12)
     pages = PageAllocator(pool.num_pages)
     assert pages.take(12) == list(range(12))
@@ -234,7 +234,7 @@ def test_page_tables_are_followed_as_they_grow(decoder: Decoder) -> None:
 def test_the_engine_answers_the_same_when_it_plays_decode_steps(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Sequences that grow, leave, join and are preempted; prompts go the plain way."""
+    """Sequences that grow, leave, join and are preempted; prompts are computed plainly."""
     without_kernels(monkeypatch)
     rng = random.Random(seed)
     cfg = replace(rng.choice([SMALL, TINY]), step_rows=rng.choice([4, 8, 50]))

@@ -168,7 +168,7 @@ def test_steps_of_their_own_take_turns_with_the_common_one() -> None:
     assert order[3] == [fused[1]]
 
 
-def test_a_speculation_that_leaves_for_somebody_has_no_rows_in_the_step() -> None:
+def test_a_speculation_that_leaves_for_another_has_no_rows_in_the_step() -> None:
     world = World(pages=10, cfg=GUESSING)
     guess = world.add(36, held=True)
     assert world.step() == [(guess, 4)]

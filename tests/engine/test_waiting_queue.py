@@ -64,7 +64,7 @@ def test_a_request_behind_the_window_is_not_looked_at() -> None:
     assert pop(queue) == "hot"
 
 
-def test_nobody_is_overtaken_more_often_than_the_window_says() -> None:
+def test_none_is_overtaken_more_often_than_the_window_says() -> None:
     """The worst case: better requests keep arriving."""
     queue = make_queue(("patient", 0, 100))
     for turn in range(WINDOW + 1):

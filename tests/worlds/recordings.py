@@ -17,7 +17,7 @@ from kvweave.model.recorded_decode import Played
 
 
 class EagerGraph:
-    """Computes anew at every replay. Steps of nobody came first, as in a recording."""
+    """Computes anew at every replay. A step of no sequence comes first, as in a recording."""
 
     def __init__(
         self, decoder: Decoder, compute: Callable[[], Played], beside: "EagerGraph | None"

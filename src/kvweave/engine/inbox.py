@@ -23,7 +23,9 @@ class Inbox(Generic[T]):
     """Items in the order in which they were posted. Any thread posts, the engine thread takes."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()  # guards the items; re-entrant, for who guards more
+        self.changed = (
+            threading.Condition()
+        )  # guards the items; re-entrant: Worker guards more by it
         self._items: deque[T] = deque()
         self._closed = False
 

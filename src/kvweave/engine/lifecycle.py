@@ -1,6 +1,5 @@
 """The life of a request: it begins, loads, is computed, answers and ends. On the engine thread."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,8 +28,6 @@ from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.errors import RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.model.decoder import Decoder
-
-log = logging.getLogger(__name__)
 
 # What other threads leave for the engine thread: a ticket that is new, released or cancelled, the
 # end of something that was under way, or a job.

@@ -49,7 +49,7 @@ class HostCopy:
 
 
 class ArrivedCopy(NamedTuple):
-    """The end of a copy's way."""
+    """A copy that is in host memory, or will never be."""
 
     copy: HostCopy
     result: Tensor | Exception  # its `kv` in host memory, or why that is not there
