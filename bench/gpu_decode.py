@@ -20,7 +20,9 @@ import torch
 from common import finish, result_header
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
+from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.runner import Runner
 from kvweave.engine.sampling import Sampling
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -175,7 +177,10 @@ def measure_engine(args: argparse.Namespace, decoder: Decoder, batch: int) -> di
             page_tokens=args.page, pool_tokens=batch * each, max_running=batch, tree_share=0.0,
             alone_rows=8192, guess_rows=8192, recorded_rows=recorded_rows,
         )  # fmt: skip
-        with Engine(decoder, cfg) as engine:
+        pool = make_pool(cfg, decoder)
+        recorded = open_recorded(decoder, pool, recorded_rows)
+        runner = Runner(decoder, recorded)
+        with Engine(decoder, cfg, pool=pool, runner=runner) as engine:
             requests = [
                 EngineRequest(tuple(ids), Sampling(max_tokens=answer), frozenset())
                 for ids in prompts
@@ -185,8 +190,8 @@ def measure_engine(args: argparse.Namespace, decoder: Decoder, batch: int) -> di
                 time.sleep(0.01)
             answers[way], rate = decode_rate(tickets)
             row[f"{way}_tokens_per_s"] = round(rate, 1)
-            if engine._recorded is not None:
-                row["played"], row["sizes"] = engine._recorded.num_played, engine._recorded.sizes
+            if recorded is not None:
+                row["played"], row["sizes"] = recorded.num_played, recorded.sizes
         drop_memory(decoder.device)
     row["speedup"] = round(row["recorded_tokens_per_s"] / row["plain_tokens_per_s"], 2)
     pairs = zip(answers["plain"], answers["recorded"], strict=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common import finish, result_header
+from kvweave.kv.tree.node import DEVICE
 from open_loop import Probe, Served, alone, highest_rate, probe
 
 WAYS = ("full", "prefix", "auto")
@@ -239,10 +240,12 @@ def held(world: World) -> dict[str, int]:
     engine = world.engine
     engine.run_alone(engine.check_integrity)
     stats = engine.stats()
-    tree = engine.run_alone(lambda: len(set(engine._placing.prefixes.held_pages())))
+    tree = engine.run_alone(
+        lambda: {page for node in engine.tree.holders() for page in node.pages[DEVICE].handle}
+    )
     return {
         "requests": int(stats["waiting"] + stats["running"] + stats["parked"]),
-        "pages": int(stats["pages_used"]) - tree,
+        "pages": int(stats["pages_used"]) - len(tree),
         "leases": world.store.num_pinned(),
     }
 

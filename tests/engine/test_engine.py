@@ -1,4 +1,4 @@
-"""The engine answers as the plain way does, whoever else it computes for."""
+"""The engine answers as the plain loop does, whatever else it computes."""
 
 import random
 import threading
@@ -228,8 +228,9 @@ def test_an_engine_that_rests_has_no_thread_and_wakes_again(decoder: Decoder) ->
         for _ in range(3):
             request = plain([1, 2, 3], max_tokens=2)
             assert list(engine.submit(request)) == alone(decoder, request)
-            while engine._worker.is_awake:
-                pass
+            thread = engine.run_alone(threading.current_thread)
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def test_jobs_run_between_steps_and_raise_what_they_raise(decoder: Decoder) -> None:
@@ -322,3 +323,50 @@ def test_a_token_that_cannot_be_drawn_fails_its_own_request_alone(decoder: Decod
             assert tokens(ticket) == [choice.token_id for choice in alone(decoder, well)]
         engine.run_alone(engine.check_integrity)
         assert engine.stats()["requests_failed"] == 2
+
+
+def test_prompts_that_wait_are_pending_and_those_that_were_cancelled_are_not(
+    decoder: Decoder,
+) -> None:
+    rng = random.Random(1)
+    with Engine(decoder, SMALL) as engine:
+        started, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            started.set()
+            go.wait(10)
+
+        holding = threading.Thread(target=lambda: engine.run_alone(hold))
+        holding.start()
+        assert started.wait(10)
+        tickets = [engine.submit(plain(ids(rng, 20), max_tokens=2)) for _ in range(3)]
+        assert engine.pending_prefills() == 3
+        tickets[1].cancel()
+        assert engine.pending_prefills() == 2
+        go.set()
+        holding.join()
+        assert [len(tokens(ticket)) for ticket in tickets] == [2, 0, 2]
+        assert engine.pending_prefills() == 0
+
+
+def test_what_a_guess_saved_and_wasted_is_counted_and_said(decoder: Decoder) -> None:
+    rng = random.Random(2)
+    preamble, chunks, question = ids(rng, 7), [ids(rng, 9), ids(rng, 10)], ids(rng, 5)
+    request = with_chunks(preamble, chunks, question)
+    with Engine(decoder, SMALL) as engine:
+        wrong = engine.submit(request, held=True)
+        while wrong.timeline.prefilled_s is None:
+            engine.run_alone(lambda: None)
+        wrong.cancel()
+        assert wrong.wait(10)
+        assert wrong.timeline.wasted_tokens == len(question)  # the rest is in the tree
+        right = engine.submit(request, held=True)
+        while right.timeline.prefilled_s is None:
+            engine.run_alone(lambda: None)
+        right.release()
+        assert tokens(right) == [choice.token_id for choice in alone(decoder, request)]
+        assert right.timeline.saved_tokens == len(question)
+        stats = engine.stats()
+        assert (stats["speculation_right"], stats["speculation_wrong"]) == (1, 1)
+        assert stats["speculation_saved_tokens"] == stats["speculation_wasted_tokens"] == 5
+        engine.run_alone(engine.check_integrity)

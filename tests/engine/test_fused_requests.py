@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,15 @@ import pytest
 import torch
 
 from kvweave.engine.engine import Engine
-from kvweave.engine.loading import PrefillMode, waits_outside, way_of
-from kvweave.engine.request import EngineRequest, LoadCost
+from kvweave.engine.fused_step import PrefillMode
+from kvweave.engine.page_manager import make_pool
+from kvweave.engine.request import EngineRequest
 from kvweave.fuse.prefill import StoredPrompt
-from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.residency import Miss
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.model.paged_kv import KVPool
 from worlds.engine import SMALL, VOCABULARY, alone, ids, plain, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, RNG, World, answer, at_rest, shuffled
 from worlds.serving import GatedDecoder
@@ -42,11 +42,11 @@ def world(float_decoder: Decoder, tmp_path: Path) -> Iterator[World]:
     world.store.close()
 
 
-def shared_rows(engine: Engine) -> dict[bytes, torch.Tensor]:
+def shared_rows(engine: Engine, pool: KVPool) -> dict[bytes, torch.Tensor]:
     """Everything the tree would give out, by path."""
 
     def copy() -> dict[bytes, torch.Tensor]:
-        pool, page = engine._placing.pool, engine.cfg.page_tokens
+        page = pool.page_tokens
         found = {}
         for node in engine.tree:
             table = list(node.pages[DEVICE].handle)
@@ -211,14 +211,15 @@ def test_fused_traffic_leaves_exact_answers_and_shared_rows_bit_identical(world:
     rng = random.Random(2)
     asked = [with_chunks(PREAMBLE, chunks, QUESTION) for chunks in (CHUNKS[:2], CHUNKS[1:3])]
     asked = [replace(r, sampling=replace(r.sampling, logprobs=2)) for r in asked]
-    with Engine(world.decoder, SMALL) as engine:
+    pool = make_pool(SMALL, world.decoder)
+    with Engine(world.decoder, SMALL, pool=pool) as engine:
         cold = [list(engine.submit(request)) for request in (*asked, *asked)][2:]
-        before = shared_rows(engine)
+        before = shared_rows(engine, pool)
         for _ in range(40):
             tickets = [engine.submit(world.request(shuffled(rng))) for _ in range(3)]
             for ticket in tickets:
                 list(ticket)
-        after = shared_rows(engine)
+        after = shared_rows(engine, pool)
         assert len(before) == 5
         assert before.keys() == after.keys(), "fused KV entered the tree"
         assert all(torch.equal(before[key], after[key]) for key in before)
@@ -260,7 +261,7 @@ def test_a_request_loads_while_others_are_computed(
         next(other)
         loading = engine.submit(request)
         for _ in range(299):
-            next(other)  # its bytes are not there, and nobody waits for them
+            next(other)  # its bytes are not there, and no other waits for them
         assert not loading.is_done
         go.set()
         assert answer(loading) == world.alone(request)
@@ -295,6 +296,34 @@ def test_a_request_that_ends_while_it_loads_gives_its_lease_back(
             engine.close()
     assert world.store.num_pinned() == 0
     assert engine.stats()["pages_used"] == 0
+
+
+def test_bytes_that_arrive_when_all_requests_have_ended_are_given_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread has nothing to do any more, and still hears of them."""
+    go, there = threading.Event(), threading.Event()
+
+    def slowly(self: StoredPrompt) -> None:
+        there.set()
+        assert go.wait(30)
+
+    monkeypatch.setattr(StoredPrompt, "arrive", slowly)
+    with Engine(world.decoder, replace(SMALL, idle_s=0.01)) as engine:
+        other = engine.submit(plain([1, 2, 3], max_tokens=400))
+        next(other)
+        loading = engine.submit(world.request(CHUNKS))
+        assert there.wait(30)
+        for ticket in (loading, other):
+            ticket.cancel()
+            assert ticket.wait(30)
+        thread = engine.run_alone(threading.current_thread)
+        thread.join(0.2)  # many times idle_s
+        assert world.store.num_pinned() > 0
+        go.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert world.store.num_pinned() == 0
 
 
 def test_chunks_that_are_lost_on_the_way_are_computed(world: World) -> None:
@@ -343,33 +372,6 @@ def test_a_held_fused_request_is_woven_and_waits(world: World) -> None:
         at_rest(engine, world)
 
 
-def test_who_waits_for_bytes_while_others_are_computed() -> None:
-    facts = ModelFacts(3)
-    sliced, in_flight = open_strategy("weave", facts), open_strategy("cacheblend", facts)
-    slow, quick, there = LoadCost(4.0, 1.0), LoadCost(0.5, 1.0), LoadCost(0.001, 1.0)
-    for strategy in (sliced, in_flight):
-        assert not waits_outside(strategy, slow, others_ready=False)
-        assert waits_outside(strategy, slow, others_ready=True)
-        assert waits_outside(strategy, None, others_ready=True)
-        assert not waits_outside(strategy, there, others_ready=True)
-    assert waits_outside(sliced, quick, others_ready=True), "they would wait for its bytes"
-    assert not waits_outside(in_flight, quick, others_ready=True), "its pass overlaps them"
-
-
-def test_how_a_fused_prompt_is_computed() -> None:
-    facts = ModelFacts(3)
-    sliced, in_flight = open_strategy("weave", facts), open_strategy("cacheblend", facts)
-    for lonely, held, arrived, copies in product((True, False), repeat=4):
-        facts_of_it = {"alone": lonely, "held": held, "arrived": arrived, "copies": copies}
-        assert way_of(in_flight, **facts_of_it) is PrefillMode.WHOLE
-        streams = lonely and (copies or not arrived or not held)
-        assert way_of(sliced, **facts_of_it) is (
-            PrefillMode.STREAMED if streams else PrefillMode.JOINED
-        )
-    masked = replace(sliced, mask="bottom_right")
-    assert way_of(masked, alone=False, held=False, arrived=True, copies=False) is PrefillMode.WHOLE
-
-
 def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:
     cfg = replace(SMALL, pool_tokens=4 * 24)
     rng = random.Random(3)
@@ -410,15 +412,20 @@ def test_where_any_chunk_may_be_gone_only_pinned_preambles_stay_in_the_tree(worl
         at_rest(engine, world)
 
 
-def test_a_preamble_pinned_in_the_middle_of_the_pool_stops_nobody_for_ever(world: World) -> None:
+def test_a_preamble_pinned_in_the_middle_of_the_pool_stops_no_request_for_ever(
+    world: World,
+) -> None:
     request = world.request(CHUNKS)  # 13 pages of 4, side by side
     with Engine(world.decoder, replace(SMALL, pool_tokens=4 * 20)) as engine:
-        pages = engine._placing.pages
-        taken = engine.run_alone(lambda: pages.take(9))  # somebody runs while the preamble comes
-        assert taken is not None
+        beside = engine.submit(plain(ids(random.Random(5), 9 * 4)), held=True)
+        while beside.timeline.prefilled_s is None:
+            engine.run_alone(lambda: None)
+        assert engine.stats()["pages_used"] == 9, "a request runs while the preamble comes"
         assert engine.run_alone(lambda: engine.pin_preamble(world.encoder.preamble))
-        engine.run_alone(lambda: pages.release(taken))
-        assert len(request.prompt_ids) < engine._placing.most_tokens
+        beside.cancel()
+        assert beside.wait(20)
+        assert engine.stats()["pages_used"] == 2
+        engine.check(request.prompt_ids)
         ticket, behind = engine.submit(request), engine.submit(plain(QUESTION, max_tokens=3))
         assert ticket.wait(20), "no run of pages will ever be long enough"
         assert behind.wait(20)

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
+from kvweave.engine import lifecycle
 from kvweave.engine.engine import Engine
+from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from worlds.engine import SMALL, VOCABULARY, alone, ids, plain, with_chunks
-from worlds.fused import CHUNKS, PREAMBLE, World, answer, at_rest, shuffled
+from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest, shuffled
 from worlds.serving import GatedDecoder
 
 SLICED = ["reuse", "weave", "fusionrag", "qcfuse", "epic", "prophetkv", "random"]
@@ -150,19 +152,19 @@ def test_a_lone_prompt_is_one_pass_of_its_own(world: World) -> None:
         at_rest(engine, world)
 
 
-def test_each_way_answers_as_alone_and_is_counted(world: World) -> None:
+def test_each_mode_answers_as_alone_and_is_counted(world: World) -> None:
     lone, whole = world.request(LONG), world.request(LONG, "cacheblend")
     with Engine(world.decoder, SMALL) as engine:
-        for request, way in ((lone, "joined"), (whole, "whole"), (lone, "streamed")):
-            ticket = engine.submit(request, held=way == "joined")  # a guess can end between slices
-            while way == "joined" and ticket.timeline.prefilled_s is None:
+        for request, mode in ((lone, "joined"), (whole, "whole"), (lone, "streamed")):
+            ticket = engine.submit(request, held=mode == "joined")  # a guess can end between slices
+            while mode == "joined" and ticket.timeline.prefilled_s is None:
                 engine.run_alone(lambda: None)
             ticket.release()
             assert answer(ticket) == world.alone(request)
             assert ticket.record is not None
-            assert ticket.record.way == way
+            assert ticket.record.way == mode
         stats = engine.stats()
-        assert [stats[f"fused_{way}"] for way in ("joined", "whole", "streamed")] == [1, 1, 1]
+        assert [stats[f"fused_{mode}"] for mode in ("joined", "whole", "streamed")] == [1, 1, 1]
         assert stats["fused_begun"] == 3
         at_rest(engine, world)
 
@@ -280,3 +282,31 @@ def test_a_guess_counts_the_rows_it_computed_and_none_it_reused(world: World) ->
             assert 0 < computed < len(request.prompt_ids)
             assert counted == ((computed, 0) if is_right else (0, computed))
         at_rest(engine, world)
+
+
+@pytest.mark.parametrize("front", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["weave", "fusionrag", "epic", "reuse"])
+def test_slices_behind_an_exact_front_are_answered_as_one_pass(
+    world: World, strategy: str, front: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = random.Random(front).sample(CHUNKS, 4)
+    request = world.request(chunks, strategy, 0.0 if strategy == "reuse" else 0.4)
+    request = replace(request, use_tree=True)
+    cfg = replace(SMALL, step_rows=3, alone_rows=3, pool_tokens=4 * 60)
+    answers = {}
+    for mode in (PrefillMode.STREAMED, PrefillMode.JOINED):
+        monkeypatch.setattr(lifecycle, "prefill_mode_of", lambda *_, mode=mode, **__: mode)
+        with Engine(world.decoder, cfg) as engine:
+            list(engine.submit(with_chunks(PREAMBLE, chunks[:front], QUESTION, max_tokens=1)))
+            beside = [engine.submit(plain([1, 2, 3 + i], max_tokens=60)) for i in range(2)]
+            ticket = engine.submit(request)
+            answers[mode] = answer(ticket)
+            assert ticket.record is not None
+            assert ticket.record.way == str(mode)
+            exact = [chunk.state.value for chunk in ticket.record.chunks].count("exact")
+            assert exact >= front, "the tree had them"
+            for other in beside:
+                other.cancel()
+                assert other.wait(30)
+            at_rest(engine, world)
+    assert answers[PrefillMode.JOINED] == answers[PrefillMode.STREAMED]

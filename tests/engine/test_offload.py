@@ -7,7 +7,7 @@ that a GPU's take; tests/gpu/test_cuda_leaving.py has the streams.
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.engine import offload as leaving_module
+from kvweave.engine import offload as offload_module
 from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.offload import CudaLink
+from kvweave.engine.offload import ArrivedCopy, CudaLink
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes, guessed_cost_s
 from kvweave.kv.memory import Memory, new_memory
@@ -55,7 +55,7 @@ class GatedLink:
     def carry(self, source: Tensor, home: Tensor, behind: object) -> None:
         home.fill_(0xFF)
         self.began.set()
-        assert self.gate.wait(30), "nobody opened the gate"
+        assert self.gate.wait(30), "the gate stayed shut"
         if self.error is not None:
             raise self.error
         home.copy_(source)
@@ -69,11 +69,14 @@ class World:
     def __init__(self, decoder: Decoder, link: GatedLink, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefixes_module, "open_link", lambda _: link)
         self.link = link
-        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[ArrivedCopy] = queue.SimpleQueue()
         self.pool = KVPool(decoder.spec, NUM_PAGES, PAGE, torch.float32, torch.device("cpu"))
         self.pages = PageAllocator(NUM_PAGES)
-        self.prefixes = ExactPrefixes(CFG, self.pool, self.pages, guessed_cost_s, self.posted.put)
+        self.prefixes = ExactPrefixes(CFG, self.pool, self.pages, guessed_cost_s, self)
         self.overwrite()
+
+    def post(self, item: ArrivedCopy) -> None:
+        self.posted.put(item)
 
     def offer(self, *path: ChunkRef) -> list[Tensor]:
         """Compute a path and offer it; what its pages held, by node."""
@@ -104,14 +107,14 @@ class World:
         assert self.prefixes.tree.shrink()
 
     def overwrite(self) -> None:
-        """Whatever nobody holds is written to."""
+        """Whatever is not held is written to."""
         for page in range(NUM_PAGES):
             if not self.pages.refs(page):
                 self.pool.keys[:, page] = self.pool.values[:, page] = torch.nan
 
     def step(self) -> None:
         """The next step boundary at which there is news."""
-        self.posted.get(timeout=30)()
+        self.prefixes.settle(self.posted.get(timeout=30))
 
     def check(self) -> None:
         self.pages.check_integrity()
@@ -172,15 +175,15 @@ def test_a_copy_is_taken_over_between_two_steps_and_not_before(world: World) -> 
     _, held = world.offer(A, B)
     world.leave()
     world.link.gate.set()
-    arrived = world.posted.get(timeout=30)  # it is there, and nobody has heard of it
+    arrived = world.posted.get(timeout=30)  # it is there, and the engine has not heard of it
     assert world.stats() == [0, 0, 0, 1]
     with world.prefixes.acquire((A, B), 1, count=True) as lease:
         assert world.read(lease, 2).equal(held)
-    arrived()
+    world.prefixes.settle(arrived)
     assert world.stats() == [1, 0, 0, 0]
 
 
-def test_more_than_may_be_on_its_way_is_dropped_and_counted_and_nobody_waits(
+def test_more_than_may_be_on_its_way_is_dropped_and_counted_without_waiting(
     world: World,
 ) -> None:
     """An eighth of sixteen pages is on its way: one node."""
@@ -229,7 +232,7 @@ def test_a_copy_that_fails_leaves_alone_what_is_back_on_the_device(world: World)
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a CUDA error")])
-def test_what_is_deleted_on_its_way_is_found_by_nobody(
+def test_what_is_deleted_on_its_way_is_not_found_again(
     world: World, error: Exception | None
 ) -> None:
     world.offer(A, B)
@@ -291,7 +294,7 @@ def test_bytes_pass_through_two_pieces_and_none_is_overwritten_before_it_is_home
         assert pinned
         return new_memory(size, pinned=False)
 
-    monkeypatch.setattr(leaving_module, "new_memory", unlocked)
+    monkeypatch.setattr(offload_module, "new_memory", unlocked)
     link = CudaLink(torch.device("cpu"), piece_bytes=100)
     for _ in range(2):
         source = torch.randint(0, 256, (size_bytes,), dtype=torch.uint8)
@@ -338,6 +341,29 @@ def test_answers_are_those_of_each_request_alone_while_kv_leaves_and_comes_back(
         assert left + stats["tree_leaving_bytes"] > 0
 
 
+def test_a_copy_that_arrives_when_all_requests_have_ended_is_taken_over(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine thread has nothing to do any more, and still hears of it."""
+    rng = random.Random(1)
+    link = GatedLink()
+    monkeypatch.setattr(prefixes_module, "open_link", lambda _: link)
+    cfg = replace(SMALL, pool_tokens=4 * 24, host_tokens=400, tree_share=0.6, idle_s=0.01)
+    with Engine(decoder, cfg) as engine:
+        for _ in range(3):
+            list(engine.submit(with_chunks(ids(rng, 9), [ids(rng, 12)], ids(rng, 3))))
+        thread = engine.run_alone(threading.current_thread)
+        assert link.began.wait(30)
+        thread.join(0.2)  # many times idle_s
+        assert engine.stats()["tree_leaving_bytes"] > 0
+        link.gate.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        stats = engine.stats()
+        assert (stats["tree_leaving_bytes"], stats["tree_copies_failed"]) == (0, 0)
+        assert stats["tree_copies_made"] > 0
+
+
 def test_a_closed_engine_has_nothing_on_its_way(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,4 +383,4 @@ def test_a_closed_engine_has_nothing_on_its_way(
     closing.join(30)
     assert not closing.is_alive()
     assert link.num_carried == 1  # the rest was left
-    assert not [t for t in threading.enumerate() if t.name.startswith("engine-leaving")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("engine-offload")]

@@ -13,7 +13,9 @@ import torch
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
+from kvweave.engine.page_manager import make_pool as make_engine_pool
 from kvweave.engine.pages import PageAllocator
+from kvweave.engine.runner import Runner
 from kvweave.errors import ConfigError
 from kvweave.kernels import recording
 from kvweave.kernels.recording import count_refusals
@@ -55,9 +57,11 @@ class Watched(RecordedDecode):
         return super().play(batch)
 
 
-def watched(engine: Engine, decoder: Decoder) -> Watched:
-    engine._recorded = made = Watched(decoder, engine._placing.pool)
-    return made
+def watched_engine(decoder: Decoder, cfg: EngineConfig = SMALL) -> tuple[Engine, Watched]:
+    """An engine, and what plays its decode steps."""
+    pool = make_engine_pool(cfg, decoder)
+    recorded = Watched(decoder, pool)
+    return Engine(decoder, cfg, pool=pool, runner=Runner(decoder, recorded)), recorded
 
 
 def test_batches_are_filled_up_to_a_few_sizes() -> None:
@@ -82,7 +86,7 @@ class Still:
     """Something that moves what stands there; what, does not matter."""
 
     def move(self, layer: int, fresh: object, kv: object) -> None:
-        raise AssertionError("nobody computes here")
+        raise AssertionError("nothing is computed here")
 
 
 def test_nothing_is_recorded_without_a_gpu_or_its_kernels(
@@ -105,7 +109,7 @@ def test_a_negative_number_of_rows_is_refused() -> None:
         EngineConfig(recorded_rows=-1)
 
 
-def test_nobody_is_given_the_scratch_page(decoder: Decoder) -> None:
+def test_no_sequence_is_given_the_scratch_page(decoder: Decoder) -> None:
     pool = make_pool(decoder, num_pages=12)
     pages = PageAllocator(pool.num_pages)
     assert pages.take(12) == list(range(12))
@@ -173,8 +177,8 @@ def test_what_cannot_be_recorded_is_named_once_and_costs_no_answer(
 
     monkeypatch.setattr(recorded_decode, "RecordedStep", fails)
     request = plain(ids(random.Random(0), 9), max_tokens=8)
-    with caplog.at_level(logging.WARNING), Engine(decoder, SMALL) as engine:
-        recorded = watched(engine, decoder)
+    engine, recorded = watched_engine(decoder)
+    with caplog.at_level(logging.WARNING), engine:
         both = [engine.submit(request), engine.submit(request)]
         wanted = [choice.token_id for choice in alone(decoder, request)]
         assert [tokens(ticket) for ticket in both] == [wanted, wanted]
@@ -230,7 +234,7 @@ def test_page_tables_are_followed_as_they_grow(decoder: Decoder) -> None:
 def test_the_engine_answers_the_same_when_it_plays_decode_steps(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Sequences that grow, leave, join and are preempted; prompts go the plain way."""
+    """Sequences that grow, leave, join and are preempted; prompts are computed plainly."""
     without_kernels(monkeypatch)
     rng = random.Random(seed)
     cfg = replace(rng.choice([SMALL, TINY]), step_rows=rng.choice([4, 8, 50]))
@@ -242,8 +246,8 @@ def test_the_engine_answers_the_same_when_it_plays_decode_steps(
         )
         for _ in range(9)
     ]
-    with Engine(decoder, cfg) as engine:
-        recorded = watched(engine, decoder)
+    engine, recorded = watched_engine(decoder, cfg)
+    with engine:
         tickets = [engine.submit(request) for request in requests]
         for ticket, request in zip(tickets, requests, strict=True):
             assert list(ticket) == alone(decoder, request)
@@ -269,8 +273,7 @@ def test_a_held_prompt_keeps_its_logits_through_later_steps(
 
     monkeypatch.setattr(Watched, "play", play)
     short, longer = plain([7], max_tokens=4), plain([9], max_tokens=40)
-    with Engine(decoder, SMALL) as engine:
-        watched(engine, decoder)
+    with watched_engine(decoder)[0] as engine:
         warm = [engine.submit(plain([3], max_tokens=3)) for _ in range(2)]
         assert all(len(tokens(ticket)) == 3 for ticket in warm)
         held, other = engine.submit(short, held=True), engine.submit(longer)
@@ -299,8 +302,7 @@ def test_sequences_tried_one_by_one_do_not_get_each_others_logits(
 
     monkeypatch.setattr(Watched, "play", play)
     requests = [plain([n], max_tokens=12, temperature=0.9, seed=n) for n in (7, 9, 11)]
-    with Engine(decoder, SMALL) as engine:
-        watched(engine, decoder)
+    with watched_engine(decoder)[0] as engine:
         assert len(tokens(engine.submit(plain([3], max_tokens=5)))) == 5
         assert results, "a step of one row was recorded"
         tickets = [engine.submit(request) for request in requests]

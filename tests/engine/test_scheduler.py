@@ -1,234 +1,218 @@
 """Who computes what next, in plain numbers."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.scheduler import Scheduler, Seq
-from kvweave.engine.sparse_rows import SparseRows
-from kvweave.engine.waiting import WINDOW, WaitingQueue
+from kvweave.engine.scheduler import Progress, Scheduler, SparseRows
 
 CFG = EngineConfig(page_tokens=4, max_running=3, step_rows=8, alone_rows=16)
+GUESSING = replace(CFG, guess_rows=4)
 
 
-class Desk:
+@dataclass(eq=False)
+class Seq:
+    """A sequence that is nothing but its progress."""
+
+    progress: Progress
+    cached: int = 0
+
+
+class World:
     """A pool of pages as a number, and a scheduler over it."""
 
     def __init__(self, pages: int = 100, cfg: EngineConfig = CFG) -> None:
         self.free = pages
         self.arrivals = 0
-        self.cached: dict[Seq, int] = {}
-        self.aside: set[Seq] = set()  # who has to get something before it waits again
-        self.scheduler: Scheduler[Seq] = Scheduler(
-            cfg, self.lengths, self.admit, self.grow, self.retire, self.aside.__contains__
-        )
+        self.outside: set[Seq] = set()  # those that have to load something before they wait
+        self.scheduler: Scheduler[Seq] = Scheduler(cfg, self, self)
 
-    def lengths(self, seq: Seq) -> tuple[int, int]:
-        cached = self.cached.get(seq, 0)
-        return cached, seq.known - cached
+    def lengths(self, sequence: Seq) -> tuple[int, int]:
+        return sequence.cached, sequence.progress.known - sequence.cached
 
-    def admit(self, seq: Seq) -> bool:
-        return self.grow(seq, -(-seq.known // CFG.page_tokens))
+    def admit(self, sequence: Seq) -> bool:
+        return self.grow(sequence, -(-sequence.progress.known // CFG.page_tokens))
 
-    def grow(self, seq: Seq, pages: int) -> bool:
-        if pages > self.free:
+    def grow(self, sequence: Seq, num_pages: int) -> bool:
+        if num_pages > self.free:
             return False
-        self.free -= pages
-        seq.pages += pages
+        self.free -= num_pages
+        sequence.progress.num_pages += num_pages
         return True
 
-    def retire(self, seq: Seq) -> None:
-        self.free += seq.pages
-        seq.pages = 0
+    def retire(self, sequence: Seq) -> None:
+        self.free += sequence.progress.num_pages
+        sequence.progress.num_pages = 0
 
-    def add(self, known: int, *, held: bool = False, cached: int = 0, own: bool = False) -> Seq:
+    def load_first(self, sequence: Seq, *, others_ready: bool) -> bool:
+        return sequence in self.outside
+
+    def add(self, known: int, *, held: bool = False, own: bool = False) -> Seq:
         self.arrivals += 1
-        seq = Seq(self.arrivals, known, held, own_step=own)
-        self.cached[seq] = cached
-        self.scheduler.add(seq)
-        return seq
+        sequence = Seq(Progress(self.arrivals, known, held, own_step=own))
+        self.scheduler.add(sequence)
+        return sequence
 
     def step(self) -> list[tuple[Seq, int]]:
-        """Compute what is asked for; whoever is through knows one token more."""
-        works = self.scheduler.next_step()
-        for seq, rows in works:
-            if seq.own_step:
-                seq.computed, seq.own_step = seq.known, False
-            seq.advance(rows)
-            if not seq.needed and not seq.held:
-                seq.known += 1
-        return [(work.seq, work.num_rows) for work in works]
+        """Compute what is asked for; a sequence that is through knows one token more."""
+        slices = self.scheduler.next_step()
+        for sequence, rows in slices:
+            progress = sequence.progress
+            if progress.own_step:
+                progress.computed, progress.own_step = progress.known, False
+            progress.advance(rows)
+            if not progress.needed and not progress.held:
+                progress.known += 1
+        return [(each.sequence, each.num_rows) for each in slices]
 
 
 def test_a_long_prompt_is_computed_in_slices() -> None:
-    desk = Desk()
-    seq = desk.add(40)
-    assert desk.step() == [(seq, 16)]
-    assert desk.step() == [(seq, 16)]
-    assert desk.step() == [(seq, 8)]
-    assert desk.step() == [(seq, 1)]
+    world = World()
+    sequence = world.add(40)
+    assert world.step() == [(sequence, 16)]
+    assert world.step() == [(sequence, 16)]
+    assert world.step() == [(sequence, 8)]
+    assert world.step() == [(sequence, 1)]
 
 
 def test_who_decodes_comes_first_and_bounds_the_step() -> None:
-    desk = Desk()
-    first = desk.add(4)
-    desk.step()
-    second = desk.add(40)
-    assert desk.step() == [(first, 1), (second, 7)]
-    assert desk.step() == [(first, 1), (second, 7)]
+    world = World()
+    first = world.add(4)
+    world.step()
+    second = world.add(40)
+    assert world.step() == [(first, 1), (second, 7)]
+    assert world.step() == [(first, 1), (second, 7)]
 
 
 def test_no_more_run_than_may() -> None:
-    desk = Desk()
-    seqs = [desk.add(1) for _ in range(5)]
-    assert [seq for seq, _ in desk.step()] == seqs[:3]
-    desk.scheduler.remove(seqs[0])
-    assert seqs[3] in [seq for seq, _ in desk.step()]
+    world = World()
+    sequences = [world.add(1) for _ in range(5)]
+    assert [sequence for sequence, _ in world.step()] == sequences[:3]
+    world.scheduler.remove(sequences[0])
+    assert sequences[3] in [sequence for sequence, _ in world.step()]
 
 
 def test_who_has_to_get_something_first_waits_outside_and_comes_back_in_front() -> None:
-    desk = Desk(pages=4)
-    first, second = desk.add(8), desk.add(8)
-    desk.aside.add(second)
+    world = World(pages=4)
+    first, second = world.add(8), world.add(8)
+    world.outside.add(second)
     for _ in range(5):
-        desk.step()
-    assert second.preempted == 1
-    third = desk.add(1)
-    assert desk.scheduler.waiting.requests() == [third]
-    desk.scheduler.add(second, first=True)
-    assert desk.scheduler.waiting.requests() == [second, third]
-    assert first in desk.scheduler.running
+        world.step()
+    assert second.progress.preempted == 1
+    third = world.add(1)
+    assert world.scheduler.waiting.sequences() == [third]
+    world.outside.remove(second)
+    world.scheduler.add(second)
+    assert world.scheduler.waiting.sequences() == [second, third]
+    assert first in world.scheduler.running
 
 
 def test_a_released_guess_that_has_to_get_something_first_does_not_wait_for_others() -> None:
-    desk = Desk(pages=4)
-    desk.add(8)
-    guess = desk.add(8, held=True)
-    desk.aside.add(guess)
+    world = World(pages=4)
+    world.add(8)
+    guess = world.add(8, held=True)
+    world.outside.add(guess)
     for _ in range(5):
-        desk.step()
-    assert desk.scheduler.parked == [guess]
-    desk.scheduler.release(guess)
-    assert not desk.scheduler.parked
-    assert guess not in desk.scheduler.waiting
+        world.step()
+    assert world.scheduler.parked == [guess]
+    world.scheduler.release(guess)
+    assert not world.scheduler.parked
+    assert guess not in world.scheduler.waiting
 
 
 def test_when_pages_run_out_the_last_to_come_starts_again() -> None:
-    desk = Desk(pages=4)
-    first, second = desk.add(8), desk.add(8)
-    desk.step()
-    assert (first.pages, second.pages) == (2, 2)
-    assert desk.step() == [(first, 1)]  # its ninth token needs a third page
-    assert (second.computed, second.pages, second.preempted) == (0, 0, 1)
-    assert second.known == 9, "tokens that were given out stay"
-    desk.scheduler.remove(first)
-    desk.retire(first)
-    assert desk.step() == [(second, 9)]
+    world = World(pages=4)
+    first, second = world.add(8), world.add(8)
+    world.step()
+    assert (first.progress.num_pages, second.progress.num_pages) == (2, 2)
+    assert world.step() == [(first, 1)]  # its ninth token needs a third page
+    left = second.progress
+    assert (left.computed, left.num_pages, left.preempted) == (0, 0, 1)
+    assert left.known == 9, "tokens that were given out stay"
+    world.scheduler.remove(first)
+    world.retire(first)
+    assert world.step() == [(second, 9)]
 
 
 def test_speculation_gives_way_before_anybody_else() -> None:
-    desk = Desk(pages=5)
-    first = desk.add(8)
-    guess = desk.add(8, held=True)
-    last = desk.add(4)
-    desk.step()
-    assert desk.step() == [(first, 1), (last, 1)]
-    assert guess in desk.scheduler.parked
-    assert guess.pages == 0
-    desk.scheduler.release(guess)
-    assert guess in desk.scheduler.waiting
+    world = World(pages=5)
+    first = world.add(8)
+    guess = world.add(8, held=True)
+    last = world.add(4)
+    world.step()
+    assert world.step() == [(first, 1), (last, 1)]
+    assert guess in world.scheduler.parked
+    assert guess.progress.num_pages == 0
+    world.scheduler.release(guess)
+    assert guess in world.scheduler.waiting
 
 
 def test_a_held_prompt_is_computed_and_goes_no_further() -> None:
-    desk = Desk()
-    guess = desk.add(5, held=True)
-    assert desk.step() == [(guess, 5)]
-    assert desk.step() == []
-    desk.scheduler.release(guess)
-    guess.known += 1
-    assert desk.step() == [(guess, 1)]
+    world = World()
+    guess = world.add(5, held=True)
+    assert world.step() == [(guess, 5)]
+    assert world.step() == []
+    world.scheduler.release(guess)
+    guess.progress.known += 1
+    assert world.step() == [(guess, 1)]
 
 
 def test_steps_of_their_own_take_turns_with_the_common_one() -> None:
-    desk = Desk()
-    plain = desk.add(4)
-    desk.step()
-    fused = [desk.add(20, own=True) for _ in range(2)]
-    order = [[seq for seq, _ in desk.step()] for _ in range(5)]
+    world = World()
+    plain = world.add(4)
+    world.step()
+    fused = [world.add(20, own=True) for _ in range(2)]
+    order = [[sequence for sequence, _ in world.step()] for _ in range(5)]
     assert order[0] == [plain]
     assert order[1] == [fused[0]]
     assert plain in order[2]
     assert order[3] == [fused[1]]
 
 
-def test_what_is_cached_goes_first_but_nobody_waits_for_ever() -> None:
-    queue: WaitingQueue[Seq] = WaitingQueue(lambda seq: (seq.computed, 10))
-    cold = Seq(0, 10)
-    queue.push(cold)
-    for arrival in range(1, 100):
-        queue.push(Seq(arrival, 10, computed=9))
-    order = []
-    while queue:
-        order.append(queue.best())
-        queue.remove(order[-1])
-    assert order.index(cold) == WINDOW
+def test_a_speculation_that_leaves_for_another_has_no_rows_in_the_step() -> None:
+    world = World(pages=10, cfg=GUESSING)
+    guess = world.add(36, held=True)
+    assert world.step() == [(guess, 4)]
+    new = world.add(20)
+    assert world.step() == [(new, 12)]
+    assert guess.progress.num_pages == guess.progress.computed == 0
+    assert world.scheduler.parked == [guess]
+    assert world.free == 5
 
 
-def test_speculation_overtakes_nobody() -> None:
-    queue: WaitingQueue[Seq] = WaitingQueue(lambda seq: (seq.computed, 10))
-    real, guess = Seq(1, 10), Seq(0, 10, held=True, computed=9)
-    queue.push(guess)
-    queue.push(real)
-    assert queue.best() is real
+def test_when_a_speculation_leaves_in_vain_the_others_go_on() -> None:
+    world = World(pages=10, cfg=GUESSING)
+    guess = world.add(12, held=True)
+    assert world.step() == [(guess, 4)]
+    own = world.add(20, own=True)
+    assert world.step() == [(guess, 4)]  # and the other is in
+    world.add(40)  # does not fit beside it, with or without the guess
+    assert world.step() == [(own, 0)]
+    assert world.step() == [(own, 1)]
+    assert world.scheduler.parked == [guess]
 
 
-GUESSING = replace(CFG, guess_rows=4)
-
-
-def test_a_speculation_that_leaves_for_somebody_has_no_rows_in_the_step() -> None:
-    desk = Desk(pages=10, cfg=GUESSING)
-    guess = desk.add(36, held=True)
-    assert desk.step() == [(guess, 4)]
-    new = desk.add(20)
-    assert desk.step() == [(new, 12)]
-    assert guess.pages == guess.computed == 0
-    assert desk.scheduler.parked == [guess]
-    assert desk.free == 5
-
-
-def test_when_a_speculation_left_in_vain_the_one_with_its_own_step_goes_on() -> None:
-    desk = Desk(pages=10, cfg=GUESSING)
-    guess = desk.add(12, held=True)
-    assert desk.step() == [(guess, 4)]
-    own = desk.add(20, own=True)
-    assert desk.step() == [(guess, 4)]  # and the other is in
-    desk.scheduler._own_next = False  # the common step's turn
-    desk.add(40)  # does not fit beside it, with or without the guess
-    assert desk.step() == [(own, 0)]
-    assert desk.scheduler.parked == [guess]
-
-
-def prepared(desk: Desk, num_rows: int, bonds: list[tuple[int, int]]) -> Seq:
+def prepared(world: World, num_rows: int, bonds: list[tuple[int, int]]) -> Seq:
     """A fused prompt of which every third token is computed, as its preparation leaves it."""
-    seq = desk.add(3 * num_rows)
-    assert desk.admit(seq)
-    desk.scheduler.waiting.remove(seq)
-    desk.scheduler.running.append(seq)
-    seq.sparse = SparseRows(range(2, 3 * num_rows, 3), bonds)
-    seq.computed = seq.sparse.reached
-    return seq
+    sequence = world.add(3 * num_rows)
+    assert world.admit(sequence)
+    world.scheduler.waiting.remove(sequence)
+    world.scheduler.running.append(sequence)
+    sequence.progress.join(SparseRows(range(2, 3 * num_rows, 3), bonds))
+    return sequence
 
 
 def test_the_rows_of_a_prepared_prompt_are_slices_like_any_other() -> None:
-    desk = Desk()
-    first = desk.add(4)
-    desk.step()
-    fused, full = prepared(desk, 10, []), desk.add(20)
-    assert (fused.needed, fused.computed) == (10, 2)
-    assert desk.step() == [(first, 1), (fused, 7)]
-    assert (fused.needed, fused.computed) == (3, 2 + 3 * 7)
-    assert desk.step() == [(first, 1), (fused, 3), (full, 4)]
-    assert (fused.sparse, fused.needed) == (None, 1), "through, and one token further"
-    assert desk.step() == [(first, 1), (fused, 1), (full, 6)]
+    world = World()
+    first = world.add(4)
+    world.step()
+    fused, full = prepared(world, 10, []), world.add(20)
+    assert (fused.progress.needed, fused.progress.computed) == (10, 2)
+    assert world.step() == [(first, 1), (fused, 7)]
+    assert (fused.progress.needed, fused.progress.computed) == (3, 2 + 3 * 7)
+    assert world.step() == [(first, 1), (fused, 3), (full, 4)]
+    progress = fused.progress
+    assert (progress.sparse, progress.needed) == (None, 1), "through, and one token further"
+    assert world.step() == [(first, 1), (fused, 1), (full, 6)]
 
 
 def test_a_slice_ends_before_a_bond_that_does_not_fit_and_never_stops_for_it() -> None:
@@ -244,43 +228,69 @@ def test_a_slice_ends_before_a_bond_that_does_not_fit_and_never_stops_for_it() -
 
 
 def test_only_one_bond_makes_a_step_longer() -> None:
-    desk = Desk()
-    decoding = desk.add(4)
-    desk.step()
-    one = prepared(desk, 12, [(0, 12)])
-    full = desk.add(30)
-    desk.scheduler.waiting.remove(full)
-    desk.scheduler.running.append(full)
-    two = prepared(desk, 12, [(0, 12)])
-    assert desk.step() == [(decoding, 1), (one, 12)]
-    assert desk.step() == [(decoding, 1), (one, 1), (full, 6)]
-    for seq in (one, full):
-        desk.scheduler.remove(seq)
-    assert desk.step() == [(decoding, 1), (two, 12)]
+    world = World()
+    decoding = world.add(4)
+    world.step()
+    one = prepared(world, 12, [(0, 12)])
+    full = world.add(30)
+    world.scheduler.waiting.remove(full)
+    world.scheduler.running.append(full)
+    two = prepared(world, 12, [(0, 12)])
+    assert world.step() == [(decoding, 1), (one, 12)]
+    assert world.step() == [(decoding, 1), (one, 1), (full, 6)]
+    for sequence in (one, full):
+        world.scheduler.remove(sequence)
+    assert world.step() == [(decoding, 1), (two, 12)]
 
 
 def test_a_prepared_prompt_that_loses_its_pages_begins_again() -> None:
-    desk = Desk(pages=48)
-    first = desk.add(8)
-    desk.step()
-    fused = prepared(desk, 60, [])
+    world = World(pages=48)
+    first = world.add(8)
+    world.step()
+    fused = prepared(world, 60, [])
     for _ in range(4):
-        desk.step()
-    assert fused.sparse is not None
-    assert fused.sparse.done == 4 * 7
-    assert desk.step() == [(first, 1)]  # its thirteenth token needs a fourth page
-    assert (fused.preempted, fused.pages, fused.computed, fused.sparse) == (1, 0, 0, None)
-    assert fused.needed == fused.known == 180
+        world.step()
+    assert fused.progress.sparse is not None
+    assert fused.progress.sparse.done == 4 * 7
+    assert world.step() == [(first, 1)]  # its thirteenth token needs a fourth page
+    left = fused.progress
+    assert (left.preempted, left.num_pages, left.computed, left.sparse) == (1, 0, 0, None)
+    assert left.needed == left.known == 180
 
 
 def test_who_is_alone() -> None:
-    desk = Desk()
-    seq, guess = desk.add(4, own=True), desk.add(3, held=True)
-    assert not desk.scheduler.is_alone(seq)
-    while guess.needed:
-        desk.step()
-    desk.scheduler.remove(seq)
-    new = desk.add(4, own=True)
-    assert not desk.scheduler.is_alone(guess)
-    desk.scheduler.next_step()
-    assert desk.scheduler.is_alone(new), "what a guess had to compute is computed"
+    world = World()
+    sequence, guess = world.add(4, own=True), world.add(3, held=True)
+    assert not world.scheduler.is_alone(sequence)
+    while guess.progress.needed:
+        world.step()
+    world.scheduler.remove(sequence)
+    new = world.add(4, own=True)
+    assert not world.scheduler.is_alone(guess)
+    world.scheduler.next_step()
+    assert world.scheduler.is_alone(new), "what a guess had to compute is computed"
+
+
+def test_a_guess_is_computed_a_few_rows_at_a_time() -> None:
+    world = World(cfg=GUESSING)
+    guess = world.add(10, held=True)
+    steps = [world.step() for _ in range(4)]
+    assert steps == [[(guess, 4)], [(guess, 4)], [(guess, 2)], []]
+
+
+def test_a_guess_that_is_released_hurries() -> None:
+    world = World(cfg=GUESSING)
+    guess = world.add(40, held=True)
+    world.step()
+    world.scheduler.release(guess)
+    assert world.step() == [(guess, 16)]
+
+
+def test_a_guess_comes_behind_one_that_arrived_later() -> None:
+    world = World(cfg=GUESSING)
+    guess = world.add(10, held=True)
+    world.step()
+    later = world.add(32)
+    assert world.step() == [(guess, 4), (later, 12)]  # it was running before the other came in
+    assert world.step() == [(later, 16)]
+    assert world.step() == [(later, 4), (guess, 2)]

@@ -17,14 +17,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
-from kvweave.engine import engine as engine_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
+from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest
+from kvweave.engine.runner import Runner
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
-from kvweave.model.recorded_decode import RecordedDecode
+from kvweave.model.recorded_decode import RecordedDecode, open_recorded
 from kvweave.model.rows import Rows
 from worlds.engine import ids, plain, tokens, with_chunks
 from worlds.recordings import without_graphs
@@ -205,9 +206,10 @@ def answers(
     decoder: Decoder, cfg: EngineConfig, requests: Sequence[EngineRequest]
 ) -> tuple[list[list[int]], dict[str, float], RecordedDecode | None]:
     """All of them at once, half of them joining while the others decode."""
-    with Engine(decoder, cfg) as engine:
-        if cfg.recorded_rows and not ON_GPU:
-            engine._recorded = RecordedDecode(decoder, engine._placing.pool, cfg.recorded_rows)
+    pool = make_pool(cfg, decoder)
+    opens = open_recorded if ON_GPU else RecordedDecode
+    recorded = opens(decoder, pool, cfg.recorded_rows) if cfg.recorded_rows else None
+    with Engine(decoder, cfg, pool=pool, runner=Runner(decoder, recorded)) as engine:
         first = [engine.submit(request) for request in requests[::2]]
         head = [next(iter(ticket)).token_id for ticket in first[:2]]
         late = [engine.submit(request) for request in requests[1::2]]
@@ -217,7 +219,7 @@ def answers(
         engine.run_alone(engine.check_integrity)
         stats = engine.stats()
         both = [each for pair in zip_longest(*found) for each in pair if each is not None]
-        return both, stats, engine._recorded
+        return both, stats, recorded
 
 
 @pytest.mark.parametrize("pool_pages", [512, 14])
@@ -285,10 +287,10 @@ def test_prefill_and_decode_steps_wait_for_the_device_once(
 ) -> None:
     """Greedy answers: the tokens come to the host together, and nothing else does."""
     waits: list[tuple[int, list[str]]] = []  # rows of each step, and what waited
-    run = engine_module.run
+    run = Runner.run
 
     def counting(*given: object) -> object:
-        works = given[1]
+        slices = given[1]
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -297,14 +299,14 @@ def test_prefill_and_decode_steps_wait_for_the_device_once(
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         told = [str(each.message) for each in seen]
-        rows = max(work.num_rows for work in works)  # type: ignore[attr-defined]
+        rows = max(each.num_rows for each in slices)  # type: ignore[attr-defined]
         waits.append((rows, [each for each in told if "synchronizing CUDA operation" in each]))
         return ran
 
     rng = random.Random(2)
     requests = [plain(ids(rng, n), max_tokens=12) for n in (90, 5, 40, 1)]
     answers(decoder, CFG, requests)  # what is made on first use is made
-    monkeypatch.setattr(engine_module, "run", counting)
+    monkeypatch.setattr(Runner, "run", counting)
     _, _, recorded = answers(decoder, CFG, requests)
     assert recorded is not None
     print(f"\n(rows, waits) of each step: {[(rows, len(told)) for rows, told in waits]}")

@@ -1,12 +1,12 @@
 """Exact KV that leaves a GPU's pool beside the steps: what arrives is what lay in the pages.
 
 Needs bare PyTorch, transformers and a CUDA device: `pytest -m gpu tests/gpu/test_cuda_leaving.py`.
-tests/engine/test_leaving.py holds the rules that need no device.
+tests/engine/test_offload.py holds the rules that need no device.
 """
 
 import queue
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,8 +16,14 @@ from torch import Tensor
 from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.offload import CudaLink, Offload, OffloadLink
+from kvweave.engine.offload import (
+    ArrivedCopy,
+    CudaLink,
+    HostCopy,
+    Offload,
+    OffloadLink,
+    TreePages,
+)
 from kvweave.engine.pages import PageAllocator
 from kvweave.kv.tree import Pages, TreeTier
 from kvweave.model.decoder import Decoder
@@ -40,14 +46,14 @@ class World:
 
     def __init__(self, decoder: Decoder, piece_bytes: int, most_bytes: int = 1 << 30) -> None:
         device = decoder.device
-        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.posted: queue.SimpleQueue[ArrivedCopy] = queue.SimpleQueue()
         self.lost: list[HostCopy] = []
         self.pool = KVPool(decoder.spec, NUM_PAGES, 16, torch.bfloat16, device)
         for part in (self.pool.keys, self.pool.values):
             part.normal_()
         self.pages = PageAllocator(NUM_PAGES)
-        self.leaving = Offload(CudaLink(device, piece_bytes), most_bytes, self.posted.put)
-        self.owner = TreePages(self.pool, self.pages, self.leaving, self.lost.append)
+        self.leaving = Offload(CudaLink(device, piece_bytes), most_bytes, self)
+        self.owner = TreePages(self.pool, self.pages, self.leaving)
         self.node = Pages(len(NODE_PAGES) * self.pool.page_bytes, NODE_PAGES)
         assert self.pages.take(NUM_PAGES) is not None  # the test hands them out itself
         self.held = self.read(NODE_PAGES).cpu()
@@ -76,8 +82,13 @@ class World:
         assert isinstance(handle, HostCopy)
         return handle
 
+    def post(self, item: ArrivedCopy) -> None:
+        self.posted.put(item)
+
     def step(self) -> None:
-        self.posted.get(timeout=60)()
+        arrived = self.posted.get(timeout=60)
+        if not self.owner.settle(arrived):
+            self.lost.append(arrived.copy)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def with_chunks(
 
 
 def alone(decoder: Decoder, request: EngineRequest) -> list[Choice]:
-    """What the plain way answers, on a decoder of its own: the engine may be using the other."""
+    """What the plain loop answers, on a decoder of its own: the engine may be using the other."""
     decoder = Decoder(decoder.spec, decoder.weights)
     return list(generate(decoder, request.prompt_ids, request.sampling, request.eos_ids))
 

@@ -47,10 +47,10 @@ class World:
         named = tuple(PromptChunk(c, encoder.key(c), encoder.exact_key(c)) for c in chunks)
         facts = ModelFacts(self.decoder.spec.num_layers, (1, 2))
         preamble = encoder.preamble
-        way = open_strategy(strategy, facts)
-        if way.taper is not None:  # of so few layers the real one would leave none out
-            way = replace(way, taper=Taper(1, 0.4))
-        return FusedPart(self.store, preamble, named, way, ratio)
+        opened = open_strategy(strategy, facts)
+        if opened.taper is not None:  # of so few layers the real one would leave none out
+            opened = replace(opened, taper=Taper(1, 0.4))
+        return FusedPart(self.store, preamble, named, opened, ratio)
 
     def request(
         self, chunks: list[tuple[int, ...]], strategy: str = "weave", ratio: float = 0.3

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvweave.engine.sparse_rows import SparseRows
+from kvweave.engine.scheduler import SparseRows
 from kvweave.fuse.prepared import prepare
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
@@ -26,17 +26,17 @@ class InPages:
         first: int,
         pages: int = PAGES,
     ) -> None:
-        way = world.strategy(name) if isinstance(name, str) else name
+        strategy = world.strategy(name) if isinstance(name, str) else name
         self.kv = PagedKV(pool, range(first, first + pages))
         stitched = Stitched(world.decoder, world.request, world.prefix, world.source, self.kv)
         self.prepared = prepare(
             world.decoder,
             world.request,
             stitched,
-            way.selector,
+            strategy.selector,
             ratio,
-            drift=way.drift,
-            taper=way.taper,
+            drift=strategy.drift,
+            taper=strategy.taper,
         )
         self.left = SparseRows(self.prepared.rows, self.prepared.bonds)
         self.ids = world.request.prompt_ids

@@ -1,1 +1,1 @@
-"""Runs the decoder: sampling and the generation loop. Knows token ids, never text."""
+"""Computes the requests of one model on one thread. Knows token ids, never text."""

@@ -1,56 +1,87 @@
 """The life of a request: it begins, loads, is computed, answers and ends. On the engine thread."""
 
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from kvweave.engine.fused_step import prepare, weave
-from kvweave.engine.loading import Loaded, Loading, PrefillMode, waits_outside, way_of
+from kvweave.engine.fused_step import (
+    ChunkLoader,
+    LoadedPrompt,
+    PrefillMode,
+    fused_part,
+    prefill,
+    prefill_mode_of,
+    prepare,
+)
+from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.page_manager import PageManager
-from kvweave.engine.prefixes import path_of
+from kvweave.engine.prefixes import ExactPrefixes, path_of
 from kvweave.engine.reference import check_prompt
-from kvweave.engine.request import FusedPart, Ticket
-from kvweave.engine.runner import Ran
+from kvweave.engine.request import Ticket
+from kvweave.engine.runner import SliceResult, StepOutput
 from kvweave.engine.sampling import Sampler
-from kvweave.engine.scheduler import Scheduler
+from kvweave.engine.scheduler import Progress, Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.errors import RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import PagedKV
 
-log = logging.getLogger(__name__)
+# What other threads leave for the engine thread: a ticket that is new, released or cancelled, the
+# end of something that was under way, or a job.
+News = Ticket | LoadedPrompt | ArrivedCopy | Callable[[], None]
 
 
 class Lifecycle:
-    """Knows every request that is not ended. Whatever ends one, all it holds goes back."""
+    """Knows every request that has not ended. Whatever ends one, all it holds goes back.
+
+    The engine thread owns it; any thread calls `check` and reads `sequences` and `counts`.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         scheduler: Scheduler[EngineSequence],
-        placing: PageManager,
-        loading: Loading,
+        pages: PageManager,
+        prefixes: ExactPrefixes,
+        loader: ChunkLoader,
     ) -> None:
         self._decoder = decoder
         self._scheduler = scheduler
-        self._placing = placing
-        self._loading = loading
+        self._pages = pages
+        self._prefixes = prefixes
+        self._loader = loader
         self._arrivals = 0
-        self.lives: dict[Ticket, EngineSequence] = {}
+        self.sequences: dict[Ticket, EngineSequence] = {}
         self.counts = EngineCounts()
 
-    def heard_of(self, ticket: Ticket) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no request, and nothing under way of which News will come."""
+        under_way = self._loader.is_loading or self._prefixes.is_offloading
+        return not (self.sequences or under_way)
+
+    def hear(self, news: News) -> None:
+        """Something was posted to the engine thread."""
+        match news:
+            case Ticket():
+                self._heard_of(news)
+            case LoadedPrompt():
+                self._loaded(news)
+            case ArrivedCopy():
+                self._prefixes.settle(news)
+            case job:
+                job()
+
+    def _heard_of(self, ticket: Ticket) -> None:
         """A ticket is new, or its owner released or cancelled it."""
-        live = self.lives.get(ticket)
+        sequence = self.sequences.get(ticket)
         if ticket.is_cancelled:
             self.end(ticket)
-        elif live is not None:
-            self._release(live)
+        elif sequence is not None:
+            self._release(sequence)
         elif not ticket.is_done:
             self._begin(ticket)
 
@@ -58,30 +89,27 @@ class Lifecycle:
         request = ticket.request
         ids = request.prompt_ids
         self._arrivals += 1
-        live = EngineSequence(
-            self._arrivals,
-            len(ids),
-            ticket.is_held,
-            own_step=request.fused is not None,
+        own_step = request.fused is not None
+        sequence = EngineSequence(
+            progress=Progress(self._arrivals, len(ids), ticket.is_held, own_step=own_step),
             request=request,
             ticket=ticket,
             prompt_len=len(ids),
             ids=ids,
             room=min(request.sampling.max_tokens, self._most_tokens() - len(ids)),
             sampler=Sampler(request.sampling),
-            kv=PagedKV(self._placing.pool),
-            as_of=self._placing.prefixes.as_of(request),
+            kv=self._pages.empty_kv(),
+            as_of=self._prefixes.as_of(request),
             path=path_of(request.namespace, request.preamble, request.chunks),
         )
-        self.lives[ticket] = live
-        if not self._loads(live):
-            self._scheduler.add(live)
+        self.sequences[ticket] = sequence
+        self._scheduler.add(sequence)
 
     def check(self, prompt_ids: Sequence[int]) -> None:
         """Raise RequestError unless a prompt can be computed here. Any thread."""
         spec = self._decoder.spec
         check_prompt(prompt_ids, spec.vocab_size, spec.max_context)
-        most = self._placing.most_tokens
+        most = self._pages.most_tokens
         if len(prompt_ids) >= most:
             raise RequestError(
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {most} with the "
@@ -89,144 +117,130 @@ class Lifecycle:
             )
 
     def _most_tokens(self) -> int:
-        return min(self._decoder.spec.max_context, self._placing.most_tokens)
+        return min(self._decoder.spec.max_context, self._pages.most_tokens)
 
-    def loads_again(self, live: EngineSequence) -> bool:
-        """A request lost its pages: whether it gets its bytes, which it gave back, before it waits
-        for others."""
-        return live.stored is None and self._loads(live)
-
-    def _loads(self, live: EngineSequence) -> bool:
-        """Begin to get the bytes of a request, if it should have them before it takes a step."""
-        part = live.request.fused
-        busy = self._scheduler.is_busy
-        if part is None or not waits_outside(part.strategy, part.expected, busy):
-            return False
-        started_s = time.perf_counter()
-        self._loading.start(part, lambda got: self._loaded(live, got, started_s))
-        return True
-
-    def _loaded(self, live: EngineSequence, got: Loaded, started_s: float) -> None:
+    def _loaded(self, loaded: LoadedPrompt) -> None:
         """The bytes of a request are there, or will never be."""
-        live.ticket.timeline.loading_s += time.perf_counter() - started_s
-        if isinstance(got, BaseException):
-            self.end(live.ticket, got)
-        elif live.ticket not in self.lives:  # cancelled meanwhile
-            got.close()
+        sequence, result, started_s = loaded
+        sequence.ticket.timeline.loading_s += time.perf_counter() - started_s
+        if isinstance(result, BaseException):
+            self.end(sequence.ticket, result)
+        elif sequence.ticket not in self.sequences:  # cancelled meanwhile
+            result.close()
         else:
-            live.stored = got
-            self._scheduler.add(live, first=live.preempted > 0)
+            sequence.stored = result
+            self._scheduler.add(sequence)
 
-    def _release(self, live: EngineSequence) -> None:
+    def _release(self, sequence: EngineSequence) -> None:
         """A held request goes on."""
-        if live.held:
-            self.counts.released(live)
-        logits, live.logits = live.logits, None
-        self._scheduler.release(live)
+        if sequence.progress.held:
+            self.counts.released(sequence)
+        logits, sequence.logits = sequence.logits, None
+        self._scheduler.release(sequence)
         if logits is not None:
-            self._answer(live, logits)
+            self._answer(sequence, logits)
 
-    def hand_out(self, ran: Ran, seconds: float, *, shared: bool) -> None:
-        """What a common step gave one request."""
-        live = ran.work.seq
-        if ran.error is not None:
-            self.end(live.ticket, ran.error)
+    def hand_out(self, output: StepOutput) -> None:
+        """Give every request what a common step computed of it."""
+        shared = len(output.results) > 1
+        for result in output.results:
+            self._hand_out(result, output.seconds, shared)
+
+    def _hand_out(self, result: SliceResult, seconds: float, shared: bool) -> None:
+        sequence, num_rows = result.slice
+        if result.error is not None:
+            self.end(sequence.ticket, result.error)
             return
-        was_woven = live.sparse is None
-        live.advance(ran.work.num_rows)
-        if not was_woven and live.sparse is None:
+        was_sparse = sequence.progress.sparse is not None
+        sequence.progress.advance(num_rows)
+        if was_sparse and sequence.progress.sparse is None:
             self.counts.add(f"fused_{PrefillMode.JOINED}")
-        self._placing.offer(live)
-        live.ticket.timeline.stepped(seconds, shared)
-        if ran.logits is None:
+        self._pages.offer(sequence)
+        sequence.ticket.timeline.stepped(seconds, shared)
+        if result.logits is None:
             return
-        if live.ticket.record is None:
-            is_fused = live.request.fused is not None
-            live.ticket.record = joined_record(live) if is_fused else exact_record(live)
-        self._answer(live, ran.logits, ran.likeliest)
+        if sequence.ticket.record is None:
+            is_fused = sequence.request.fused is not None
+            sequence.ticket.record = (joined_record if is_fused else exact_record)(sequence)
+        self._answer(sequence, result.logits, result.likeliest)
 
-    def weave(self, live: EngineSequence) -> None:
+    def take_own_step(self, sequence: EngineSequence) -> None:
         """The own step of a fused request: its whole prefill, or what must be done at once."""
         started_s = time.perf_counter()
         prefilled: Prefilled | None = None
         try:
-            stored = live.stored or self._open(live)
+            stored = sequence.stored or self._loader.open(fused_part(sequence))
             try:
-                way = self._way(live, stored)
+                mode = self._mode(sequence, stored)
                 self.counts.add("fused_begun")
-                if way is PrefillMode.JOINED:
-                    prepared, record = prepare(self._decoder, live, stored, self._placing)
+                if mode is PrefillMode.JOINED:
+                    prepared, record = prepare(self._decoder, sequence, stored, self._prefixes)
                 else:
-                    prefilled = weave(self._decoder, live, stored, self._placing)
+                    prefilled = prefill(self._decoder, sequence, stored, self._prefixes)
                     record = prefilled.record
             finally:
                 stored.close()
-                live.stored = None
+                sequence.stored = None
         except Exception as error:  # this request's, and no other's
-            self.end(live.ticket, error)
+            self.end(sequence.ticket, error)
             return
         seconds = time.perf_counter() - started_s
-        live.ticket.timeline.stepped(seconds, False)
-        live.woven = replace(record, way=str(way))
+        sequence.ticket.timeline.stepped(seconds, False)
+        sequence.fuse_record = replace(record, way=str(mode))
         if prefilled is None:
-            live.apart_s += seconds
-            self._placing.prepared(live, prepared)
+            sequence.apart_s += seconds
+            sequence.join(prepared)
             return
-        self._placing.woven(live)
-        self.counts.add(f"fused_{way}")
-        if live.ticket.record is None:
-            live.ticket.record = live.woven
-        if live.known == live.prompt_len:  # else it was preempted while it answered
-            self._answer(live, prefilled.logits)
+        sequence.finish_prompt()
+        self.counts.add(f"fused_{mode}")
+        if sequence.ticket.record is None:
+            sequence.ticket.record = sequence.fuse_record
+        if sequence.progress.known == sequence.prompt_len:  # else preempted while it answered
+            self._answer(sequence, prefilled.logits)
 
-    def _way(self, live: EngineSequence, stored: StoredPrompt) -> PrefillMode:
-        return way_of(
-            self._part(live).strategy,
-            alone=self._scheduler.is_alone(live),
-            held=live.held,
+    def _mode(self, sequence: EngineSequence, stored: StoredPrompt) -> PrefillMode:
+        return prefill_mode_of(
+            fused_part(sequence).strategy,
+            alone=self._scheduler.is_alone(sequence),
+            held=sequence.progress.held,
             arrived=stored.has_arrived,
             copies=self._decoder.device.type == "cuda",
         )
 
-    def _open(self, live: EngineSequence) -> StoredPrompt:
-        return self._loading.open(self._part(live))
-
-    def _part(self, live: EngineSequence) -> FusedPart:
-        assert live.request.fused is not None, "a fused request says how"
-        return live.request.fused
-
-    def _answer(self, live: EngineSequence, logits: Tensor, likeliest: int | None = None) -> None:
+    def _answer(
+        self, sequence: EngineSequence, logits: Tensor, likeliest: int | None = None
+    ) -> None:
         """Draw a token and hand it out; a held request keeps the logits instead."""
-        if live.held:
-            live.logits = logits.clone()
-            live.ticket.timeline.prefilled_s = time.perf_counter()
+        if sequence.progress.held:
+            sequence.logits = logits.clone()
+            sequence.ticket.timeline.prefilled_s = time.perf_counter()
             return
-        if not live.answered:
-            self.counts.first_token(live)
+        if not sequence.answered:
+            self.counts.first_token(sequence)
         try:
-            choice = live.choose(logits, likeliest)
+            choice = sequence.choose(logits, likeliest)
         except Exception as error:  # such as logits that are no numbers: this request's
-            self.end(live.ticket, error)
+            self.end(sequence.ticket, error)
             return
         self.counts.add("tokens_answered")
-        if live.take(choice):
-            self.end(live.ticket)
+        if sequence.take(choice):
+            self.end(sequence.ticket)
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """A request is finished, cancelled or failed."""
-        live = self.lives.pop(ticket, None)
+        sequence = self.sequences.pop(ticket, None)
         try:
-            if live is not None:
-                self._take_back(live)
+            if sequence is not None:
+                self._take_back(sequence)
                 how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
                 self.counts.add(f"requests_{how}")
-        finally:  # whatever is wrong with the books, nobody waits for ever
+        finally:  # whatever is wrong with the books, its reader must not wait for ever
             ticket.end(error)
 
-    def _take_back(self, live: EngineSequence) -> None:
-        if live.held:
-            self.counts.dropped(live)
-        self._scheduler.remove(live)
-        if live.stored is not None:
-            live.stored.close()
-        self._placing.retire(live)
+    def _take_back(self, sequence: EngineSequence) -> None:
+        if sequence.progress.held:
+            self.counts.dropped(sequence)
+        self._scheduler.remove(sequence)
+        if sequence.stored is not None:
+            sequence.stored.close()
+        self._pages.retire(sequence)

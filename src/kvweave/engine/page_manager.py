@@ -1,37 +1,66 @@
 """Gives sequences their pages, from the knowledge tree where it has them, and takes them back."""
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.offload import Post
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.prefixes import Cost, ExactPrefixes
+from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.sequence import EngineSequence
-from kvweave.engine.sparse_rows import SparseRows
-from kvweave.fuse.prepared import Prepared
 from kvweave.kv.tree import TreeLease
+from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
+
+MEMORY_SHARE = 0.25  # of the memory that is there, for the pool
+MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of today's size
+
+
+def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
+    """Room for KV: as configured, or what memory allows. `cfg` as `for_device` gives it."""
+    assert cfg.page_tokens is not None, "a config for a device says how large pages are"
+    tokens = cfg.pool_tokens
+    if tokens is None:
+        spec = decoder.spec
+        per_head = spec.head_dim * decoder.dtype.itemsize
+        token_bytes = 2 * spec.num_layers * spec.num_kv_heads * per_head
+        fitting = int(_memory_bytes(decoder.device) * MEMORY_SHARE) // token_bytes
+        tokens = max(cfg.page_tokens, min(fitting, MOST_POOL_TOKENS))
+    num_pages = tokens // cfg.page_tokens
+    return KVPool(decoder.spec, num_pages, cfg.page_tokens, decoder.dtype, decoder.device)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class PageManager:
-    """Not thread-safe: the engine thread owns it."""
+    """Moves pages between sequences, the tree and the free ones. The engine thread owns it; any
+    thread reads `most_tokens`. The scheduler's PageSource."""
 
-    def __init__(self, cfg: EngineConfig, pool: KVPool, cost_s: Cost, post: Post) -> None:
-        self.pool = pool
-        self.pages = PageAllocator(pool.num_pages)
-        self.prefixes = ExactPrefixes(cfg, pool, self.pages, cost_s, post)
-        self.num_running = 0  # sequences that may want a page more
+    def __init__(self, pool: KVPool, allocator: PageAllocator, prefixes: ExactPrefixes) -> None:
+        self._pool = pool
+        self._allocator = allocator
+        self._prefixes = prefixes
+        self._num_running = 0  # sequences that may want a page more
+
+    def empty_kv(self) -> PagedKV:
+        """KV of a sequence that has no pages yet."""
+        return PagedKV(self._pool)
 
     @property
     def most_tokens(self) -> int:
         """Tokens that one sequence can have at most, all others and what is pinned gone."""
-        return self.pool.num_pages * self.pool.page_tokens
+        return self._pool.num_pages * self._pool.page_tokens
 
-    def lengths(self, live: EngineSequence) -> tuple[int, int]:
+    def lengths(self, sequence: EngineSequence) -> tuple[int, int]:
         """Tokens of it that are cached, and that must be computed."""
-        part = live.request.fused
+        part = sequence.request.fused
         if part is not None:
             stored = sum(
                 len(chunk.token_ids)
@@ -39,152 +68,135 @@ class PageManager:
                 if place not in part.computed
             )
             reused = int(stored * (1 - part.ratio))
-            return reused, live.known - reused
+            return reused, sequence.progress.known - reused
         cached = 0
-        if live.request.use_tree:
-            cached = self.prefixes.tree.match_tokens(live.path)
-        return cached, live.known - cached
+        if sequence.request.use_tree:
+            cached = self._prefixes.tree.match_tokens(sequence.path)
+        return cached, sequence.progress.known - cached
 
-    def admit(self, live: EngineSequence) -> bool:
-        """Pages for all it knows, and one for everybody else to grow; False: not now."""
-        place = self._admit_run if live.own_step else self._admit_shared
-        if place(live):
+    def admit(self, sequence: EngineSequence) -> bool:
+        """Pages for all it knows, and one for each of the others to grow; False: not now."""
+        place = self._admit_run if sequence.progress.own_step else self._admit_shared
+        if place(sequence):
             return True
-        if self.num_running:
+        if self._num_running:
             return False
         # A leased path keeps a page more than its reader uses; in a pool that the reader fills up
         # that page is the one it lacks.
-        live.unshared = True
-        if place(live):
+        sequence.unshared = True
+        if place(sequence):
             return True
         # What is pinned was pinned since it was checked, or lies in the middle of the run it needs.
-        self.prefixes.unpin()
-        return place(live)
+        self._prefixes.unpin()
+        return place(sequence)
 
-    def _admit_shared(self, live: EngineSequence) -> bool:
+    def _admit_shared(self, sequence: EngineSequence) -> bool:
         """What the tree has is read where it lies; the rest gets pages of its own."""
-        lease, shared, cached = self._match(live)
-        page = self.pool.page_tokens
+        lease, shared, cached = self._match(sequence)
+        page = self._pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
-        wanted = -(-live.known // page) - whole
-        if not self._make_free(wanted + self.num_running):
+        wanted = -(-sequence.progress.known // page) - whole
+        if not self._make_free(wanted + self._num_running):
             if lease is not None:
                 lease.release()
             return False
-        own = self.pages.take(wanted, shared[whole - 1] if whole else None)
+        own = self._allocator.take(wanted, shared[whole - 1] if whole else None)
         assert own is not None, "there were enough"
         if cached % page:
-            self.pool.copy_rows(shared[whole], own[0], cached % page)
-        self.pages.hold(shared[:whole])
-        live.kv = PagedKV(self.pool, [*shared[:whole], *own])
-        live.kv.reserve(cached)
-        live.lease, live.pages, live.computed = lease, whole + wanted, cached
-        live.offered = 0 if lease is None else len(lease.nodes) - 1
-        self._admitted(live, cached)
+            self._pool.copy_rows(shared[whole], own[0], cached % page)
+        self._allocator.hold(shared[:whole])
+        sequence.kv = PagedKV(self._pool, [*shared[:whole], *own])
+        sequence.kv.reserve(cached)
+        sequence.lease = lease
+        sequence.progress.num_pages, sequence.progress.computed = whole + wanted, cached
+        sequence.offered = 0 if lease is None else len(lease.nodes) - 1
+        self._admitted(sequence, cached)
         return True
 
-    def _admit_run(self, live: EngineSequence) -> bool:
+    def _admit_run(self, sequence: EngineSequence) -> bool:
         """A fused request gets pages side by side, and they are its own: a dense buffer."""
-        count = -(-live.known // self.pool.page_tokens)
-        free = count + self.num_running
-        lease = self._match(live)[0] if live.request.use_tree else None
+        count = -(-sequence.progress.known // self._pool.page_tokens)
+        free = count + self._num_running
+        lease = self._match(sequence)[0] if sequence.request.use_tree else None
         pages = None
-        if self.prefixes.reclaim(
-            lambda: self.pages.num_free >= free and self.pages.longest_run() >= count
+        if self._prefixes.reclaim(
+            lambda: self._allocator.num_free >= free and self._allocator.longest_run() >= count
         ):
-            pages = self.pages.take_run(count)
+            pages = self._allocator.take_run(count)
         if pages is None:
             if lease is not None:
                 lease.release()
             return False
-        live.kv = PagedKV(self.pool, pages)
-        live.lease, live.pages = lease, count
-        self._admitted(live, 0)
+        sequence.kv = PagedKV(self._pool, pages)
+        sequence.lease, sequence.progress.num_pages = lease, count
+        self._admitted(sequence, 0)
         return True
 
-    def _admitted(self, live: EngineSequence, cached: int) -> None:
-        if not live.preempted:
-            live.cached = cached
-            live.ticket.timeline.admitted_s = time.perf_counter()
-        self.num_running += 1
+    def _admitted(self, sequence: EngineSequence, cached: int) -> None:
+        if not sequence.progress.preempted:
+            sequence.cached = cached
+            sequence.ticket.timeline.admitted_s = time.perf_counter()
+        self._num_running += 1
 
-    def prepared(self, live: EngineSequence, prepared: Prepared) -> None:
-        """A fused request is stitched into its pages; the rows that are left join the others."""
-        live.sparse = SparseRows(prepared.rows, prepared.bonds)
-        live.prepared = prepared
-        live.computed = live.sparse.reached
-        live.own_step = False
-        self._let_go(live)
-
-    def woven(self, live: EngineSequence) -> None:
-        """The prompt of a fused request is in its pages."""
-        live.computed = live.prompt_len
-        live.own_step = False
-        self._let_go(live)
-
-    def grow(self, live: EngineSequence, count: int) -> bool:
+    def grow(self, sequence: EngineSequence, num_pages: int) -> bool:
         """More pages; False: there are none."""
-        if not self._make_free(count):
+        if not self._make_free(num_pages):
             return False
-        table = live.kv.page_table
-        pages = self.pages.take(count, table[-1] if table else None)
+        table = sequence.kv.page_table
+        pages = self._allocator.take(num_pages, table[-1] if table else None)
         assert pages is not None, "there were enough"
-        live.kv.append(pages)
-        live.pages += len(pages)
+        sequence.kv.append(pages)
+        sequence.progress.num_pages += len(pages)
         return True
 
-    def offer(self, live: EngineSequence) -> None:
+    def offer(self, sequence: EngineSequence) -> None:
         """Offer the tree the chunks whose last row was computed since. Exact ones only."""
-        assert live.request.fused is None or live.lease is None, "fused KV stays out of the tree"
-        while live.lease is not None and live.offered < len(live.path):
-            chunk = live.path[live.offered]
-            start = live.lease.num_tokens
-            if live.computed < start + chunk.num_tokens:
+        is_exact = sequence.request.fused is None
+        assert is_exact or sequence.lease is None, "fused KV stays out of the tree"
+        while sequence.lease is not None and sequence.offered < len(sequence.path):
+            chunk = sequence.path[sequence.offered]
+            start = sequence.lease.num_tokens
+            if sequence.progress.computed < start + chunk.num_tokens:
                 return
-            live.offered += 1
-            gone = self.prefixes.is_gone(chunk, live.as_of)  # and so is what stands behind it
-            if gone or not self.prefixes.offer(live.lease, chunk, start, live.kv):
-                live.offered = len(live.path)
+            sequence.offered += 1
+            gone = self._prefixes.is_gone(chunk, sequence.as_of)  # and so is what stands behind it
+            if gone or not self._prefixes.offer(sequence.lease, chunk, start, sequence.kv):
+                sequence.offered = len(sequence.path)
 
-    def retire(self, live: EngineSequence) -> None:
+    def retire(self, sequence: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""
-        if live.kv.page_table:
-            self.pages.release(live.kv.page_table)
-            self.num_running -= 1
-        self._let_go(live)
-        live.kv = PagedKV(self.pool)
-        live.pages = 0
-        live.logits = live.prepared = None
-        live.own_step = live.request.fused is not None
-        live.ticket.timeline.preempted = live.preempted
+        if sequence.kv.page_table:
+            self._allocator.release(sequence.kv.page_table)
+            self._num_running -= 1
+        sequence.release_lease()
+        sequence.kv = self.empty_kv()
+        sequence.progress.num_pages = 0
+        sequence.logits = sequence.prepared = None
+        sequence.progress.own_step = sequence.request.fused is not None
+        sequence.ticket.timeline.preempted = sequence.progress.preempted
 
-    def _let_go(self, live: EngineSequence) -> None:
-        if live.lease is not None:
-            live.lease.release()
-            live.lease = None
-
-    def check_integrity(self, lives: Sequence[EngineSequence]) -> None:
-        """Raise AssertionError unless every page is held by exactly those who say so."""
-        self.pages.check_integrity()
-        self.prefixes.tree.check_integrity()
-        held = Counter(page for live in lives for page in live.kv.page_table)
-        held.update(self.prefixes.held_pages())
-        for page in range(self.pool.num_pages):
-            refs = self.pages.refs(page)
+    def check_integrity(self, sequences: Sequence[EngineSequence]) -> None:
+        """Raise AssertionError unless every page is held by exactly its holders."""
+        self._allocator.check_integrity()
+        self._prefixes.tree.check_integrity()
+        held = Counter(page for sequence in sequences for page in sequence.kv.page_table)
+        held.update(self._prefixes.held_pages())
+        for page in range(self._pool.num_pages):
+            refs = self._allocator.refs(page)
             assert refs == held[page], f"page {page}: {refs} holds, {held[page]} holders"
 
-    def _match(self, live: EngineSequence) -> tuple[TreeLease | None, list[int], int]:
+    def _match(self, sequence: EngineSequence) -> tuple[TreeLease | None, list[int], int]:
         """A lease to read from or to offer behind, the pages it gives, and how many tokens."""
-        prefixes = self.prefixes
-        if not prefixes.is_on or not live.path or live.unshared:
+        prefixes = self._prefixes
+        if not prefixes.is_on or not sequence.path or sequence.unshared:
             return None, [], 0
-        if not live.request.use_tree:  # all is computed; what is exact may still be offered
+        if not sequence.request.use_tree:  # all is computed; what is exact may still be offered
             return prefixes.acquire((), 0, count=False), [], 0
-        rest = live.prompt_len - sum(chunk.num_tokens for chunk in live.path)
-        lease = prefixes.acquire(live.path, rest, count=not live.counted)
-        live.counted = True
-        cached = min(lease.num_tokens, live.known - 1)  # the last row is always computed
+        rest = sequence.prompt_len - sum(chunk.num_tokens for chunk in sequence.path)
+        lease = prefixes.acquire(sequence.path, rest, count=not sequence.counted)
+        sequence.counted = True
+        cached = min(lease.num_tokens, sequence.progress.known - 1)  # the last row is computed
         return lease, prefixes.table(lease), cached
 
     def _make_free(self, count: int) -> bool:
-        return self.prefixes.reclaim(lambda: self.pages.num_free >= count)
+        return self._prefixes.reclaim(lambda: self._allocator.num_free >= count)

@@ -1,7 +1,7 @@
-"""Who holds which page of the KV pool: plain ints, no tensors.
+"""Which pages of the KV pool are held, and how often: plain ints, no tensors.
 
 A page is held by as many as count it: sequences that read it, and nodes of the knowledge tree. It
-is free when nobody does. Pages that lie side by side are one piece of memory, and attention over a
+is free when none does. Pages that lie side by side are one piece of memory, and attention over a
 single piece needs no gather, so runs are kept long: a sequence grows where it ended, a new one
 starts in the largest gap.
 """
@@ -14,7 +14,7 @@ from kvweave.errors import ConfigError
 
 
 class PageAllocator:
-    """Pages [0, num_pages) with reference counts. Not thread-safe: the engine thread owns it."""
+    """Pages [0, num_pages) with reference counts. The engine thread owns it; any reads counts."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
@@ -53,13 +53,13 @@ class PageAllocator:
         return max((end - start for start, end in self._gaps), default=0)
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Hold pages that somebody holds already once more."""
+        """Hold pages that are held already once more."""
         for page in pages:
-            assert self._refs[page] > 0, f"page {page} is free; nobody can share it"
+            assert self._refs[page] > 0, f"page {page} is free; it cannot be shared"
             self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Let go of pages; those that nobody holds any more are free."""
+        """Let go of pages; those that are not held any more are free."""
         for page in pages:
             assert self._refs[page] > 0, f"page {page} was released twice"
             self._refs[page] -= 1

@@ -5,10 +5,10 @@ stands at the same positions, so pages line up: page j of any sequence on the pa
 [j * page, (j + 1) * page). Chunks end in the middle of pages, hence two rules:
 
 - the first page of a node also holds the rows in front of it that lie in the same page, so that a
-  node's pages are good from their first row to its last token, whoever computed them;
-- whoever continues behind a node that ends inside a page copies the rows of that page up to the end
-  of the node and writes to the copy. Rows that others may read are written once, before they are
-  offered, and never again.
+  node's pages are good from their first row to its last token, whichever request computed them;
+- a request that continues behind a node that ends inside a page copies the rows of that page up to
+  the end of the node and writes to the copy. Rows that others may read are written once, before
+  they are offered, and never again.
 
 A path begins with the preamble, named with the tenant, so that nothing is shared between tenants.
 """
@@ -19,12 +19,20 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.host_copies import HostCopy, TreePages
-from kvweave.engine.offload import MOST_BYTES, POOL_SHARE, Offload, Post, open_link
+from kvweave.engine.inbox import Outbox
+from kvweave.engine.offload import (
+    MOST_BYTES,
+    POOL_SHARE,
+    ArrivedCopy,
+    Offload,
+    TreePages,
+    open_link,
+)
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.tree import (
     ChunkRef,
     Extended,
@@ -42,7 +50,7 @@ Cost = Callable[[int, int], float]  # seconds of a prefill: cached tokens, new t
 
 
 def guessed_cost_s(cached: int, new: int) -> float:
-    """What a prefill costs where nobody measured: linear in rows, and in what they look at."""
+    """What a prefill costs before it was measured: linear in rows, and in what they look at."""
     return new * (1e-3 + 1e-7 * (cached + new / 2))
 
 
@@ -65,14 +73,20 @@ def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
 
 
 class ExactPrefixes:
-    """The tree and its pages. Not thread-safe: the engine thread owns it; others may `match`."""
+    """The tree and its pages. The engine thread owns it; any thread reads `tombstones`, matches in
+    `tree` and calls `copy_stats`."""
 
     def __init__(
-        self, cfg: EngineConfig, pool: KVPool, pages: PageAllocator, cost_s: Cost, post: Post
+        self,
+        cfg: EngineConfig,
+        pool: KVPool,
+        allocator: PageAllocator,
+        cost_s: Cost,
+        outbox: Outbox[ArrivedCopy],
     ) -> None:
-        """`post` brings a call to the engine thread, from any."""
+        """What comes through `outbox` is for `settle`."""
         self._pool = pool
-        self._pages = pages
+        self._allocator = allocator
         self._page_tokens = pool.page_tokens
         device_bytes = int(cfg.tree_share * pool.num_pages) * pool.page_bytes
         host_tokens = cfg.host_tokens
@@ -84,11 +98,11 @@ class ExactPrefixes:
         config = TreeConfig(max(1, device_bytes), host_bytes)
         link = open_link(pool.keys.device) if host_bytes and self.is_on else None
         most_bytes = min(pool.num_pages * pool.page_bytes // POOL_SHARE, MOST_BYTES)
-        self._leaving = None if link is None else Offload(link, most_bytes, post)
-        self._copies = TreePages(pool, pages, self._leaving, self._lost)
-        self.tree = KnowledgeTree(config, self._copies, cost_s)
+        self._offload = None if link is None else Offload(link, most_bytes, outbox)
+        self._tree_pages = TreePages(pool, allocator, self._offload)
+        self.tree = KnowledgeTree(config, self._tree_pages, cost_s)
         self.tombstones = Tombstones()
-        self._pins: dict[Sequence[ChunkRef], TreeLease] = {}  # until one needs the whole pool
+        self._pins: dict[Sequence[ChunkRef], TreeLease] = {}  # until a request needs the whole pool
 
     def acquire(
         self, path: Sequence[ChunkRef], num_question_tokens: int, *, count: bool
@@ -107,37 +121,50 @@ class ExactPrefixes:
                 table[first:] = node.pages[DEVICE].handle  # the deeper node's first page has both
         return table
 
+    def copy(self, lease: TreeLease, token_ids: Sequence[int]) -> Prefix:
+        """A leased path, whose tokens these are, as one piece of KV."""
+        pool, num_tokens = self._pool, lease.num_tokens
+        at = torch.tensor(self.table(lease), device=pool.keys.device)
+        layers = (
+            LayerKV(
+                pool.keys[layer, at].flatten(0, 1)[:num_tokens],  # [T, Hk, D]
+                pool.values[layer, at].flatten(0, 1)[:num_tokens],
+            )
+            for layer in range(pool.keys.shape[0])
+        )
+        return Prefix(tuple(token_ids[:num_tokens]), tuple(layers))
+
     def offer(self, lease: TreeLease, chunk: ChunkRef, start: int, kv: PagedKV) -> bool:
         """Offer the tokens [start, start + chunk.num_tokens) of a sequence. False: the tree has no
         room, and none for what stands behind them."""
         end = start + chunk.num_tokens
         pages = kv.page_table[start // self._page_tokens : -(-end // self._page_tokens)]
-        self._pages.hold(pages)
+        self._allocator.hold(pages)
         offered = Pages(len(pages) * self._pool.page_bytes, tuple(pages))
         extended = self.tree.extend(lease, chunk, offered)
         if extended is not Extended.ADOPTED:
-            self._pages.release(pages)
+            self._allocator.release(pages)
         return extended in (Extended.ADOPTED, Extended.PRESENT)
 
     def pin(self, namespace: str, preamble: Prefix) -> bool:
-        """Put a preamble that was computed elsewhere into the tree, to stay there. False: no room
-        for it, or none to be had now."""
+        """Put a preamble that was computed elsewhere into the tree, to stay there. False: there is
+        no room for it, or none now."""
         path = path_of(namespace, preamble.token_ids, ())
         if path in self._pins:
             return True
         count = -(-len(preamble.token_ids) // self._page_tokens)
         lease = self.acquire(path, 0, count=False)
         if path and lease.num_tokens < len(preamble.token_ids):
-            if not self.reclaim(lambda: self._pages.num_free >= count):
+            if not self.reclaim(lambda: self._allocator.num_free >= count):
                 lease.release()
                 return False
-            kv = PagedKV(self._pool, self._pages.take(count) or ())
+            kv = PagedKV(self._pool, self._allocator.take(count) or ())
             slots = torch.tensor(kv.slots(range(len(preamble.token_ids))))
             for layer, made in enumerate(preamble.layers):
                 keys, values = self._pool.slots(layer)
                 keys[slots], values[slots] = made.k, made.v
             fits = self.offer(lease, path[0], 0, kv)
-            self._pages.release(kv.page_table)
+            self._allocator.release(kv.page_table)
             if not fits:
                 lease.release()
                 return False
@@ -151,15 +178,15 @@ class ExactPrefixes:
         self._pins.clear()
 
     def forget(self, chunk_ids: Collection[ChunkId]) -> int:
-        """Chunks are no more: out of the tree with them and all that stands behind them, for good:
-        who found them before does not bring them back."""
+        """Chunks were deleted: out of the tree with them and all that stands behind them, for good:
+        a request that found them before does not bring them back. Returns nodes that went."""
         wanted = set(chunk_ids)
         self.tombstones.add(wanted)
         first = [ref for ref in self.tree.root.children if ref.partition("|")[2] in wanted]
         return sum(self.tree.forget(name) for name in (*first, *wanted))
 
     def forget_all(self) -> int:
-        """Any chunk may be no more: all of them leave the tree, but not the preambles pinned."""
+        """Any chunk may have been deleted: all leave the tree, but not the preambles pinned."""
         self.tombstones.add_all()
         pinned = {path[0].id for path in self._pins if path}
         tops: list[ChunkId] = []
@@ -177,7 +204,7 @@ class ExactPrefixes:
         return self.tombstones.is_gone(ChunkId(chunk.id.rpartition("|")[2]), as_of)
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
-        """Let leaves that nobody uses go, the least valuable first, until there is enough."""
+        """Let leaves that are not in use go, the least valuable first, until there is enough."""
         while not enough():
             if not self.tree.shrink():
                 return False
@@ -185,15 +212,22 @@ class ExactPrefixes:
 
     def copy_stats(self) -> dict[str, int]:
         """What became of exact KV that left the pool. Any thread."""
-        return self._copies.stats()
+        return self._tree_pages.stats()
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether `settle` is still to hear of a copy."""
+        return self._offload is not None and self._offload.num_bytes > 0
+
+    def settle(self, arrived: ArrivedCopy) -> None:
+        """A copy that left the pool is in host memory, or will never be."""
+        if not self._tree_pages.settle(arrived):
+            self.tree.lose_copy(arrived.copy)
 
     def close(self) -> None:
-        """When the engine thread is gone: nothing reads or writes memory of ours after that."""
-        if self._leaving is not None:
-            self._leaving.close()
-
-    def _lost(self, copy: HostCopy) -> None:
-        self.tree.lose_copy(copy)
+        """Called when the engine thread is gone: no thread touches the pool's memory after that."""
+        if self._offload is not None:
+            self._offload.close()
 
     def held_pages(self) -> list[int]:
         """Pages that the tree holds, once for every node that does."""

@@ -1,4 +1,4 @@
-"""The plain way to an answer: prefill the prompt, then one token at a time.
+"""The plain loop to an answer: prefill the prompt, then one token at a time.
 
 No batching and no reuse. It is what every cleverer path is compared with.
 """

@@ -1,63 +1,92 @@
-"""One step: a flat batch of rows, one forward pass, one token for everybody who is through."""
+"""One step: a flat batch of rows, one forward pass, one token for each that is through."""
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvweave.engine.scheduler import Work
+from kvweave.engine.scheduler import StepSlice
 from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
+from kvweave.kernels.recording import Refusals
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import RecordedDecode, is_decode
 
 log = logging.getLogger(__name__)
+SequenceSlice = StepSlice[EngineSequence]
 
 
-class Ran(NamedTuple):
+class SliceResult(NamedTuple):
     """What a step gave one sequence."""
 
-    work: Work[EngineSequence]
-    logits: Tensor | None  # [V]; None: there is more of it to compute
+    slice: SequenceSlice
+    logits: Tensor | None  # [V]; None: there is more of it to compute. Valid until the next step
     likeliest: int | None  # set when nothing but the likeliest token matters
     error: BaseException | None
 
 
-def run(
-    decoder: Decoder, works: Sequence[Work[EngineSequence]], recorded: RecordedDecode | None = None
-) -> list[Ran]:
-    """Compute the rows of all works. What fails together is tried one by one: whoever is to blame
-    fails alone. Rows may run twice; they write what they wrote before.
+class StepOutput(NamedTuple):
+    """What a step gave."""
 
-    Logits of a step that was `recorded` are valid until the next step."""
-    try:
-        return _run(decoder, works, recorded)
-    except Exception as error:
-        if len(works) == 1:
-            return [Ran(works[0], None, None, error)]
-        log.warning("a step of %d requests failed; trying each alone: %s", len(works), error)
-        # not from a recording: its logits would be overwritten by the next one tried
-        return [ran for work in works for ran in run(decoder, [work])]
+    results: list[SliceResult]  # in the order of the slices
+    seconds: float  # that it took
 
 
-@torch.inference_mode()
-def _run(
-    decoder: Decoder, works: Sequence[Work[EngineSequence]], recorded: RecordedDecode | None
-) -> list[Ran]:
-    batch = [work.seq.rows(work.num_rows) for work in works]
-    played = recorded.play(batch) if recorded is not None and is_decode(batch) else None
-    logits = decoder.forward(batch) if played is None else played.logits  # [wanted, V]
-    through = [work.seq for work, rows in zip(works, batch, strict=True) if rows.wanted]
-    likeliest: list[int] = []
-    if through and is_plainly_greedy(through):
-        found = logits.argmax(-1) if played is None else played.likeliest
-        likeliest = found.tolist()  # one wait for the device, not one per request
-    ran, at = [], 0
-    for work, rows in zip(works, batch, strict=True):
-        if not rows.wanted:
-            ran.append(Ran(work, None, None, None))
-            continue
-        ran.append(Ran(work, logits[at], likeliest[at] if likeliest else None, None))
-        at += 1
-    return ran
+class Runner:
+    """Computes the common steps of one decoder. Called on the engine thread."""
+
+    def __init__(self, decoder: Decoder, recorded: RecordedDecode | None = None) -> None:
+        """`recorded` plays steps in which all sequences decode; None: none are played."""
+        self.device = decoder.device
+        self._decoder = decoder
+        self._recorded = recorded
+
+    @property
+    def refusals(self) -> list[Refusals]:
+        """What could not be recorded of decoding. Any thread."""
+        return [] if self._recorded is None else [self._recorded.refusals]
+
+    def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
+        """Compute the rows of all slices. An error is in the result of the slice that caused it."""
+        started_s = time.perf_counter()
+        results = self._run(slices, self._recorded)
+        return StepOutput(results, time.perf_counter() - started_s)
+
+    def _run(
+        self, slices: Sequence[SequenceSlice], recorded: RecordedDecode | None
+    ) -> list[SliceResult]:
+        """What fails together is tried one by one, so that the slice to blame fails alone. Rows may
+        run twice; they write what they wrote before."""
+        try:
+            return self._forward(slices, recorded)
+        except Exception as error:
+            if len(slices) == 1:
+                return [SliceResult(slices[0], None, None, error)]
+            log.warning("a step of %d requests failed; trying each alone: %s", len(slices), error)
+            # not from a recording: its logits would be overwritten by the next one tried
+            return [result for each in slices for result in self._run([each], None)]
+
+    @torch.inference_mode()
+    def _forward(
+        self, slices: Sequence[SequenceSlice], recorded: RecordedDecode | None
+    ) -> list[SliceResult]:
+        batch = [each.sequence.rows(each.num_rows) for each in slices]
+        played = recorded.play(batch) if recorded is not None and is_decode(batch) else None
+        logits = self._decoder.forward(batch) if played is None else played.logits  # [wanted, V]
+        through = [each.sequence for each, rows in zip(slices, batch, strict=True) if rows.wanted]
+        likeliest: list[int] = []
+        if through and is_plainly_greedy(through):
+            found = logits.argmax(-1) if played is None else played.likeliest
+            likeliest = found.tolist()  # one wait for the device, not one per request
+        results, at = [], 0
+        for each, rows in zip(slices, batch, strict=True):
+            if not rows.wanted:
+                results.append(SliceResult(each, None, None, None))
+                continue
+            results.append(
+                SliceResult(each, logits[at], likeliest[at] if likeliest else None, None)
+            )
+            at += 1
+        return results

@@ -1,40 +1,88 @@
-"""Who computes how many rows in the next step. Plain ints and lists, no tensors.
+"""Which sequences compute how many rows in the next step. Plain ints and lists, no torch.
 
 A sequence has tokens that are known and tokens that are computed; the difference is what it still
-needs; of a fused prompt that is prepared it is the rows that are not reused (`sparse_rows.py`).
+needs; of a fused prompt that is prepared it is the rows that are not reused (`SparseRows`).
 Prefill, a slice of it, decode and recomputing after a preemption are the same bookkeeping.
 
-    1  who is one row short (decodes) comes first, so that answers flow
+    1  sequences that are one row short (decode) come first, so that answers flow
     2  then those under way, oldest first, as many rows as the step has left; speculations behind
        all others and a few rows at a time, because a wrong one can only end between two steps.
        A slice may be longer than what is left by rows that cannot be cut, once per step
-    3  then who waits, while there is room for its whole prompt
+    3  then those that wait, while there is room for their whole prompt
 
 When pages run out, the sequence that came last gives its pages back and is computed again later:
-its tokens are known, so its answer stays the same. Whoever came first always goes on.
+its tokens are known, so its answer stays the same. The one that came first always goes on.
+
+Of the sequences that wait, the one that the cache serves best goes first (RAGCache): running it now
+costs little and keeps its prefix in use; put off, it may find the prefix evicted. Matters only when
+requests really queue.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.sparse_rows import SparseRows
-from kvweave.engine.waiting import WaitingQueue
+from kvweave.errors import ConfigError
+
+WINDOW = 32  # at most so many sequences overtake any other
 
 
-@dataclass(slots=True, eq=False)
-class Seq:
-    """The numbers of one sequence."""
+@dataclass(slots=True)
+class SparseRows:
+    """The rows of a prepared fused prompt that are to be computed; the others are there already.
+
+    They stand here and there: those chosen for recomputation, missing chunks and the question. They
+    are computed in position order, a slice per step; some stand or fall together and share a slice.
+    """
+
+    positions: Sequence[int]  # of all rows, ascending
+    bonds: Sequence[tuple[int, int]] = ()  # [start, end) of them that no slice may cut, ascending
+    done: int = 0  # rows that were computed
+
+    @property
+    def left(self) -> int:
+        return len(self.positions) - self.done
+
+    @property
+    def reached(self) -> int:
+        """Up to here, not included, everything stands in its final form."""
+        return self.positions[self.done] if self.left else self.positions[-1] + 1
+
+    def share(self, most: int) -> int:
+        """How many rows the next slice has in a step with room for `most`; 0 only without room.
+
+        A bond that does not fit waits for the next slice, unless it would be all there is of this
+        one: then it is computed at once, however long, because it never gets shorter.
+        """
+        if most <= 0:
+            return 0
+        end = self.done + min(most, self.left)
+        place = bisect_right(self.bonds, (end, 0)) - 1  # the last that starts before `end`
+        if place >= 0:
+            first, last = self.bonds[place]
+            if first < end < last:
+                end = first if first > self.done else last
+        return end - self.done
+
+    def next(self, count: int) -> Sequence[int]:
+        """Positions of the next `count` rows."""
+        return self.positions[self.done : self.done + count]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far one sequence has come. The engine thread alone changes it."""
 
     arrival: int  # smaller came first
     known: int  # tokens of the prompt and of the answer so far
     held: bool = False  # speculation: computed, not answered
     computed: int = 0  # of the known ones, those whose KV is there
-    pages: int = 0  # that it has
+    num_pages: int = 0  # that it has
     own_step: bool = False  # its next step is its own: a fused prefill, or what prepares one
     sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
-    preempted: int = field(default=0)
+    preempted: int = 0  # times its pages were taken away
 
     @property
     def needed(self) -> int:
@@ -55,157 +103,249 @@ class Seq:
         if not self.sparse.left:
             self.sparse = None
 
+    def join(self, sparse: SparseRows) -> None:
+        """Its fused prompt is prepared: these rows are left, and run in the common steps."""
+        self.sparse = sparse
+        self.computed = sparse.reached
+        self.own_step = False
 
-S = TypeVar("S", bound=Seq)
+    def restart(self) -> None:
+        """Its pages are gone, and with them all that was computed."""
+        self.computed, self.sparse = 0, None
+        self.preempted += 1
 
 
-class Work(NamedTuple, Generic[S]):
+class Scheduled(Protocol):
+    """What the scheduler orders: anything that has a Progress. Compared by identity."""
+
+    @property
+    def progress(self) -> Progress: ...
+
+
+S = TypeVar("S", bound=Scheduled)
+S_contra = TypeVar("S_contra", bound=Scheduled, contravariant=True)
+
+
+class PageSource(Protocol[S_contra]):
+    """Gives sequences their pages and takes them back. Called on the engine thread; never waits."""
+
+    def lengths(self, sequence: S_contra) -> tuple[int, int]:
+        """Tokens of it that are cached, and that must be computed."""
+        ...
+
+    def admit(self, sequence: S_contra) -> bool:
+        """Give it pages for all it knows. False, and nothing changed: not now."""
+        ...
+
+    def grow(self, sequence: S_contra, num_pages: int) -> bool:
+        """Give a running one more pages. False, and nothing changed: there are none."""
+        ...
+
+    def retire(self, sequence: S_contra) -> None:
+        """Take its pages away; it will be computed again."""
+        ...
+
+
+class ByteSource(Protocol[S_contra]):
+    """Loads what sequences are made from. Called on the engine thread; never waits."""
+
+    def load_first(self, sequence: S_contra, *, others_ready: bool) -> bool:
+        """Whether a sequence has to load something before it may wait for its turn. If so loading
+        has begun, and the sequence is added again when it ends."""
+        ...
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[S]):
+    sequence: S
+    overtaken: int = 0
+
+
+class WaitingQueue(Generic[S]):
+    """Sequences that wait for their turn, in order of arrival. Owned by the scheduler.
+
+    At most `window` of them overtake any other, so that none starves. A speculation never overtakes
+    others. `lengths(sequence)` says how many of its tokens are cached and how many must be computed
+    now; it is called again for every choice, because the cache changes while sequences wait.
+    """
+
+    def __init__(self, lengths: Callable[[S], tuple[int, int]], window: int = WINDOW) -> None:
+        if window < 1:
+            raise ConfigError(f"WaitingQueue.window must be at least 1, got {window}")
+        self._lengths = lengths
+        self._window = window
+        self._queue: list[_Waiting[S]] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, sequence: S) -> bool:
+        return any(waiting.sequence is sequence for waiting in self._queue)
+
+    def sequences(self) -> list[S]:
+        return [waiting.sequence for waiting in self._queue]
+
+    def push(self, sequence: S, *, first: bool = False) -> None:
+        """At the end, or in front of all others: one that had begun already."""
+        if first:
+            self._queue.insert(0, _Waiting(sequence, overtaken=self._window))
+        else:
+            self._queue.append(_Waiting(sequence))
+
+    def best(self) -> S:
+        """The one that should run next. IndexError when none waits. Changes nothing."""
+        front = self._queue[0]
+        if front.overtaken >= self._window and not front.sequence.progress.held:
+            return front.sequence
+        return max(self._queue[: self._window], key=lambda w: self._rank(w.sequence)).sequence
+
+    def remove(self, sequence: S, *, counts: bool = True) -> None:
+        """It runs now, ahead of those that came before it; without `counts` it just leaves."""
+        place = [waiting.sequence for waiting in self._queue].index(sequence)
+        if counts:
+            for waiting in self._queue[:place]:
+                waiting.overtaken += 1
+        del self._queue[place]
+
+    def _rank(self, sequence: S) -> tuple[bool, float]:
+        return not sequence.progress.held, order_priority(*self._lengths(sequence))
+
+
+def order_priority(cached_tokens: int, compute_tokens: int) -> float:
+    """Cached ÷ to compute; larger first."""
+    return cached_tokens / max(1, compute_tokens)
+
+
+class StepSlice(NamedTuple, Generic[S]):
     """The next `num_rows` rows of one sequence in one step."""
 
-    seq: S
+    sequence: S
     num_rows: int
 
 
 class Scheduler(Generic[S]):
-    """Not thread-safe: the engine thread owns it. Asks others to move pages:
+    """Decides what every step computes. The engine thread owns it; `is_busy`, `preemptions` and the
+    lengths of its lists are read by any."""
 
-    admit(seq)        give it pages for all it knows; False: not now
-    grow(seq, pages)  more pages for a running one; False: there are none
-    retire(seq)       take its pages away; it will be computed again
-    aside(seq)        before it waits again: True if it has to get something first, and will be
-                      added, in front, when it has
-    """
-
-    def __init__(
-        self,
-        cfg: EngineConfig,
-        lengths: Callable[[S], tuple[int, int]],
-        admit: Callable[[S], bool],
-        grow: Callable[[S, int], bool],
-        retire: Callable[[S], None],
-        aside: Callable[[S], bool],
-    ) -> None:
+    def __init__(self, cfg: EngineConfig, pages: PageSource[S], loader: ByteSource[S]) -> None:
+        """`cfg` as `for_device` gives it."""
         assert cfg.page_tokens is not None, "a config for a device says how large pages are"
         assert cfg.step_rows is not None, "and how long steps"
         assert cfg.alone_rows is not None, "in both cases"
         self._step_rows, self._alone_rows = cfg.step_rows, cfg.alone_rows
         self._cfg = cfg
         self._page_tokens = cfg.page_tokens
-        self._admit = admit
-        self._grow = grow
-        self._retire = retire
-        self._aside = aside
-        self.waiting: WaitingQueue[S] = WaitingQueue(lengths)
+        self._pages = pages
+        self._loader = loader
+        self.waiting: WaitingQueue[S] = WaitingQueue(pages.lengths)
         self.running: list[S] = []
-        self.parked: list[S] = []  # speculations whose pages somebody else needed
+        self.parked: list[S] = []  # speculations whose pages others needed
         self.preemptions = 0
-        self._own_next = False
 
-    def add(self, seq: S, *, first: bool = False) -> None:
-        """It waits for its turn; `first` before all others, if it had begun before."""
-        self.waiting.push(seq, first=first)
+    def add(self, sequence: S) -> None:
+        """It waits for its turn, in front of all others if it had begun before. One that has to
+        load something first stays outside and is added again when it has."""
+        if not self._loader.load_first(sequence, others_ready=self.is_busy):
+            self.waiting.push(sequence, first=sequence.progress.preempted > 0)
 
-    def release(self, seq: S) -> None:
+    def release(self, sequence: S) -> None:
         """A held sequence becomes an ordinary one."""
-        seq.held = False
-        if seq in self.parked:
-            self.parked.remove(seq)
-            self._wait_again(seq)
+        sequence.progress.held = False
+        if sequence in self.parked:
+            self.parked.remove(sequence)
+            self.add(sequence)
 
-    def remove(self, seq: S) -> None:
+    def remove(self, sequence: S) -> None:
         """It is finished, cancelled or failed. Its pages are the caller's to take back."""
-        if seq in self.running:
-            self.running.remove(seq)
-        elif seq in self.parked:
-            self.parked.remove(seq)
-        elif seq in self.waiting:
-            self.waiting.remove(seq, counts=False)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence, counts=False)
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody runs or waits to. Any thread; as it was a moment ago."""
+        """Whether sequences run or wait to. Any thread; as it was a moment ago."""
         return bool(self.running or self.waiting)
 
-    def is_alone(self, seq: S) -> bool:
-        """Whether nobody else has anything to compute now."""
-        others = (other for other in self.running if other is not seq)
-        return not self.waiting and not any(other.needed for other in others)
+    def is_alone(self, sequence: S) -> bool:
+        """Whether no other sequence has anything to compute now."""
+        others = (other for other in self.running if other is not sequence)
+        return not self.waiting and not any(other.progress.needed for other in others)
 
-    def next_step(self) -> list[Work[S]]:
+    def next_step(self) -> list[StepSlice[S]]:
         """The rows of the next step; empty when there is nothing to compute.
 
         A sequence that wants a step of its own is alone in the list, with 0 rows.
         """
-        own = [seq for seq in self.running if seq.own_step]
-        together = [seq for seq in self.running if seq.needed and not seq.own_step]
-        self._own_next = bool(own) and (self._own_next or not together)
-        if self._own_next:  # they take turns with the common step
-            self._own_next = False
-            return [Work(min(own, key=lambda seq: seq.arrival), 0)]
-        self._own_next = True
+        for one in self.running:
+            if one.progress.own_step:  # let in by the last common step: they take turns
+                return [StepSlice(one, 0)]
+        together = [one for one in self.running if one.progress.needed]
         left = self._alone_rows
-        if any(seq.needed == 1 for seq in together):
+        if any(one.progress.needed == 1 for one in together):
             left = self._step_rows
-        works: dict[S, int] = {}
-        for seq in sorted(together, key=lambda seq: (seq.needed > 1, seq.held, seq.arrival)):
-            rows = self._share(seq, left)
-            if rows and seq in self.running and self._make_room(seq, seq.computed + rows, works):
-                works[seq] = rows
+        rows_of: dict[S, int] = {}
+        for one in sorted(together, key=_turn):
+            rows = self._share(one, left)
+            if rows and one in self.running and self._make_room(one, rows, rows_of):
+                rows_of[one] = rows
                 left = max(0, left - rows)
-        while left and (new := self._next_in(works)) is not None:
-            if new.own_step:  # at once if nobody else runs, else in turn
-                if not works:
-                    return self.next_step()
+        while left and (new := self._next_in(rows_of)) is not None:
+            if new.progress.own_step:  # at once if no other computes, else in turn
+                if not rows_of:
+                    return [StepSlice(new, 0)]
                 break
-            works[new] = self._share(new, left)
-            left -= works[new]
-        if not works and any(seq.own_step for seq in self.running):
-            return self.next_step()  # all who were to compute together had to leave: its turn
-        return [Work(seq, rows) for seq, rows in works.items()]
+            rows_of[new] = self._share(new, left)
+            left -= rows_of[new]
+        return [StepSlice(one, rows) for one, rows in rows_of.items()]
 
-    def _share(self, seq: S, left: int) -> int:
+    def _share(self, sequence: S, left: int) -> int:
         """Rows of it in a step that has `left` of them."""
-        most = self._cfg.guess_rows if seq.held else None
-        return seq.share(left if most is None else min(left, most))
+        most = self._cfg.guess_rows if sequence.progress.held else None
+        return sequence.progress.share(left if most is None else min(left, most))
 
-    def _next_in(self, works: dict[S, int]) -> S | None:
+    def _next_in(self, rows_of: dict[S, int]) -> S | None:
         """Let one more sequence in, if there is room for it; speculations may have to leave."""
-        busy = sum(not seq.held for seq in self.running)
+        busy = sum(not one.progress.held for one in self.running)
         if not self.waiting or busy >= self._cfg.max_running:
             return None
-        seq = self.waiting.best()
-        while not self._admit(seq):
-            idle = [held for held in self.running if held.held and held is not seq]
-            if not idle or seq.held:
+        new = self.waiting.best()
+        while not self._pages.admit(new):
+            held = [one for one in self.running if one.progress.held and one is not new]
+            if not held or new.progress.held:
                 return None
-            self._preempt(max(idle, key=lambda held: held.arrival), works)
-        self.waiting.remove(seq)
-        self.running.append(seq)
-        return seq
+            self._preempt(max(held, key=lambda one: one.progress.arrival), rows_of)
+        self.waiting.remove(new)
+        self.running.append(new)
+        return new
 
-    def _make_room(self, seq: S, num_tokens: int, works: dict[S, int]) -> bool:
-        """Pages for so many tokens of a running sequence; others may have to leave for it."""
-        missing = -(-num_tokens // self._page_tokens) - seq.pages
-        while missing > 0 and not self._grow(seq, missing):
-            # speculation goes first, then who came last; perhaps that is the sequence itself
-            victim = max(self.running, key=lambda other: (other.held, other.arrival))
-            self._preempt(victim, works)
-            if victim is seq:
+    def _make_room(self, sequence: S, num_rows: int, rows_of: dict[S, int]) -> bool:
+        """Pages for the next rows of a running sequence; others may have to leave for it."""
+        progress = sequence.progress
+        missing = -(-(progress.computed + num_rows) // self._page_tokens) - progress.num_pages
+        while missing > 0 and not self._pages.grow(sequence, missing):
+            # speculation goes first, then the one that came last; perhaps that is this sequence
+            victim = max(self.running, key=lambda o: (o.progress.held, o.progress.arrival))
+            self._preempt(victim, rows_of)
+            if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, victim: S, works: dict[S, int]) -> None:
-        works.pop(victim, None)  # it may have had rows in the step that is being made
+    def _preempt(self, victim: S, rows_of: dict[S, int]) -> None:
+        rows_of.pop(victim, None)  # it may have had rows in the step that is being made
         self.running.remove(victim)
-        self._retire(victim)
-        victim.computed, victim.sparse = 0, None
-        victim.preempted += 1
+        self._pages.retire(victim)
+        victim.progress.restart()
         self.preemptions += 1
-        if victim.held:
+        if victim.progress.held:
             self.parked.append(victim)
         else:
-            self._wait_again(victim)
+            self.add(victim)
 
-    def _wait_again(self, seq: S) -> None:
-        if not self._aside(seq):
-            self.add(seq, first=True)
+
+def _turn(sequence: Scheduled) -> tuple[bool, bool, int]:
+    """Decodes first, then by arrival, speculations last."""
+    progress = sequence.progress
+    return progress.needed > 1, progress.held, progress.arrival

@@ -1,14 +1,13 @@
 """A request while the engine works on it. Owned by the engine thread."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampler
-from kvweave.engine.scheduler import Seq
-from kvweave.engine.sparse_rows import SparseRows
+from kvweave.engine.scheduler import Progress, SparseRows
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord
@@ -18,9 +17,10 @@ from kvweave.model.rows import EarlyExit, Rows
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class EngineSequence(Seq):
-    """Its numbers (see Seq), its tokens, its pages and who waits for it."""
+class EngineSequence:
+    """A request's tokens, its pages, how far it has come and the ticket its answer goes to."""
 
+    progress: Progress
     request: EngineRequest
     ticket: Ticket
     ids: list[int]  # prompt and answer so far
@@ -36,29 +36,49 @@ class EngineSequence(Seq):
     counted: bool = False  # the tree counted its access
     unshared: bool = False  # it needs the whole pool: no lease
     stored: StoredPrompt | None = None  # a fused request's leased bytes, if they came ahead
-    prepared: Prepared | None = None  # a fused prompt whose rows are being computed (`sparse`)
-    woven: FuseRecord | None = None  # how it was prepared
+    prepared: Prepared | None = None  # a fused prompt whose rows are being computed
+    fuse_record: FuseRecord | None = None  # how its fused prompt was prepared or prefilled
     apart_s: float = 0.0  # its steps that were no common ones
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
-    answered: int = field(default=0)  # tokens given out
+    answered: int = 0  # tokens given out
 
     def rows(self, num_rows: int) -> Rows:
         """Its next rows; the last one gives logits if nothing known is left behind it."""
-        if self.sparse is not None:
-            return self._sparse_rows(self.sparse, num_rows)
-        end = self.computed + num_rows
-        wanted = [num_rows - 1] if end == self.known else []
-        return Rows(self.ids[self.computed : end], range(self.computed, end), self.kv, wanted)
+        progress = self.progress
+        if progress.sparse is not None:
+            return self._sparse_rows(progress.sparse, num_rows)
+        start, end = progress.computed, progress.computed + num_rows
+        wanted = [num_rows - 1] if end == progress.known else []
+        return Rows(self.ids[start:end], range(start, end), self.kv, wanted)
 
     def _sparse_rows(self, sparse: SparseRows, num_rows: int) -> Rows:
         """The same of a prepared prompt; tokens that it answered with before come behind it."""
         assert self.prepared is not None, "what is sparse was prepared"
         positions, end = sparse.next(num_rows), sparse.done + num_rows
-        wanted = [num_rows - 1] if num_rows == sparse.left and self.known == self.prompt_len else []
+        is_last = num_rows == sparse.left and self.progress.known == self.prompt_len
+        wanted = [num_rows - 1] if is_last else []
         hook = self.prepared.mover(sparse.done, end)
         staying = self.prepared.staying(sparse.done, end)
         early_exit = None if staying is None else EarlyExit(*staying)
         return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, hook, early_exit)
+
+    def join(self, prepared: Prepared) -> None:
+        """Its fused prompt is stitched into its pages; the rows that are left run with others."""
+        self.prepared = prepared
+        self.progress.join(SparseRows(prepared.rows, prepared.bonds))
+        self.release_lease()
+
+    def finish_prompt(self) -> None:
+        """Its fused prompt is in its pages."""
+        self.progress.computed = self.prompt_len
+        self.progress.own_step = False
+        self.release_lease()
+
+    def release_lease(self) -> None:
+        """Read and offer no more of the tree. Harmless without a lease."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
 
     def choose(self, logits: Tensor, likeliest: int | None = None) -> Choice:
         """Draw the next token; `likeliest` is the answer of a plain greedy request."""
@@ -73,13 +93,13 @@ class EngineSequence(Seq):
         if choice.token_id in self.request.eos_ids or self.answered >= self.room:
             return True
         self.ids.append(choice.token_id)
-        self.known += 1
+        self.progress.known += 1
         return False
 
 
-def is_plainly_greedy(lives: Sequence[EngineSequence]) -> bool:
+def is_plainly_greedy(sequences: Sequence[EngineSequence]) -> bool:
     """Whether all of them take the likeliest token and nothing else is asked for."""
-    samplings = [live.request.sampling for live in lives]
+    samplings = [sequence.request.sampling for sequence in sequences]
     return all(
         s.temperature == 0.0 and s.repetition_penalty == 1.0 and s.logprobs is None
         for s in samplings

@@ -1,9 +1,9 @@
-"""What the engine says of what it did: records of exact requests, and running numbers."""
+"""What the engine reports: records of prefilled prompts, and running numbers."""
 
 from collections import Counter
 from dataclasses import replace
 
-from kvweave.engine.loading import PrefillMode
+from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.record import TREE, ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
@@ -15,8 +15,8 @@ NAMES = (
     *(f"tokens_{state}" for state in State),
     "tokens_answered",
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
-    "fused_begun",  # prefills of fused prompts, those that failed or were given up included
-    *(f"fused_{way}" for way in PrefillMode),  # of them, those that were completed, by how
+    "fused_begun",  # prefills of fused prompts, also those that failed or were given up
+    *(f"fused_{mode}" for mode in PrefillMode),  # of them, those that were completed, by mode
     "speculation_right",
     "speculation_wrong",
     "speculation_saved_tokens",
@@ -24,9 +24,9 @@ NAMES = (
 )
 
 
-def exact_record(live: EngineSequence) -> FuseRecord:
+def exact_record(sequence: EngineSequence) -> FuseRecord:
     """How an exact prompt was prefilled: what the knowledge tree had, and the rest computed."""
-    request, cached, total = live.request, live.cached, live.prompt_len
+    request, cached, total = sequence.request, sequence.cached, sequence.prompt_len
     chunks, start = [], len(request.preamble)
     for chunk in request.chunks:
         length = len(chunk.token_ids)
@@ -40,33 +40,34 @@ def exact_record(live: EngineSequence) -> FuseRecord:
         strategy="prefix" if request.use_tree else "full",
         ratio=0.0,
         encoding="",
-        token_ids=tuple(live.ids[:total]),
+        token_ids=tuple(sequence.ids[:total]),
         states=(State.EXACT,) * cached + (State.COMPUTED,) * (total - cached),
         chunks=tuple(chunks),
         work=(total - cached) / total,
         loaded_bytes={},
-        stages=Stages(compute=live.ticket.timeline.computing_s * 1e3),
+        stages=Stages(compute=sequence.ticket.timeline.computing_s * 1e3),
     )
 
 
-def joined_record(live: EngineSequence) -> FuseRecord:
+def joined_record(sequence: EngineSequence) -> FuseRecord:
     """How a fused prompt that joined the common steps was prefilled."""
-    assert live.woven is not None, "it was prepared"
-    compute_s = live.ticket.timeline.computing_s - live.apart_s
-    return replace(live.woven, stages=replace(live.woven.stages, compute=compute_s * 1e3))
+    assert sequence.fuse_record is not None, "it was prepared"
+    record = sequence.fuse_record
+    compute_s = sequence.ticket.timeline.computing_s - sequence.apart_s
+    return replace(record, stages=replace(record.stages, compute=compute_s * 1e3))
 
 
-def _num_computed(live: EngineSequence, kept: int) -> int:
+def _num_computed(sequence: EngineSequence, kept: int) -> int:
     """Rows of a speculation that were computed, behind `kept` tokens that the tree has. What a
     fused one reuses was not."""
-    if live.woven is None:
-        return max(0, live.computed - kept)
-    states = live.woven.states[: live.computed]
+    if sequence.fuse_record is None:
+        return max(0, sequence.progress.computed - kept)
+    states = sequence.fuse_record.states[: sequence.progress.computed]
     return sum(state in (State.RECOMPUTED, State.COMPUTED) for state in states)
 
 
 class EngineCounts:
-    """Running numbers. Written on the engine thread, read on any."""
+    """Running numbers. The engine thread writes, any thread reads."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter(dict.fromkeys(NAMES, 0))
@@ -74,28 +75,28 @@ class EngineCounts:
     def add(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount
 
-    def first_token(self, live: EngineSequence) -> None:
+    def first_token(self, sequence: EngineSequence) -> None:
         """A prompt is through: count its tokens by where their KV came from."""
-        record = live.ticket.record
+        record = sequence.ticket.record
         assert record is not None, "a prompt that is through has a record"
         for source, number in record.counts.items():
             self.add(f"tokens_{source}", number)
 
-    def released(self, live: EngineSequence) -> None:
+    def released(self, sequence: EngineSequence) -> None:
         """A speculation was right: what it had computed by now need not be waited for."""
-        saved = _num_computed(live, live.cached)
-        live.ticket.timeline.saved_tokens = saved
+        saved = _num_computed(sequence, sequence.cached)
+        sequence.ticket.timeline.saved_tokens = saved
         self.add("speculation_right")
         self.add("speculation_saved_tokens", saved)
 
-    def dropped(self, live: EngineSequence) -> None:
-        """A speculation was wrong. What entered the knowledge tree is not lost on those who look
-        there."""
-        kept = live.cached
-        if live.request.use_tree and live.lease is not None:
-            kept = max(kept, live.lease.num_tokens)
-        wasted = _num_computed(live, kept)
-        live.ticket.timeline.wasted_tokens = wasted
+    def dropped(self, sequence: EngineSequence) -> None:
+        """A speculation was wrong. What entered the knowledge tree is not lost: later requests
+        find it there."""
+        kept = sequence.cached
+        if sequence.request.use_tree and sequence.lease is not None:
+            kept = max(kept, sequence.lease.num_tokens)
+        wasted = _num_computed(sequence, kept)
+        sequence.ticket.timeline.wasted_tokens = wasted
         self.add("speculation_wrong")
         self.add("speculation_wasted_tokens", wasted)
 

@@ -1,8 +1,8 @@
 """What was deleted, and when: a request that found a chunk before its deletion shares it no more.
 
-Time is a number that grows with every deletion. Whoever looks for chunks reads it first and brings
-it along; a chunk that was deleted since is used for that one answer and kept nowhere. The same text
-brought again later is another matter: its request is younger than the deletion.
+Time is a number that grows with every deletion. A request reads it before it looks for chunks and
+brings it along; a chunk that was deleted since is used for that one answer and kept nowhere. The
+same text brought again later is another matter: its request is younger than the deletion.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ class Tombstones:
     def __init__(self, most: int = MOST) -> None:
         self.generation = 0
         self._most = most
-        self._forgotten = 0  # who is older than this may share nothing: some deletion is forgotten
+        self._forgotten = 0  # requests older than this share nothing: some deletion is forgotten
         self._died: OrderedDict[str, int] = OrderedDict()  # oldest deletion first
 
     def add(self, chunk_ids: Collection[ChunkId]) -> None:
@@ -32,11 +32,11 @@ class Tombstones:
             self._died.move_to_end(name)
         while len(self._died) > self._most:
             self._forgotten = self._died.popitem(last=False)[1]
-        self.generation = generation  # last: who reads it finds the names above
+        self.generation = generation  # last: a reader of it finds the names above
 
     def add_all(self) -> None:
-        """Any may be no more, from now on: nobody knows which."""
-        self._forgotten = self.generation + 1  # first: who reads meanwhile finds one or the other
+        """Any may be no more, from now on: it is not known which."""
+        self._forgotten = self.generation + 1  # first: a reader meanwhile finds one or the other
         self._died.clear()
         self.generation += 1
 

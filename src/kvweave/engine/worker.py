@@ -1,20 +1,23 @@
-"""The engine's thread, and the inbox through which all others speak to it.
+"""The engine's thread: hears the news, then takes a step, while there is work.
 
-Whatever is posted, a ticket that changed or a job, is taken in between two steps, in order. The
-thread starts with the first of it and ends when there was nothing to do for a while.
+What other threads post is heard between two steps, in order. The thread starts with the first news
+and ends when there was nothing to do for a while.
 """
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 
-from kvweave.engine.lifecycle import Lifecycle
+from kvweave.engine.inbox import Inbox
+from kvweave.engine.lifecycle import Lifecycle, News
 from kvweave.engine.request import Ticket
+from kvweave.engine.runner import Runner
+from kvweave.engine.scheduler import Scheduler
+from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
 
 log = logging.getLogger(__name__)
@@ -22,37 +25,37 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Takes steps while there is work. What it is given it calls on its thread alone."""
+    """Owns the engine thread, and calls all it is given on that thread alone but the inbox."""
 
     def __init__(
-        self, desk: Lifecycle, step: Callable[[], bool], device: torch.device, idle_s: float
+        self,
+        inbox: Inbox[News],
+        lifecycle: Lifecycle,
+        scheduler: Scheduler[EngineSequence],
+        runner: Runner,
+        idle_s: float,
     ) -> None:
-        """`step` takes in what is new and computes; False: there is nothing to do."""
-        self._desk = desk
-        self._step = step
-        self._device = device
+        """The thread ends after `idle_s` without work."""
+        self._inbox = inbox
+        self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._runner = runner
         self._idle_s = idle_s
-        self._inbox: deque[Ticket | Callable[[], None]] = deque()
-        self._changed = threading.Condition()  # guards the inbox, the thread and closed
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._thread: threading.Thread | None = None  # guarded by the inbox's condition
 
     # ---- any thread
 
-    @property
-    def is_awake(self) -> bool:
-        return self._thread is not None
+    def post(self, news: News) -> None:
+        """As Inbox.post; the thread starts if it does not run. Raises EngineClosed.
 
-    def post(self, item: Ticket | Callable[[], None]) -> None:
-        """Something for the thread: a ticket that changed, or a job. Raises EngineClosed."""
-        with self._changed:
-            if self._closed:
-                raise EngineClosed("the engine is closed; open another one to ask")
-            self._inbox.append(item)
+        The engine's own helpers post to the inbox directly: the thread does not end before it has
+        heard of what is under way.
+        """
+        with self._inbox.changed:
+            self._inbox.post(news)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def run_alone(self, job: Callable[[], T]) -> T:
         """Run a job on the thread, between two steps; wait for it and give its result."""
@@ -63,52 +66,55 @@ class Worker:
         def work() -> None:
             try:
                 future.set_result(job())
-            except BaseException as error:  # whoever waits must hear of it
+            except BaseException as error:  # the waiting thread must hear of it
                 future.set_exception(error)
 
         self.post(work)
         return future.result()
 
-    def news(self) -> list[Ticket]:
-        """Tickets that changed and were not taken in yet."""
-        with self._changed:
-            return [item for item in self._inbox if isinstance(item, Ticket)]
-
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
-        with self._changed:
-            self._closed = True
+        with self._inbox.changed:
+            self._inbox.close()
             thread = self._thread
-            self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     # ---- the thread
 
-    def take_in(self) -> None:
-        """Hear of every ticket and do every job that was posted before."""
-        for _ in range(len(self._inbox)):
-            with self._changed:  # one by one: while a job runs, what waits behind it still counts
-                item = self._inbox.popleft()
-            if isinstance(item, Ticket):
-                self._desk.heard_of(item)
-            else:
-                item()
+    def _step(self) -> bool:
+        """One round. False: there is nothing to compute."""
+        self._hear()
+        slices = self._scheduler.next_step()  # ints and lists only
+        if not slices:
+            return False
+        first = slices[0].sequence
+        if first.progress.own_step:
+            self._lifecycle.take_own_step(first)  # a fused prefill, or what prepares one
+        else:
+            output = self._runner.run(slices)  # the one line that launches kernels
+            self._lifecycle.hand_out(output)
+        return True
+
+    def _hear(self) -> None:
+        """Take in all that was posted before."""
+        for _ in range(len(self._inbox)):  # one by one: what waits behind a job still counts
+            self._lifecycle.hear(self._inbox.take())
 
     def _work(self) -> None:
         """Steps while there is work, then waits for some, then ends."""
-        if self._device.index is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # kernels go to the thread's own device
+        device, inbox = self._runner.device, self._inbox
+        if device.index is not None and device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels go to the thread's own device
         while True:
             busy = self._guarded_step()
-            with self._changed:
-                if not busy and not self._inbox and not self._closed:
-                    self._changed.wait(self._idle_s)
-                if self._closed or not (busy or self._inbox):
-                    ending = self._closed
-                    if ending or not self._desk.lives:
-                        self._thread = None
-                        break
+            with inbox.changed:
+                if not busy and not inbox and not inbox.is_closed:
+                    inbox.changed.wait(self._idle_s)
+                ending = inbox.is_closed
+                if ending or (not busy and not inbox and self._lifecycle.is_idle):
+                    self._thread = None
+                    break
         if ending:
             self._end_all(EngineClosed("the engine was closed before the answer was finished"))
 
@@ -123,15 +129,13 @@ class Worker:
 
     def _end_all(self, error: BaseException) -> None:
         """Every request ends with `error`; jobs that were asked for still run."""
-        with self._changed:
-            news = list(self._inbox)
-            self._inbox.clear()
-        for item in news:
-            if not isinstance(item, Ticket):
-                item()
-        new = [item for item in news if isinstance(item, Ticket)]
-        for ticket in [*self._desk.lives, *new]:
+        news = [self._inbox.take() for _ in range(len(self._inbox))]
+        for each in news:
+            if not isinstance(each, Ticket):
+                self._lifecycle.hear(each)
+        new = [each for each in news if isinstance(each, Ticket)]
+        for ticket in [*self._lifecycle.sequences, *new]:
             try:
-                self._desk.end(ticket, error)
+                self._lifecycle.end(ticket, error)
             except Exception:  # a bug that is being reported already; the others must hear too
                 log.exception("a request could not give back what it held")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.engine.loading import PrefillMode
+from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import EngineRequest
 from kvweave.engine.sampling import Sampling
 from kvweave.kv.config import DiskTierConfig

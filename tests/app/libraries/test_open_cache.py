@@ -256,8 +256,8 @@ def test_a_knowledge_base_that_was_closed_answers_as_before(libraries: Libraries
                 assert told.setdefault(name, answer.text) == answer.text
         assert libraries.counts().open == 2
     assert libraries.counts().closed >= 5
-    pins = libraries._weave.engine._placing.prefixes._pins
-    assert len(pins) == 1, "the preamble they share is pinned once, however often they open"
+    pins = [node.pins for node in libraries._weave.engine.tree.root.children.values()]
+    assert sum(pins) == 1, "the preamble they share is pinned once, however often they open"
 
 
 def test_all_host_tiers_together_stay_within_the_budget(libraries: Libraries) -> None:

@@ -1,7 +1,7 @@
 """What an answer teaches: the machine's prices, the tiers' speeds, what loading really cost."""
 
 from kvweave.app.auto.tier_probes import TierProbes
-from kvweave.engine.loading import PrefillMode
+from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import Ticket
 from kvweave.fuse import recorded_layers, recorded_probe
 from kvweave.fuse.record import FuseRecord

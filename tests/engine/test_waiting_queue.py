@@ -1,34 +1,39 @@
-"""What the cache serves best goes first, and nobody starves."""
+"""Of the sequences that wait, the one that the cache serves best goes first; none starves."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.engine.waiting import WINDOW, WaitingQueue, order_priority
+from kvweave.engine.scheduler import WINDOW, Progress, WaitingQueue, order_priority
 from kvweave.errors import ConfigError
 
 
-class Asked(NamedTuple):
+@dataclass(eq=False)
+class Asked:
     name: str
     cached: int = 0
     compute: int = 1
     held: bool = False
 
+    @property
+    def progress(self) -> Progress:
+        return Progress(0, self.cached + self.compute, self.held)
 
-def make_queue(*requests: tuple[str, int, int], window: int = WINDOW) -> WaitingQueue[Asked]:
-    queue: WaitingQueue[Asked] = WaitingQueue(lambda r: (r.cached, r.compute), window)
-    for request in requests:
-        queue.push(Asked(*request))
+
+def make_queue(*asked: tuple[str, int, int], window: int = WINDOW) -> WaitingQueue[Asked]:
+    queue: WaitingQueue[Asked] = WaitingQueue(lambda a: (a.cached, a.compute), window)
+    for each in asked:
+        queue.push(Asked(*each))
     return queue
 
 
 def pop(queue: WaitingQueue[Asked]) -> str:
     """Let the next one run."""
-    request = queue.best()
-    queue.remove(request)
-    return request.name
+    asked = queue.best()
+    queue.remove(asked)
+    return asked.name
 
 
 def test_more_cached_goes_first_and_less_to_compute_goes_first() -> None:
@@ -59,7 +64,7 @@ def test_a_request_behind_the_window_is_not_looked_at() -> None:
     assert pop(queue) == "hot"
 
 
-def test_nobody_is_overtaken_more_often_than_the_window_says() -> None:
+def test_none_is_overtaken_more_often_than_the_window_says() -> None:
     """The worst case: better requests keep arriving."""
     queue = make_queue(("patient", 0, 100))
     for turn in range(WINDOW + 1):
@@ -109,3 +114,16 @@ def test_grouping_requests_raises_hits_of_a_cache_of_one() -> None:
 
     assert hits(window=1) == 0
     assert hits(window=6) >= 15
+
+
+def test_what_is_cached_goes_first_but_a_cold_one_does_not_wait_for_ever() -> None:
+    queue = make_queue(("cold", 0, 10), *[("warm", 9, 10)] * 99)
+    order = [pop(queue) for _ in range(100)]
+    assert order.index("cold") == WINDOW
+
+
+def test_speculation_overtakes_no_other() -> None:
+    queue = make_queue()
+    queue.push(Asked("guess", cached=9, compute=10, held=True))
+    queue.push(Asked("real", cached=0, compute=10))
+    assert pop(queue) == "real"

@@ -1,0 +1,61 @@
+"""What other threads leave for the engine thread."""
+
+import threading
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+from kvweave.errors import EngineClosed
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Outbox(Protocol[T_contra]):
+    """Brings items to the engine thread, which takes them between two steps. Any thread posts."""
+
+    def post(self, item: T_contra) -> None:
+        """Waits for nothing. Raises EngineClosed if the item will not be taken: what it holds is
+        the caller's to give back."""
+        ...
+
+
+class Inbox(Generic[T]):
+    """Items in the order in which they were posted. Any thread posts, the engine thread takes."""
+
+    def __init__(self) -> None:
+        self.changed = (
+            threading.Condition()
+        )  # guards the items; re-entrant: Worker guards more by it
+        self._items: deque[T] = deque()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def post(self, item: T) -> None:
+        """See Outbox."""
+        with self.changed:
+            if self._closed:
+                raise EngineClosed("the engine is closed; open another one to ask")
+            self._items.append(item)
+            self.changed.notify_all()
+
+    def take(self) -> T:
+        """The oldest item. IndexError when there is none."""
+        with self.changed:
+            return self._items.popleft()
+
+    def peek(self) -> list[T]:
+        """What was not taken yet. Any thread."""
+        with self.changed:
+            return list(self._items)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Take nothing more. What is there stays to be taken. Harmless the second time."""
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
