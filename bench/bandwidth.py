@@ -193,6 +193,8 @@ def once(
 class Noting:
     """A selector that notes when it has chosen."""
 
+    in_flight = False
+
     def __init__(self, selector: Any) -> None:
         self._selector = selector
         self.chosen_s = 0.0

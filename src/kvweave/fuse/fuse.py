@@ -164,7 +164,7 @@ def _choose(
     """Hits that start the pass, and who narrows them down in it."""
     if selector is None or count in (0, len(scene.hits)):
         return scene.hits[:count], None
-    if hasattr(selector, "begin"):
+    if selector.in_flight:
         return scene.hits, _HitsOnly(selector.begin(scene, count), must_compute)
     chosen = selector.select(scene, count)
     assert len(chosen) == count, f"{selector} chose {len(chosen)} of {count}"

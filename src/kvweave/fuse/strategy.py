@@ -46,7 +46,8 @@ class Strategy:
     def can_be_sliced(self) -> bool:
         """Whether its rows are known before the pass and see only what stands before them, so that
         they may be computed a few at a time."""
-        return not hasattr(self.selector, "begin") and self.mask == "exact"
+        chooses_early = self.selector is None or not self.selector.in_flight
+        return chooses_early and self.mask == "exact"
 
     def depth(self, num_layers: int) -> float:
         """Layers that a recomputed row runs through on average, as a share of all."""

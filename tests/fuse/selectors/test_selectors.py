@@ -118,6 +118,8 @@ def test_budgets(num_hits: int, ratio: float, count: int) -> None:
 class Untouchable:
     """A selector that must not be asked."""
 
+    in_flight = False
+
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
@@ -126,6 +128,8 @@ class Untouchable:
 
 
 class UntouchableInFlight:
+    in_flight = True
+
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 

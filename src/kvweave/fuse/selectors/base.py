@@ -13,7 +13,7 @@ Called on the thread that owns the device. Selectors hold no state between reque
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class Scene:
 class Selector(Protocol):
     """Chooses before the pass, from positions, stored KV or a probe."""
 
+    in_flight: ClassVar[Literal[False]]
+
     def needs(self, num_layers: int) -> Needs: ...
 
     def select(self, scene: Scene, count: int) -> Tensor:
@@ -73,6 +75,8 @@ class RankingSelector(Protocol):
 
 class InFlightSelector(Protocol):
     """Chooses inside the pass: every hit starts, and check layers narrow them down."""
+
+    in_flight: ClassVar[Literal[True]]
 
     def needs(self, num_layers: int) -> Needs: ...
 

@@ -7,7 +7,7 @@ several check layers the candidates shrink step by step (gradual filtering).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class CacheBlend:
 
     signal: Signal = "v"
     checks: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    in_flight: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
         layers = [layer for layer, _ in self.checks]

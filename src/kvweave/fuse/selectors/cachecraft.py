@@ -6,6 +6,7 @@ contexts as well; that is not in our sources and not here.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ INTER = "inter"  # the extra: float16 [T], attention to keys outside the chunk, 
 @dataclass(frozen=True, slots=True)
 class CacheCraftInter:
     """Highest inter-chunk attention first."""
+
+    in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         return Needs(extras=(INTER,))

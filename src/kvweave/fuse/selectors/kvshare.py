@@ -5,6 +5,7 @@ that the prompt looks at. The attention is that of all rows at layer 0, which al
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ CHECK_LAYER = 1
 @dataclass(frozen=True, slots=True)
 class KVShareLike:
     """score = squared value deviation at layer 1 × attention received at layer 0."""
+
+    in_flight: ClassVar[Literal[True]] = True
 
     def needs(self, num_layers: int) -> Needs:
         return Needs(value_layers=(CHECK_LAYER,), full_width_layers=CHECK_LAYER)

@@ -7,7 +7,7 @@ the layers, the keys that share a softmax, and how rows, heads and layers are pu
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class QueryAttention:
     anchors: str = "kvzip"  # which anchors the "anchors" view takes
     # a row at the end of the prompt counts for 1 / (1 + late) of one at its front: it costs more
     late: float = 0.0
+    in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         layers = resolve_layers(self.layers, num_layers)
