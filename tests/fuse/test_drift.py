@@ -151,7 +151,7 @@ def test_recomputed_rows_are_not_moved_by_the_pass(world: World) -> None:
         kv = decoder.new_kv(1)
         stitched = world.stitched(kv)
         mover = strength and Drift(decoder, request, chosen, strength)
-        passed = fused_pass(decoder, request, stitched, rows, kv, drift=mover or None)
+        passed = fused_pass(stitched, rows, drift=mover or None)
         runs.append(prefilled(decoder, passed.logits, kv))
     still, moved = runs
     assert_same_kv(moved, still, layers=[0], tolerance=0.0)
@@ -191,7 +191,7 @@ def test_all_chunks_at_once_move_as_run_by_run(
         monkeypatch.setattr(drift, "_run_by_run", way)
         kv = world.decoder.new_kv(1)
         mover = Drift(world.decoder, world.request, chosen)
-        passed = fused_pass(world.decoder, world.request, world.stitched(kv), rows, kv, drift=mover)
+        passed = fused_pass(world.stitched(kv), rows, drift=mover)
         done.append(prefilled(world.decoder, passed.logits, kv))
     torch.testing.assert_close(done[0].logits, done[1].logits, atol=1e-4, rtol=1e-4)
     assert_same_kv(*done)

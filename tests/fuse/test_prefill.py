@@ -11,9 +11,8 @@ import torch
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.prefill import Prefilled, prefill_from_store
-from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.request import State, budget
+from kvweave.fuse.prefill import Prefilled, PromptFrame
+from kvweave.fuse.request import PromptChunk, State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
@@ -27,6 +26,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
+from worlds.fuse import prefill_stored
 from worlds.kv import make_context
 from worlds.tiny_models import VARIANTS, make_model_folder
 
@@ -90,8 +90,8 @@ def answer(
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in chunks]
     way = open_strategy(strategy, ModelFacts(decoder.spec.num_layers))
-    kv = decoder.new_kv(1)
-    return prefill_from_store(decoder, encoder.preamble, named, QUESTION, store, kv, way, ratio)
+    frame = PromptFrame(encoder.preamble, QUESTION)
+    return prefill_stored(decoder, store, named, frame, way, ratio)
 
 
 def reasons(prefilled: Prefilled) -> list[str | None]:
@@ -182,19 +182,16 @@ def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
+    frame = PromptFrame(encoder.preamble, QUESTION)
     for name in ("reuse", "cachecraft", "qcfuse"):
         way = open_strategy(name, ModelFacts(decoder.spec.num_layers, (1, 2)))
-        got = prefill_from_store(
-            decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, way.ratio
-        )
+        got = prefill_stored(decoder, store, named, frame, way, way.ratio)
         states = [chunk.state for chunk in got.record.chunks]
         assert states == [State.EXACT, State.REUSED, State.REUSED, State.REUSED]
         assert got.record.counts["recomputed"] == budget(27, way.ratio)
     store.delete([encoder.exact_key(CHUNKS[0])])
     way = open_strategy("reuse", ModelFacts(decoder.spec.num_layers))
-    got = prefill_from_store(
-        decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, 0.0
-    )
+    got = prefill_stored(decoder, store, named, frame, way, 0.0)
     assert got.record.chunks[0].state is State.REUSED
 
 
@@ -374,9 +371,8 @@ def test_drift_is_part_of_weave_in_the_store(decoder: Decoder, store: KVStore) -
         encoder.encode([make_chunk(ids) for ids in CHUNKS])
         assert store.flush()
         named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
-        return prefill_from_store(
-            decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, 0.3
-        ).logits
+        frame = PromptFrame(encoder.preamble, QUESTION)
+        return prefill_stored(decoder, store, named, frame, way, 0.3).logits
 
     assert open_strategy("weave", ModelFacts(3)).drift > 0
     stored = answer(decoder, store, CHUNKS, saved=CHUNKS, strategy="weave", ratio=0.3).logits
@@ -422,16 +418,9 @@ def test_behind_a_rounding_codec_the_first_chunk_is_exact_but_for_the_rounding(
     assert store.flush()
     ids = tuple(CHUNKS[0])
     way = open_strategy("prefix", ModelFacts(decoder.spec.num_layers))
-    got = prefill_from_store(
-        decoder,
-        encoder.preamble,
-        [PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids))],
-        QUESTION,
-        store,
-        decoder.new_kv(1),
-        way,
-        0.0,
-    )
+    chunk = PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids))
+    frame = PromptFrame(encoder.preamble, QUESTION)
+    got = prefill_stored(decoder, store, [chunk], frame, way, 0.0)
     assert got.record.chunks[0].state is State.EXACT
     want = full_prefill(decoder, PREAMBLE + CHUNKS[0] + QUESTION).log_softmax(-1)
     kl = (want.exp() * (want - got.logits.log_softmax(-1))).sum()

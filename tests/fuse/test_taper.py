@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvweave.fuse.drift import Mover, MoverRelay
 from kvweave.fuse.fuse import select_rows
 from kvweave.fuse.selectors.weave import weave
-from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.fuse.taper import Mover, Relay, Taper
+from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.taper import Taper
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Leave, Rows
@@ -39,7 +40,7 @@ def test_a_tapered_pass_equals_the_pass_in_the_open(world: World, name: str, lay
     taper = Taper(layer, 0.3)
     way = replace(world.strategy(name), taper=taper, drift=0.0)
     fused, ours = world.fuse(way, 0.5)
-    stay = _staying(world, way.selector, 0.5, taper)
+    stay = _staying(world, way, 0.5)
     must = world.request.must_compute
     rows, later = sorted([*fused.recomputed, *must]), sorted([*stay, *must])
     per_layer = [rows] * (layer + 1) + [later] * (NUM_LAYERS - layer - 1)
@@ -47,16 +48,10 @@ def test_a_tapered_pass_equals_the_pass_in_the_open(world: World, name: str, lay
     assert_same(ours, world.dense_pass(*per_layer), 1e-5)
 
 
-def _staying(world: World, selector: object, ratio: float, taper: Taper) -> list[int]:
-    selected = select_rows(
-        world.decoder,
-        world.request,
-        world.stitched(),
-        selector,  # type: ignore[arg-type]
-        ratio,
-        taper,
-    )
+def _staying(world: World, strategy: Strategy, ratio: float) -> list[int]:
+    selected, taper = select_rows(world.stitched(), strategy, ratio), strategy.taper
     assert selected.leaving is not None
+    assert taper is not None
     stay = selected.leaving.stay.tolist()
     assert len(stay) == taper.staying(len(selected.chosen)) < len(selected.chosen)
     assert set(stay) < set(selected.chosen.tolist())
@@ -66,7 +61,7 @@ def _staying(world: World, selector: object, ratio: float, taper: Taper) -> list
 def test_those_that_stay_are_looked_at_most(world: World) -> None:
     selector = weave(NUM_LAYERS)
     scores = dict(zip(world.request.hits, selector.scores(world.scene()).tolist(), strict=True))
-    stay = _staying(world, selector, 0.6, Taper(3, 0.25))
+    stay = _staying(world, Strategy("any", selector, 0.6, taper=Taper(3, 0.25)), 0.6)
     assert stay == sorted(sorted(scores, key=lambda hit: -scores[hit])[: len(stay)])
 
 
@@ -74,7 +69,7 @@ def test_behind_the_layer_rows_that_left_are_what_was_stored_and_moved(world: Wo
     """By the mean of those that stayed, as if the others had never been chosen."""
     way = replace(world.strategy("weave"), taper=Taper(3, 0.3))
     fused, ours = world.fuse(way, 0.5)
-    stay = _staying(world, way.selector, 0.5, Taper(3, 0.3))
+    stay = _staying(world, way, 0.5)
     left = sorted(set(fused.recomputed) - set(stay))
     laid = world.laid_by_hand()
     kept = [span for span in world.request.placed if set(range(span.start, span.end)) & set(stay)]
@@ -218,7 +213,7 @@ def test_the_second_mover_is_made_when_it_is_its_turn(world: World) -> None:
         made.append("behind")
         return Noted("behind")
 
-    relay = Relay(Noted("first"), 1, behind)
+    relay = MoverRelay(Noted("first"), 1, behind)
     for layer in (0, 1):
         relay.move(layer, None, None, None)  # type: ignore[arg-type]
     assert made == []

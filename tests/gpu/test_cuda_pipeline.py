@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.prefill import prefill_from_store
+from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.probe import FrontOnly, probe
-from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.recorded_probe import recordings_of
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring
 from kvweave.kv import memory as memory_module
@@ -27,7 +27,7 @@ from kvweave.kv.memory import new_memory
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder
-from worlds.fuse import SELECTING, World, make_ids
+from worlds.fuse import SELECTING, World, make_ids, prefill_stored
 from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
@@ -134,11 +134,8 @@ def test_a_chunk_lost_in_the_middle_is_computed_instead(
             store.save(pack_chunk(chunk.key, made))
 
         def ask() -> torch.Tensor:
-            kv = decoder.new_kv(1)
-            return prefill_from_store(
-                decoder, world.prefix, chunks, world.question, store, kv, world.strategy("epic"),
-                0.2,
-            )  # fmt: skip
+            frame = PromptFrame(world.prefix, world.question)
+            return prefill_stored(decoder, store, chunks, frame, world.strategy("epic"), 0.2)
 
         whole = ask()
         monkeypatch.setattr(Transfer, "whole", lambda self, keys: None)  # what is whole stays

@@ -26,18 +26,10 @@ class InPages:
         first: int,
         pages: int = PAGES,
     ) -> None:
-        way = world.strategy(name) if isinstance(name, str) else name
+        strategy = world.strategy(name) if isinstance(name, str) else name
         self.kv = PagedKV(pool, range(first, first + pages))
         stitched = Stitched(world.decoder, world.request, world.prefix, world.source, self.kv)
-        self.prepared = prepare(
-            world.decoder,
-            world.request,
-            stitched,
-            way.selector,
-            ratio,
-            drift=way.drift,
-            taper=way.taper,
-        )
+        self.prepared = prepare(stitched, strategy, ratio)
         self.left = SparseRows(self.prepared.rows, self.prepared.bonds)
         self.ids = world.request.prompt_ids
 

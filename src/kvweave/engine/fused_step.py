@@ -11,7 +11,7 @@ from kvweave.engine.page_manager import PageManager
 from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.prefill import Around, Prefilled, StoredPrompt
+from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord
 from kvweave.kv.format.codec import LayerKV
@@ -24,7 +24,7 @@ def weave(
 ) -> Prefilled:
     """Fill the request's pages with its prompt. What the tree has of it is copied in front."""
     part = _part(live)
-    return stored.prefill(decoder, _around(live, part, placing), live.kv, part.ratio)
+    return stored.prefill(decoder, _frame(live, part, placing), live.kv, part.ratio)
 
 
 def prepare(
@@ -32,7 +32,7 @@ def prepare(
 ) -> tuple[Prepared, FuseRecord]:
     """As `weave`, up to the rows that are to be computed. The record has no compute time yet."""
     part = _part(live)
-    return stored.prepare(decoder, _around(live, part, placing), live.kv, part.ratio)
+    return stored.prepare(decoder, _frame(live, part, placing), live.kv, part.ratio)
 
 
 def _part(live: EngineSequence) -> FusedPart:
@@ -41,10 +41,10 @@ def _part(live: EngineSequence) -> FusedPart:
     return part
 
 
-def _around(live: EngineSequence, part: FusedPart, placing: PageManager) -> Around:
+def _frame(live: EngineSequence, part: FusedPart, placing: PageManager) -> PromptFrame:
     exact, num_exact = _exact(live, part, placing)
     live.kv.reserve(live.prompt_len)
-    return Around(exact, live.request.question, num_exact, part.asked, part.encoding)
+    return PromptFrame(exact, live.request.question, num_exact, part.asked, part.encoding)
 
 
 def _exact(live: EngineSequence, part: FusedPart, placing: PageManager) -> tuple[Prefix, int]:

@@ -20,11 +20,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvweave.fuse.drift import Mover
 from kvweave.fuse.layer_steps import steps_of
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
-from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.protocol import Projected
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.taper import Mover, TaperedRows
+from kvweave.fuse.taper import TaperedRows
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
@@ -64,22 +64,20 @@ class Passed:
 
 @torch.inference_mode()
 def fused_pass(
-    decoder: FusionDecoder,
-    request: FuseRequest,
     stitched: Stitched,
     rows: Sequence[int] | Tensor,
-    kv: KVBuffer,
     *,
     in_flight: Narrow | None = None,
     leaving: TaperedRows | None = None,
     drift: Mover | None = None,
     mask: Mask = "exact",
 ) -> Passed:
-    """Fill `kv` for the whole prompt. `rows` are the positions to compute, ascending, on the host.
+    """Fill the KV of the whole prompt. `rows` are the positions to compute, ascending, on the host.
 
     The last token is among them, and so is everything that no placed chunk covers. Raises ChunkLost
-    when a placed chunk fails on the way; `kv` then holds garbage.
+    when a placed chunk fails on the way; the buffer then holds garbage.
     """
+    decoder, request, kv = stitched.decoder, stitched.request, stitched.kv
     ids = request.prompt_ids
     positions = torch.as_tensor(rows, dtype=torch.int64)
     assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"

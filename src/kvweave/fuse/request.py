@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvweave.errors import RequestError
 from kvweave.kv.keys import ChunkKey
 
 MANY = 8  # packing all token ids takes about as long as looking up one of so many
@@ -27,6 +28,14 @@ class State(StrEnum):
     REUSED = "reused"  # chunk KV as stored, turned to its place
     RECOMPUTED = "recomputed"  # stored, but computed again because it matters here
     COMPUTED = "computed"  # question and missing chunks
+
+
+class PromptChunk(NamedTuple):
+    """A chunk of a prompt and the names of its stored KV."""
+
+    token_ids: tuple[int, ...]
+    key: ChunkKey  # behind its encoding context
+    exact_key: ChunkKey  # isolated; the same as `key` if that is the encoding context
 
 
 class ChunkSpan(NamedTuple):
@@ -133,6 +142,12 @@ def classify(
     assert 0 <= first < last <= len(question_ids), "the user's words lie inside the question"
     words = range(question_start + first, question_start + last)
     return FuseRequest(tuple(ids), len(preamble_ids), tuple(spans), question_start, words)
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise RequestError unless it is a share."""
+    if not 0.0 <= ratio <= 1.0:
+        raise RequestError(f"ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
 
 
 def budget(num_hits: int, ratio: float) -> int:

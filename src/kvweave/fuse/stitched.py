@@ -24,6 +24,7 @@ from kvweave.kv.keys import ChunkKey
 class Stitched:
     """The KV of one request before anything is recomputed. Owned by the request's thread.
 
+    Holds what every step of fusion works on: the `decoder`, the `request` and its buffer `kv`.
     Layers that were laid may be overwritten by the pass, row by row; `lay` never writes them again.
     """
 
@@ -36,11 +37,12 @@ class Stitched:
         kv: KVBuffer,
     ) -> None:
         assert len(preamble.token_ids) == request.preamble_len, "the preamble is the request's"
-        self._decoder = decoder
+        self.decoder = decoder
+        self.request = request
+        self.kv = kv
         self._preamble = preamble
         self._source = source
         self._lays = source if isinstance(source, LaysItself) else None
-        self._kv = kv
         self._laid: set[int] = set()
         self._is_preamble_laid = False
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
@@ -58,7 +60,7 @@ class Stitched:
         if layer in self._laid:
             return False
         self.lay_preamble()
-        keys, values = self._kv.keys(layer), self._kv.values(layer)
+        keys, values = self.kv.keys(layer), self.kv.values(layer)
         changes = False
         if self._runs and self._lays is not None:
             self._lays.lay(layer, keys, values)
@@ -79,8 +81,8 @@ class Stitched:
         if not stored or self._is_preamble_laid:
             return
         end, layers = len(self._preamble.token_ids), range(len(stored))
-        torch._foreach_copy_([self._kv.keys(i)[:end] for i in layers], [kv.k for kv in stored])
-        torch._foreach_copy_([self._kv.values(i)[:end] for i in layers], [kv.v for kv in stored])
+        torch._foreach_copy_([self.kv.keys(i)[:end] for i in layers], [kv.k for kv in stored])
+        torch._foreach_copy_([self.kv.values(i)[:end] for i in layers], [kv.v for kv in stored])
         self._is_preamble_laid = True
 
     def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
@@ -96,8 +98,8 @@ class Stitched:
     @cached_property
     def _turn(self) -> Angles:
         """Angles of everything placed."""
-        turn = self._decoder.angles(on_device(self.placed, self._decoder.device))
-        return per_head(turn, self._decoder.spec.num_kv_heads)
+        turn = self.decoder.angles(on_device(self.placed, self.decoder.device))
+        return per_head(turn, self.decoder.spec.num_kv_heads)
 
     @property
     def load_s(self) -> float:
@@ -107,12 +109,12 @@ class Stitched:
     def keys(self, layer: int) -> Tensor:
         """[T, Hk, D] of the whole prompt; garbage where nothing is placed or computed yet."""
         self.lay(layer)
-        return self._kv.keys(layer)
+        return self.kv.keys(layer)
 
     def values(self, layer: int) -> Tensor:
         """[T, Hk, D], as `keys`."""
         self.lay(layer)
-        return self._kv.values(layer)
+        return self.kv.values(layer)
 
     def unturned(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""

@@ -29,12 +29,11 @@ from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
+from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.model.sequence_kv import SequenceKV
 from worlds.fuse import CHUNKS, QUESTION, SELECTING, World, key_of, make_ids
 from worlds.tiny_models import make_model_folder
 
@@ -67,14 +66,14 @@ def stored_rows(world: World, positions: list[int]) -> Tensor:
     return torch.searchsorted(world.stitched().placed, torch.tensor(positions))
 
 
-def over_garbage(world: World) -> tuple[SequenceKV, Stitched]:
-    """A request's buffer that is full of NaN, and its stitching, still to be laid."""
+def over_garbage(world: World) -> Stitched:
+    """A stitching over a buffer that is full of NaN, still to be laid."""
     kv = world.decoder.new_kv(1)
     stitched = world.stitched(kv)
     for layer in range(NUM_LAYERS):
         kv.keys(layer).fill_(torch.nan)
         kv.values(layer).fill_(torch.nan)
-    return kv, stitched
+    return stitched
 
 
 # ── the contract ────────────────────────────────────────────────────────────────────────────────
@@ -141,13 +140,11 @@ class UntouchableInFlight:
 def test_ratio_0_ratio_1_and_no_hits_never_reach_a_selector(
     decoder: Decoder, selector: Untouchable | UntouchableInFlight
 ) -> None:
-    single = World(decoder, chunks=[CHUNKS[0]])
+    single, strategy = World(decoder, chunks=[CHUNKS[0]]), Strategy("any", selector, 0.5)
     for world, ratio in ((World(decoder), 0.0), (World(decoder), 1.0), (single, 0.5)):
-        kv = decoder.new_kv(1)
-        fuse(decoder, world.request, world.stitched(kv), kv, selector, ratio)
-    kv = decoder.new_kv(1)
+        fuse(world.stitched(), strategy, ratio)
     with pytest.raises(AssertionError, match="nothing to choose"):
-        fuse(decoder, World(decoder).request, World(decoder).stitched(kv), kv, selector, 0.5)
+        fuse(World(decoder).stitched(), strategy, 0.5)
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, math.inf, math.nan])
@@ -407,8 +404,8 @@ def test_kvshare_weighs_deviation_with_attention_at_layer_0(world: World) -> Non
 def test_kvshare_counts_the_keys_of_missing_chunks(decoder: Decoder) -> None:
     """A miss has no stitched key at layer 0; its fresh one takes part, garbage never does."""
     gap = World(decoder, chunks=LONG, missing={2})
-    kv, stitched = over_garbage(gap)
-    fused = fuse(decoder, gap.request, stitched, kv, gap.strategy("kvshare").selector, 0.25)
+    stitched = over_garbage(gap)
+    fused = fuse(stitched, gap.strategy("kvshare"), 0.25)
     assert fused.recomputed == gap.fuse("kvshare", 0.25)[0].recomputed
     assert bool(fused.logits.isfinite().all())
 
@@ -688,11 +685,8 @@ def test_missing_chunks_are_neither_seen_nor_scored(decoder: Decoder) -> None:
     """Whatever lies in the buffer where a chunk is missing changes no choice."""
     gap = World(decoder, chunks=LONG, missing={2}, asked=(1, 4))
     for name in QUERY_AWARE:
-        kv, stitched = over_garbage(gap)
-        strategy = gap.strategy(name)
-        fused = fuse(
-            decoder, gap.request, stitched, kv, strategy.selector, 0.3, drift=strategy.drift
-        )
+        stitched = over_garbage(gap)
+        fused = fuse(stitched, replace(gap.strategy(name), taper=None), 0.3)
         assert fused.recomputed == gap.fuse(name, 0.3)[0].recomputed
         assert bool(fused.logits.isfinite().all())
 

@@ -28,7 +28,7 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import choose_preparation, write_preparation
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import Strategy
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
@@ -200,7 +200,7 @@ class Library:
         expected: LoadCost | None = None,
     ) -> EngineRequest:
         """A prompt to be woven from stored chunk KV as `strategy` says; what is not stored is
-        computed. `computed` as in `prefill_from_store`; `use_tree` and `expected` as the engine
+        computed. `computed` as in `StoredPrompt`; `use_tree` and `expected` as the engine
         has them."""
         encoder = self.encoder
         parts = (*prompt.history, *prompt.chunks)

@@ -41,10 +41,16 @@ class Needs:
 class Scene:
     """One request, as a selector sees it."""
 
-    decoder: FusionDecoder
-    request: FuseRequest
     stitched: Stitched
     hits: Tensor  # [H] positions on the host, ascending
+
+    @property
+    def decoder(self) -> FusionDecoder:
+        return self.stitched.decoder
+
+    @property
+    def request(self) -> FuseRequest:
+        return self.stitched.request
 
     @property
     def fused(self) -> tuple[ChunkSpan, ...]:
