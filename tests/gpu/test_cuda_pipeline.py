@@ -13,7 +13,8 @@ import torch
 
 from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.probe import FrontOnly, probe
-from kvweave.fuse.recorded_probe import recordings_of
+from kvweave.fuse.recorded_probe import ProbeRecordings
+from kvweave.fuse.recordings import Recordings
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring
@@ -197,7 +198,9 @@ def test_a_pass_makes_the_host_wait_once_at_most(
 
 
 @pytest.mark.parametrize("in_front", [0, 1, 7])
-def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World, in_front: int) -> None:
+def test_a_recorded_question_is_probed_as_an_unrecorded_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, in_front: int
+) -> None:
     """Alone, or behind a preamble, which may be another one the next time."""
     decoder, request = world.decoder, world.request
     layers = (1, decoder.spec.num_layers - 1)
@@ -205,7 +208,8 @@ def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World, in_fro
     shape = (decoder.spec.num_layers, 2, in_front, heads, dim)
     fronts = [torch.randn(shape, device=decoder.device).to(decoder.dtype) for _ in range(2)]
     views = [FrontOnly([LayerKV(k, v) for k, v in front] if in_front else ()) for front in fronts]
-    recordings_of(decoder)._graphs.clear()
+    recordings = Recordings(probes=ProbeRecordings())
+    monkeypatch.setattr("kvweave.fuse.probe.recordings_of", lambda _: recordings)
     probe(decoder, request, views[1], layers)  # warms up
     for view in (views[0], views[1], views[1], views[0]):
         recorded = probe(decoder, request, view, layers)
@@ -213,7 +217,7 @@ def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World, in_fro
         for layer in layers:
             for ours, want in zip(recorded[layer], unrecorded[layer], strict=True):
                 torch.testing.assert_close(ours, want, atol=1e-4, rtol=1e-4)
-    assert all(recordings_of(decoder)._graphs.values()), "it was recorded"
+    assert all(recordings.probes.kept.values()), "it was recorded"
 
 
 class _Unrecorded:

@@ -25,9 +25,8 @@ from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.worker import Worker
 from kvweave.errors import EngineClosed
-from kvweave.fuse import recorded_layers
-from kvweave.fuse import recorded_probe as captured_probe
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
@@ -58,8 +57,7 @@ class Engine:
         self._placing = PageManager(self.cfg, make_pool(self.cfg, decoder), cost_s, self._post)
         self._recorded = open_recorded(decoder, self._placing.pool, self.cfg.recorded_rows)
         # of what fused prompts play; those of decoding go with `_recorded`
-        both = recorded_layers.recordings_of(decoder), captured_probe.recordings_of(decoder)
-        self._fused_refusals = [recordings.refusals for recordings in both]
+        self._fused_refusals = recordings_of(decoder).refusals
         self._scheduler: Scheduler[EngineSequence] = Scheduler(
             self.cfg,
             self._placing.lengths,

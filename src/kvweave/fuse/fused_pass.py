@@ -118,7 +118,7 @@ def fused_pass(
         seen = running.positions if mask == "exact" else _bottom_right(running, len(ids))
         segments = [Segment(0, len(seen), keys, values)]
         if layer < last:
-            projected = steps.next(layer, attend(q, seen, segments, out=steps.room))
+            projected = steps.next(layer, attend(q, seen, segments, out=steps.attention_out))
     h = decoder.finish(last, steps.hidden[-1:].clone(), attend(q, seen, segments))
     return Passed(decoder.logits(h)[0], tuple(to_the_end.tolist()), tuple(counts))
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.layer_steps import steps_of
-from kvweave.fuse.protocol import Captures, FusionDecoder, Projected
-from kvweave.fuse.recorded_probe import recordings_of
+from kvweave.fuse.protocol import FusionDecoder, Projected
+from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import Segment, attend
 from kvweave.kernels.host import on_device
@@ -95,8 +95,8 @@ def probe(
     """
     rows = rows or range(request.question_start, len(request.prompt_ids))
     start = rows.start if first_position is None else first_position
-    if isinstance(view, FrontOnly) and isinstance(decoder, Captures) and decoder.can_capture:
-        asked, known = request.prompt_ids[rows.start : rows.stop], recordings_of(decoder)
+    if isinstance(view, FrontOnly) and decoder.can_record:
+        asked, known = request.prompt_ids[rows.start : rows.stop], recordings_of(decoder).probes
         played = known.probe(decoder, asked, start, sorted(layers), view.front)
         if played is not None:
             return {layer: Probed(q, k) for layer, (q, k) in played.items()}
@@ -122,7 +122,7 @@ def probe(
             segment, at = _segment(view, layer, k, projected.v, positions), positions
         else:
             segment, at = Segment(0, len(k), whole.keys, whole.values), whole.at
-        projected = steps.next(layer, attend(q, at, [segment], out=steps.room))
+        projected = steps.next(layer, attend(q, at, [segment], out=steps.attention_out))
     return found
 
 

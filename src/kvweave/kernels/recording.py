@@ -1,18 +1,20 @@
 """When recording a CUDA graph fails: what is given up, and for how long.
 
 Want of memory says something about one size at one moment: that size is left alone for a while and
-tried again. Any other failure (an operation that cannot be captured, a kernel that does not
+tried again. Any other failure (an operation that cannot be recorded, a kernel that does not
 compile) would come back with every size, each time as late: that kind of recording is over.
 Nothing is lost either way but time: what is not recorded is computed by the plain calls.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PAUSE = 1024  # wishes for a size that had no memory, before it is tried again
 
 
@@ -38,6 +40,16 @@ class Refusals:
             return False
         self.num_tried += 1
         return True
+
+    def attempt(self, num_rows: int, record: Callable[[], T]) -> T | None:
+        """What `record` makes. None: it failed, or this size is not to be tried now."""
+        if not self.may_record(num_rows):
+            return None
+        try:
+            return record()
+        except RuntimeError as error:  # torch's word for every CUDA error
+            self.failed(num_rows, error)
+            return None
 
     def failed(self, num_rows: int, error: Exception) -> None:
         """Recording this size failed. Said in one line: once for a size, once for the kind."""
