@@ -187,8 +187,8 @@ def test_all_chunks_at_once_move_as_run_by_run(
     chosen = [*list(span_range(world, 1))[1:4], span_range(world, 2)[5]]
     rows = sorted({*chosen, *world.request.must_compute})
     done = []
-    for way in (drift._run_by_run, drift._all_at_once):
-        monkeypatch.setattr(drift, "_run_by_run", way)
+    for moved in (drift.run_by_run, drift.all_at_once):
+        monkeypatch.setattr(drift, "run_by_run", moved)
         kv = world.decoder.new_kv(1)
         mover = Drift(world.decoder, world.request, chosen)
         passed = fused_pass(world.stitched(kv), rows, drift=mover)

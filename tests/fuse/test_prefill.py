@@ -1,7 +1,7 @@
 """Chunk KV woven into prompts: exact where it must be, read-only, and never a wrong answer."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -284,15 +284,20 @@ def test_stored_kv_of_another_shape_is_computed_instead(
 
 
 def test_encoding_again_computes_nothing(decoder: Decoder, store: KVStore) -> None:
-    saved: list[int] = []
-    encoder = ChunkEncoder(decoder, store, context_of(decoder), on_saved=saved.append)
+    computed: list[object] = []
+
+    def run_alone(job: Callable[[], object]) -> object:
+        computed.append(job())
+        return computed[-1]
+
+    encoder = ChunkEncoder(decoder, store, context_of(decoder), run_alone=run_alone)
     encoder.encode([make_chunk(ids) for ids in [*CHUNKS, CHUNKS[0]]])
-    assert store.flush()
-    assert sum(saved) == len(CHUNKS)
-    ChunkEncoder(decoder, store, context_of(decoder), on_saved=saved.append).encode(
-        [make_chunk(ids) for ids in CHUNKS]
-    )
-    assert sum(saved) == len(CHUNKS)
+    assert encoder.saves().saved == len(CHUNKS)
+    num_jobs = len(computed)
+    again = ChunkEncoder(decoder, store, context_of(decoder), run_alone=run_alone)
+    again.encode([make_chunk(ids) for ids in CHUNKS])
+    assert again.saves().saved == 0
+    assert len(computed) == num_jobs > 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e5])
@@ -308,12 +313,11 @@ def test_a_chunk_that_the_codec_cannot_hold_is_left_out_and_the_rest_is_saved(
         return made
 
     monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.encode_chunks", encode)
-    handled: list[int] = []
     context = replace(context_of(decoder), codec=codec)
-    encoder = ChunkEncoder(decoder, store, context, on_saved=handled.append)
+    encoder = ChunkEncoder(decoder, store, context)
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
     assert store.flush()
-    assert sum(handled) == len(CHUNKS)
+    assert encoder.saves()[:2] == (len(CHUNKS) - 1, 1)
     absent = [
         peek.residency is Residency.ABSENT
         for peek in store.peek([encoder.key(ids) for ids in CHUNKS])

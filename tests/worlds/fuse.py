@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kvweave.fuse.encode.anchors import choose_anchors, kvzip_scores, pack_anchors
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.fused_pass import Mask
 from kvweave.fuse.prefill import Prefilled as StoredPrefill
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
 from kvweave.fuse.selectors.base import Scene
-from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy

@@ -79,7 +79,7 @@ class Drift:
         self._rows: Tensor | None = None  # of the chosen among the running ones
         self._among_placed = partial(_among_placed, request.placed, moved)
         self._stored: tuple[list[tuple[int, int]], Tensor] | None = None  # what that says
-        to_move = _run_by_run if decoder.device.type == "cpu" else _all_at_once
+        to_move = run_by_run if decoder.device.type == "cpu" else all_at_once
         self._move = to_move(decoder, moved.spans, sizes, shifts)
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
@@ -188,7 +188,7 @@ def _sizes_and_shifts(spans: Sequence[ChunkSpan]) -> Tensor:
     return torch.stack([sizes, ends - sizes.cumsum(0)])
 
 
-def _all_at_once(
+def all_at_once(
     decoder: FusionDecoder, spans: Sequence[ChunkSpan], sizes: Tensor, shifts: Tensor
 ) -> _Move:
     """For a device where many small steps cost more than the work: every row knows its chunk."""
@@ -200,7 +200,7 @@ def _all_at_once(
     return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
 
 
-def _run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan], *_: Tensor) -> _Move:
+def run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan], *_: Tensor) -> _Move:
     """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     runs = [Run.of(s.start, decoder.angles(torch.arange(s.start, s.end)), head_dim) for s in spans]

@@ -106,7 +106,7 @@ def forbid_computing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("computed again")
 
     for module in ("chunk_encoder", "neighbour_encoder"):
-        monkeypatch.setattr(f"kvweave.fuse.{module}.encode_chunks", compute)
+        monkeypatch.setattr(f"kvweave.fuse.encode.{module}.encode_chunks", compute)
 
 
 def test_a_tight_disk_keeps_all_that_is_served_and_the_next_ingest_computes_nothing(

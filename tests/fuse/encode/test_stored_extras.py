@@ -105,8 +105,10 @@ def test_a_prompt_has_arrived_when_its_extras_have(decoder: Decoder, tmp_path: P
     world = World(decoder, tmp_path)
     with world.store as store:
         world.answer("reuse")
-        way = world.way("qcfuse")
+        way, kv = world.way("qcfuse"), decoder.new_kv(1)
         with StoredPrompt(decoder.spec.num_layers, world.named, store, way) as stored:
             stored.arrive()
             assert stored.has_arrived
-            assert stored._transfer.has_extras()
+            loaded = store.metrics.value("kv_bytes_loaded_total")
+            stored.prefill(decoder, PromptFrame(world.encoder.preamble, QUESTION), kv, 0.3)
+            assert store.metrics.value("kv_bytes_loaded_total") == loaded, "nothing is awaited"

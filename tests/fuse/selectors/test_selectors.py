@@ -15,12 +15,13 @@ from torch import Tensor
 
 from kvweave.errors import ConfigError, ModelError, RequestError
 from kvweave.fuse.encode.anchors import Anchors, choose_anchors, pack_anchors, sink_scores
+from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import budget
 from kvweave.fuse.selectors import fusionrag
 from kvweave.fuse.selectors.base import Narrowing, Needs, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
-from kvweave.fuse.selectors.cachecraft import INTER, CacheCraftInter
+from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
 from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.prophetkv import prophetkv

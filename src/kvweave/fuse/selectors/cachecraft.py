@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import RequestError
+from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.selectors.base import Needs, Scene, top_positions
-
-INTER = "inter"  # the extra: float16 [T], attention to keys outside the chunk, summed over heads
 
 
 @dataclass(frozen=True, slots=True)
