@@ -30,7 +30,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.request import ChunkSpan, PromptChunk
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.query_attention import QueryAttention
-from kvweave.fuse.sources import Layers
+from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.fuse.transfer import pipeline
 from kvweave.fuse.transfer.groups import taking_order
@@ -140,7 +140,7 @@ def watching(clock: Clock) -> Iterator[None]:
 
 @contextmanager
 def through_ring(
-    decoder: Decoder, placed: Sequence[ChunkSpan], layers: Layers, strategy: Strategy
+    decoder: Decoder, placed: Sequence[ChunkSpan], layers: LayerTransfer, strategy: Strategy
 ) -> Iterator[pipeline.PipelinedChunks]:
     """As `open_source` does it for a GPU."""
     needs = strategy.needs(SPEC.num_layers)

@@ -227,14 +227,16 @@ class Lab:
 class _Same:
     """Chunk KV as another stitched request has it."""
 
+    placer = None
+
     def __init__(self, stitched: Stitched) -> None:
         self._stitched = stitched
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         return self._stitched.unturned(layer)
 
-    def beside(self, name: str) -> Any:
-        return self._stitched.beside(name)
+    def extras(self, name: str) -> Any:
+        return self._stitched.extras(name)
 
 
 def _judged(trials: Trials, logits: torch.Tensor, answer: Sequence[int]) -> list[Any]:

@@ -116,7 +116,7 @@ def test_only_chunks_with_recomputed_rows_move(world: World) -> None:
 
 
 def test_an_exact_chunk_never_moves(world: World) -> None:
-    """Not even if somebody recomputes a row of it."""
+    """Not even if a row of it is recomputed."""
     moved = move(world, [span_range(world, 0)[2], span_range(world, 1)[2]])
     exact = span_range(world, 0)
     assert torch.equal(moved.after.k[exact], moved.before.k[exact])

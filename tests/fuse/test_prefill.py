@@ -89,9 +89,9 @@ def answer(
     encoder.encode([make_chunk(ids) for ids in saved])
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in chunks]
-    way = open_strategy(strategy, ModelFacts(decoder.spec.num_layers))
+    opened = open_strategy(strategy, ModelFacts(decoder.spec.num_layers))
     frame = PromptFrame(encoder.preamble, QUESTION)
-    return prefill_stored(decoder, store, named, frame, way, ratio)
+    return prefill_stored(decoder, store, named, frame, opened, ratio)
 
 
 def reasons(prefilled: Prefilled) -> list[str | None]:
@@ -153,8 +153,8 @@ def test_the_same_chunk_twice_in_one_prompt_is_placed_twice(
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("qcfuse", "cachecraft")])
 def test_the_record_accounts_for_every_token(decoder: Decoder, store: KVStore, name: str) -> None:
-    way = open_strategy(name, ModelFacts(decoder.spec.num_layers))
-    got = answer(decoder, store, CHUNKS, saved=CHUNKS[:3], strategy=name, ratio=way.ratio)
+    opened = open_strategy(name, ModelFacts(decoder.spec.num_layers))
+    got = answer(decoder, store, CHUNKS, saved=CHUNKS[:3], strategy=name, ratio=opened.ratio)
     counts = got.record.counts
     assert sum(counts.values()) == len(got.record.states) == len(prompt_of(CHUNKS))
     hits = len(CHUNKS[1]) + len(CHUNKS[2])
@@ -166,9 +166,9 @@ def test_the_record_accounts_for_every_token(decoder: Decoder, store: KVStore, n
         assert reasons(got) == [None, "not asked for", "not asked for", "not asked for"]
     else:
         assert counts["computed"] == missing
-        assert counts["recomputed"] == budget(hits, way.ratio)
+        assert counts["recomputed"] == budget(hits, opened.ratio)
         assert reasons(got) == [None, None, None, Miss.ABSENT]
-    if way.reuses != "all":
+    if opened.reuses != "all":
         want = full_prefill(decoder, prompt_of(CHUNKS))
         torch.testing.assert_close(got.logits, want, atol=1e-4, rtol=1e-4)
 
@@ -184,14 +184,14 @@ def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
     frame = PromptFrame(encoder.preamble, QUESTION)
     for name in ("reuse", "cachecraft", "qcfuse"):
-        way = open_strategy(name, ModelFacts(decoder.spec.num_layers, (1, 2)))
-        got = prefill_stored(decoder, store, named, frame, way, way.ratio)
+        opened = open_strategy(name, ModelFacts(decoder.spec.num_layers, (1, 2)))
+        got = prefill_stored(decoder, store, named, frame, opened, opened.ratio)
         states = [chunk.state for chunk in got.record.chunks]
         assert states == [State.EXACT, State.REUSED, State.REUSED, State.REUSED]
-        assert got.record.counts["recomputed"] == budget(27, way.ratio)
+        assert got.record.counts["recomputed"] == budget(27, opened.ratio)
     store.delete([encoder.exact_key(CHUNKS[0])])
-    way = open_strategy("reuse", ModelFacts(decoder.spec.num_layers))
-    got = prefill_stored(decoder, store, named, frame, way, 0.0)
+    opened = open_strategy("reuse", ModelFacts(decoder.spec.num_layers))
+    got = prefill_stored(decoder, store, named, frame, opened, 0.0)
     assert got.record.chunks[0].state is State.REUSED
 
 
@@ -370,13 +370,13 @@ def test_filler_kv_is_the_chunk_behind_preamble_and_filler(
 
 def test_drift_is_part_of_weave_in_the_store(decoder: Decoder, store: KVStore) -> None:
     def logits(drift: float) -> torch.Tensor:
-        way = replace(open_strategy("weave", ModelFacts(decoder.spec.num_layers)), drift=drift)
+        opened = replace(open_strategy("weave", ModelFacts(decoder.spec.num_layers)), drift=drift)
         encoder = ChunkEncoder(decoder, store, context_of(decoder))
         encoder.encode([make_chunk(ids) for ids in CHUNKS])
         assert store.flush()
         named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
         frame = PromptFrame(encoder.preamble, QUESTION)
-        return prefill_stored(decoder, store, named, frame, way, 0.3).logits
+        return prefill_stored(decoder, store, named, frame, opened, 0.3).logits
 
     assert open_strategy("weave", ModelFacts(3)).drift > 0
     stored = answer(decoder, store, CHUNKS, saved=CHUNKS, strategy="weave", ratio=0.3).logits
@@ -421,10 +421,10 @@ def test_behind_a_rounding_codec_the_first_chunk_is_exact_but_for_the_rounding(
     encoder.encode([make_chunk(CHUNKS[0])])
     assert store.flush()
     ids = tuple(CHUNKS[0])
-    way = open_strategy("prefix", ModelFacts(decoder.spec.num_layers))
+    opened = open_strategy("prefix", ModelFacts(decoder.spec.num_layers))
     chunk = PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids))
     frame = PromptFrame(encoder.preamble, QUESTION)
-    got = prefill_stored(decoder, store, [chunk], frame, way, 0.0)
+    got = prefill_stored(decoder, store, [chunk], frame, opened, 0.0)
     assert got.record.chunks[0].state is State.EXACT
     want = full_prefill(decoder, PREAMBLE + CHUNKS[0] + QUESTION).log_softmax(-1)
     kl = (want.exp() * (want - got.logits.log_softmax(-1))).sum()

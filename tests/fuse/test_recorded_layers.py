@@ -65,7 +65,7 @@ def recorder() -> type[Again]:
 
 
 def climb(steps: object, num_layers: int, attended: list[Tensor]) -> list[Tensor]:
-    """All projections on the way up, with the same attention outputs for everybody."""
+    """All projections on the way up, with the same attention outputs for all."""
     found = [torch.cat([x.flatten(1) for x in _qkv(steps.first())], 1)]
     for layer in range(num_layers - 1):
         o = attended[layer]

@@ -89,7 +89,7 @@ def test_a_recording_shows_the_preamble_it_is_given_and_keeps_none_alive(decoder
 def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that was there before would be somebody else's at the first replay."""
+    """Memory that was there before would have another owner at the first replay."""
     before, inside = decoder._scratch, []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Rows that leave before the last layers: who, where, and what stands there afterwards."""
+"""Rows that leave before the last layers: which, where, and what stands there afterwards."""
 
 from dataclasses import replace
 
@@ -38,9 +38,9 @@ def world(decoder: Decoder) -> World:
 @pytest.mark.parametrize("name", ["weave", "fusionrag", "prophetkv"])
 def test_a_tapered_pass_equals_the_pass_in_the_open(world: World, name: str, layer: int) -> None:
     taper = Taper(layer, 0.3)
-    way = replace(world.strategy(name), taper=taper, drift=0.0)
-    fused, ours = world.fuse(way, 0.5)
-    stay = _staying(world, way, 0.5)
+    strategy = replace(world.strategy(name), taper=taper, drift=0.0)
+    fused, ours = world.fuse(strategy, 0.5)
+    stay = _staying(world, strategy, 0.5)
     must = world.request.must_compute
     rows, later = sorted([*fused.recomputed, *must]), sorted([*stay, *must])
     per_layer = [rows] * (layer + 1) + [later] * (NUM_LAYERS - layer - 1)
@@ -67,9 +67,9 @@ def test_those_that_stay_are_looked_at_most(world: World) -> None:
 
 def test_behind_the_layer_rows_that_left_are_what_was_stored_and_moved(world: World) -> None:
     """By the mean of those that stayed, as if the others had never been chosen."""
-    way = replace(world.strategy("weave"), taper=Taper(3, 0.3))
-    fused, ours = world.fuse(way, 0.5)
-    stay = _staying(world, way, 0.5)
+    strategy = replace(world.strategy("weave"), taper=Taper(3, 0.3))
+    fused, ours = world.fuse(strategy, 0.5)
+    stay = _staying(world, strategy, 0.5)
     left = sorted(set(fused.recomputed) - set(stay))
     laid = world.laid_by_hand()
     kept = [span for span in world.request.placed if set(range(span.start, span.end)) & set(stay)]
@@ -84,17 +84,17 @@ def test_behind_the_layer_rows_that_left_are_what_was_stored_and_moved(world: Wo
 
 @pytest.mark.parametrize("layer", [NUM_LAYERS - 1, NUM_LAYERS, 99])
 def test_a_taper_at_the_last_layer_is_none(world: World, layer: int) -> None:
-    way = replace(world.strategy("weave"), taper=Taper(layer, 0.2))
-    fused, ours = world.fuse(way, 0.4)
-    plain, want = world.fuse(replace(way, taper=None), 0.4)
+    strategy = replace(world.strategy("weave"), taper=Taper(layer, 0.2))
+    fused, ours = world.fuse(strategy, 0.4)
+    plain, want = world.fuse(replace(strategy, taper=None), 0.4)
     assert fused.rows_per_layer == plain.rows_per_layer
     assert fused.work == plain.work
     assert_same(ours, want, EXACT)
 
 
 def test_nothing_leaves_when_everything_is_recomputed(world: World) -> None:
-    way = replace(world.strategy("weave"), taper=Taper(0, 0.1))
-    fused, ours = world.fuse(way, 1.0)
+    strategy = replace(world.strategy("weave"), taper=Taper(0, 0.1))
+    fused, ours = world.fuse(strategy, 1.0)
     assert set(fused.rows_per_layer) == {len(world.request.prompt_ids) - _exact_tokens(world)}
     assert_same(ours, world.full, 1e-5)
 
@@ -106,9 +106,9 @@ def _exact_tokens(world: World) -> int:
 
 def test_work_counts_the_rows_of_each_layer(world: World) -> None:
     taper = Taper(2, 0.25)
-    way = replace(world.strategy("weave"), taper=taper)
-    fused, _ = world.fuse(way, 0.5)
-    more, _ = world.fuse(replace(way, taper=None), 0.5)
+    strategy = replace(world.strategy("weave"), taper=taper)
+    fused, _ = world.fuse(strategy, 0.5)
+    more, _ = world.fuse(replace(strategy, taper=None), 0.5)
     chosen = len(fused.recomputed)
     gone = (chosen - taper.staying(chosen)) * (NUM_LAYERS - 3)
     assert more.work - fused.work == pytest.approx(
@@ -176,7 +176,7 @@ def test_rows_of_others_run_on_when_some_leave(decoder: Decoder) -> None:
 
 
 def _zeros(decoder: Decoder) -> SequenceKV:
-    """Something to look at where nobody writes."""
+    """Something to look at where nothing is written."""
     kv = decoder.new_kv(16)
     kv.reserve(9)
     for layer in range(NUM_LAYERS):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.drift import Mover, make_mover
-from kvweave.fuse.fused_pass import LayerLook, Passed, fused_pass
+from kvweave.fuse.fused_pass import LayerLook, PassResult, fused_pass
 from kvweave.fuse.request import FuseRequest, State, budget, check_ratio
 from kvweave.fuse.selectors.base import Narrowing, RankingSelector, Scene
 from kvweave.fuse.stitched import Stitched, positions_of
@@ -74,18 +74,18 @@ def fuse(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Selected:
+class SelectedRows:
     """The rows of one prefill."""
 
     hits: Tensor  # [H] positions on the host, ascending, as the others
     chosen: Tensor  # [C] hits that start the pass
     rows: Tensor  # [R] these, missing chunks and the question
-    in_flight: "_HitsOnly | None"  # who narrows them down on the way
+    in_flight: "_HitFilter | None"  # narrows them down on the way
     is_partial: bool  # some hits are recomputed and some are not: a selector was asked
     leaving: TaperedRows | None  # most of the chosen ones stop early
 
 
-def select_rows(stitched: Stitched, strategy: Strategy, ratio: float) -> Selected:
+def select_rows(stitched: Stitched, strategy: Strategy, ratio: float) -> SelectedRows:
     """Choose the rows to compute; may probe, and lay the layers that needs. As `fuse`."""
     check_ratio(ratio)
     request, selector, taper = stitched.request, strategy.selector, strategy.taper
@@ -107,7 +107,7 @@ def select_rows(stitched: Stitched, strategy: Strategy, ratio: float) -> Selecte
     else:
         chosen, in_flight = _choose(scene, selector, count, must_compute)
     rows = _with(chosen, must_compute)
-    return Selected(hits, chosen, rows, in_flight, is_partial, going)
+    return SelectedRows(hits, chosen, rows, in_flight, is_partial, going)
 
 
 def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
@@ -120,19 +120,19 @@ def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
 
 def _choose(
     scene: Scene, selector: AnySelector | None, count: int, must_compute: Tensor
-) -> tuple[Tensor, "_HitsOnly | None"]:
-    """Hits that start the pass, and who narrows them down in it."""
+) -> tuple[Tensor, "_HitFilter | None"]:
+    """Hits that start the pass, and what narrows them down in it."""
     if selector is None or count in (0, len(scene.hits)):
         return scene.hits[:count], None
     if selector.in_flight:
-        return scene.hits, _HitsOnly(selector.begin(scene, count), must_compute)
+        return scene.hits, _HitFilter(selector.begin(scene, count), must_compute)
     chosen = selector.select(scene, count)
     assert len(chosen) == count, f"{selector} chose {len(chosen)} of {count}"
     return chosen, None
 
 
 def work_of(
-    stitched: Stitched, strategy: Strategy, selected: Selected, rows_per_layer: Sequence[int]
+    stitched: Stitched, strategy: Strategy, selected: SelectedRows, rows_per_layer: Sequence[int]
 ) -> float:
     """Rows through layers, the probe's included, as a share of full prefill's."""
     request, num_layers = stitched.request, stitched.decoder.spec.num_layers
@@ -144,8 +144,10 @@ def work_of(
     return rows / (num_layers * len(request.prompt_ids))
 
 
-def _recomputed(passed: Passed, request: FuseRequest, selected: Selected) -> tuple[int, ...]:
-    """Hits that were recomputed: of those that were narrowed in flight, who is left."""
+def _recomputed(
+    passed: PassResult, request: FuseRequest, selected: SelectedRows
+) -> tuple[int, ...]:
+    """Hits that were recomputed: of those that were narrowed in flight, the ones left."""
     if selected.in_flight is None:
         return tuple(selected.chosen.tolist())
     is_hit = torch.zeros(len(request.prompt_ids), dtype=torch.bool)
@@ -154,8 +156,8 @@ def _recomputed(passed: Passed, request: FuseRequest, selected: Selected) -> tup
     return tuple(left[is_hit[left]].tolist())
 
 
-class _HitsOnly:
-    """Lets a selector narrow the hits while misses and the question always go on."""
+class _HitFilter:
+    """A RowFilter: a selector narrows the hits; missing chunks and the question always go on."""
 
     def __init__(self, narrowing: Narrowing, always: Tensor) -> None:
         self._narrowing = narrowing

@@ -5,7 +5,7 @@
 A row sees what stands at or before it: reused rows lie in the buffer, recomputed ones of a lower
 position were written in the same slice or an earlier one. Rows in position order may therefore be
 cut anywhere, and leave what one fused pass leaves. Drift alone ties rows together: a chunk is moved
-by the mean change of all its recomputed rows before anybody looks at it, so these run in one slice.
+by the mean change of all its recomputed rows before a row looks at it, so these run in one slice.
 Rows that leave early (taper.py) do so in their slice.
 
 What narrows its rows in flight cannot be prepared: it has no rows before the pass.

@@ -36,7 +36,7 @@ class ContextView(Protocol):
         """Keys (turned) [N, Hk, D], values [N, Hk, D], positions [N] on the host; None: nothing."""
         ...
 
-    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> "Whole | None":
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> "LaidContext | None":
         """The whole context with these as the question's rows, right behind it.
 
         None if the view cannot lay them side by side without a copy; `context` is then asked.
@@ -44,7 +44,7 @@ class ContextView(Protocol):
         ...
 
 
-class Whole(NamedTuple):
+class LaidContext(NamedTuple):
     """One layer of a whole context with its question laid behind it."""
 
     q: Tensor  # [U, Hq, D] of the question, turned
@@ -54,7 +54,7 @@ class Whole(NamedTuple):
     at: Tensor  # [U] on the host: where the question's rows stand in them
 
 
-class Probed(NamedTuple):
+class ProbedLayer(NamedTuple):
     """What the question looks like at one layer."""
 
     q: Tensor  # [U, Hq, D] turned to the probe's positions
@@ -86,7 +86,7 @@ def probe(
     *,
     rows: range | None = None,
     first_position: int | None = None,
-) -> dict[int, Probed]:
+) -> dict[int, ProbedLayer]:
     """Queries and keys of the question at `layers`.
 
     `rows` are the positions of the question to push (all by default). They stand at their true
@@ -99,23 +99,23 @@ def probe(
         asked, known = request.prompt_ids[rows.start : rows.stop], recordings_of(decoder).probes
         played = known.probe(decoder, asked, start, sorted(layers), view.front)
         if played is not None:
-            return {layer: Probed(q, k) for layer, (q, k) in played.items()}
+            return {layer: ProbedLayer(q, k) for layer, (q, k) in played.items()}
     positions = torch.arange(start, start + len(rows))  # on the host
     angles = decoder.angles(on_device(positions, decoder.device))
     ids = torch.tensor(request.prompt_ids[rows.start : rows.stop])
     steps = steps_of(decoder, decoder.embed(on_device(ids, decoder.device)))
     projected = steps.first()
-    found: dict[int, Probed] = {}
+    found: dict[int, ProbedLayer] = {}
     deepest = max(layers)
     for layer in range(deepest + 1):
-        # above the deepest layer nobody attends: what stands there is not asked for
+        # above the deepest layer nothing attends: what stands there is not asked for
         whole = view.with_question(layer, projected, angles) if layer < deepest else None
         if whole is None:
             q, k = rotate(projected.q, angles), rotate(projected.k, angles)
         else:
             q, k = whole.q, whole.k
         if layer in layers:
-            found[layer] = Probed(q, k)
+            found[layer] = ProbedLayer(q, k)
         if layer == deepest:
             break
         if whole is None:

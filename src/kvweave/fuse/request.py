@@ -7,7 +7,7 @@ Positions count tokens of the whole prompt. Pure data: no tensors, no model.
 
 import math
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -92,20 +92,19 @@ class FuseRequest:
 
     @property
     def to_compute(self) -> list[range]:
-        """Positions nobody has, as runs: missing chunks and the question."""
+        """Positions without KV, as runs: missing chunks and the question."""
         question = range(self.question_start, len(self.prompt_ids))
         return [*self.runs(State.COMPUTED), question]
 
     @property
     def hits(self) -> list[int]:
         """Positions that may be chosen for recomputation: reused and not exact."""
-        return list(_positions(self.spans, State.REUSED))
+        return [position for run in self.runs(State.REUSED) for position in run]
 
     @property
     def must_compute(self) -> list[int]:
-        """Positions nobody has: missing chunks and the question."""
-        missing = _positions(self.spans, State.COMPUTED)
-        return [*missing, *range(self.question_start, len(self.prompt_ids))]
+        """Positions without KV: missing chunks and the question."""
+        return [position for run in self.to_compute for position in run]
 
 
 def classify(
@@ -155,9 +154,3 @@ def budget(num_hits: int, ratio: float) -> int:
     if num_hits == 0 or ratio <= 0.0:
         return 0
     return min(num_hits, max(1, math.floor(ratio * num_hits + 1e-9)))
-
-
-def _positions(spans: Sequence[ChunkSpan], state: State) -> Iterator[int]:
-    for span in spans:
-        if span.state is state:
-            yield from range(span.start, span.end)

@@ -1,4 +1,4 @@
-"""Chunk KV behind neighbours: what is computed, what it is called, and who remembers."""
+"""Chunk KV behind neighbours: what is computed, what it is called, and the table of neighbours."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -228,7 +228,9 @@ def test_a_key_names_the_neighbours_in_their_order(decoder: Decoder, store: KVSt
     assert context_of(encoder.key(ids)) == context_of(encoder.key(CHUNKS["c"].token_ids))
 
 
-def test_a_chunk_whose_neighbours_nobody_chose_is_a_miss(decoder: Decoder, store: KVStore) -> None:
+def test_a_chunk_whose_neighbours_were_not_chosen_is_a_miss(
+    decoder: Decoder, store: KVStore
+) -> None:
     encoder = make_encoder(decoder, store)
     encoder.encode(list(CHUNKS.values()))
     encode_all(encoder)

@@ -57,9 +57,9 @@ class World:
 
     def answer(self, name: str) -> Prefilled:
         frame = PromptFrame(self.encoder.preamble, QUESTION)
-        return prefill_stored(self.decoder, self.store, self.named, frame, self.way(name), 0.3)
+        return prefill_stored(self.decoder, self.store, self.named, frame, self.strategy(name), 0.3)
 
-    def way(self, name: str) -> Strategy:
+    def strategy(self, name: str) -> Strategy:
         return open_strategy(name, ModelFacts(self.decoder.spec.num_layers, (1, 2)))
 
     def plain_bytes(self, root: Path) -> int:
@@ -105,8 +105,8 @@ def test_a_prompt_has_arrived_when_its_extras_have(decoder: Decoder, tmp_path: P
     world = World(decoder, tmp_path)
     with world.store as store:
         world.answer("reuse")
-        way, kv = world.way("qcfuse"), decoder.new_kv(1)
-        with StoredPrompt(decoder.spec.num_layers, world.named, store, way) as stored:
+        strategy, kv = world.strategy("qcfuse"), decoder.new_kv(1)
+        with StoredPrompt(decoder.spec.num_layers, world.named, store, strategy) as stored:
             stored.arrive()
             assert stored.has_arrived
             loaded = store.metrics.value("kv_bytes_loaded_total")

@@ -111,7 +111,7 @@ def ranked_positions(scores: Tensor, positions: Tensor, counts: Sequence[int]) -
     """As `top_positions`, for several counts at once: the host waits for all of them together."""
     scores = scores.float()
     best = torch.sort(scores, descending=True, stable=True).indices
-    # sorted here, where the scores are: the host has the longer way to it
+    # sorted here, where the scores are: on the host it would take longer
     orders = [best[:count].sort().values for count in counts]
     # the number of NaN rides along: asked for by itself it would make the host wait twice
     answer = torch.cat([scores.isnan().sum()[None], *orders]).cpu()

@@ -27,7 +27,7 @@ class CacheCraftInter:
         return Needs(extras=(INTER,))
 
     def select(self, scene: Scene, count: int) -> Tensor:
-        stored = scene.stitched.beside(INTER)
+        stored = scene.stitched.extras(INTER)
         parts = []
         for span in scene.fused:
             # of another size it would shift the scores of all chunks behind it
