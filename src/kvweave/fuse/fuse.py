@@ -15,7 +15,7 @@ from torch import Tensor
 from kvweave.fuse.drift import Mover, make_mover
 from kvweave.fuse.fused_pass import LayerLook, PassResult, fused_pass
 from kvweave.fuse.request import FuseRequest, State, budget, check_ratio
-from kvweave.fuse.selectors.base import Narrowing, RankingSelector, Scene
+from kvweave.fuse.selectors.base import InFlightChoice, RankingSelector, Scene
 from kvweave.fuse.stitched import Stitched, positions_of
 from kvweave.fuse.strategy import REUSE, AnySelector, Strategy
 from kvweave.fuse.taper import TaperedRows
@@ -96,18 +96,18 @@ def select_rows(stitched: Stitched, strategy: Strategy, ratio: float) -> Selecte
     is_partial = 0 < count < len(hits)
     if taper is not None and not (is_partial and taper.applies(stitched.decoder.spec.num_layers)):
         taper = None  # what is recomputed as a whole is exact
-    going = None
+    leaving = None
     if taper is not None:
         assert isinstance(selector, RankingSelector), (
             f"{selector} does not say which of its rows matter"
         )
         chosen, stay = selector.ranked(scene, (count, taper.staying(count)))
         in_flight = None
-        going = TaperedRows(taper.layer, stay, _with(stay, must_compute))
+        leaving = TaperedRows(taper.layer, stay, _with(stay, must_compute))
     else:
         chosen, in_flight = _choose(scene, selector, count, must_compute)
     rows = _with(chosen, must_compute)
-    return SelectedRows(hits, chosen, rows, in_flight, is_partial, going)
+    return SelectedRows(hits, chosen, rows, in_flight, is_partial, leaving)
 
 
 def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
@@ -159,12 +159,12 @@ def _recomputed(
 class _HitFilter:
     """A RowFilter: a selector narrows the hits; missing chunks and the question always go on."""
 
-    def __init__(self, narrowing: Narrowing, always: Tensor) -> None:
-        self._narrowing = narrowing
+    def __init__(self, choice: InFlightChoice, always: Tensor) -> None:
+        self._choice = choice
         self._always = always
 
     def narrow(self, look: LayerLook) -> Tensor | None:
-        keep = self._narrowing.choose(look)
+        keep = self._choice.choose(look)
         if keep is None:
             return None
         positions = torch.cat([keep, self._always]).sort().values

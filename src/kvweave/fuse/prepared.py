@@ -94,9 +94,9 @@ def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) 
     rows, recomputed = selected.rows.tolist(), tuple(selected.chosen.tolist())
     drift = strategy.drift if selected.is_partial else 0.0
     bonds = _bonds(request, rows) if drift else []
-    num_layers, going = decoder.spec.num_layers, selected.leaving
-    before = num_layers if going is None else going.layer + 1
-    behind = 0 if going is None else len(going.rows)
+    num_layers, leaving = decoder.spec.num_layers, selected.leaving
+    before = num_layers if leaving is None else leaving.layer + 1
+    behind = 0 if leaving is None else len(leaving.rows)
     counts = [len(rows)] * before + [behind] * (num_layers - before)
     work = work_of(stitched, strategy, selected, counts)
     if decoder.device.type == "cuda":
@@ -112,7 +112,7 @@ def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) 
         chosen_s - started_s - loaded_s,
         loaded_s + finished_s - chosen_s,
         drift,
-        going,
+        leaving,
     )
 
 

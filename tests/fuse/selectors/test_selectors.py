@@ -19,7 +19,7 @@ from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import budget
 from kvweave.fuse.selectors import fusionrag
-from kvweave.fuse.selectors.base import Narrowing, Needs, Scene, top_positions
+from kvweave.fuse.selectors.base import InFlightChoice, Needs, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
@@ -133,7 +133,7 @@ class UntouchableInFlight:
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
-    def begin(self, scene: Scene, count: int) -> Narrowing:
+    def begin(self, scene: Scene, count: int) -> InFlightChoice:
         raise AssertionError("asked although there is nothing to choose")
 
 

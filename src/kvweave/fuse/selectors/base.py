@@ -86,12 +86,12 @@ class InFlightSelector(Protocol):
 
     def needs(self, num_layers: int) -> Needs: ...
 
-    def begin(self, scene: Scene, count: int) -> "Narrowing":
+    def begin(self, scene: Scene, count: int) -> "InFlightChoice":
         """What decides during one pass. May probe first."""
         ...
 
 
-class Narrowing(Protocol):
+class InFlightChoice(Protocol):
     """The state of one in-flight selection."""
 
     def choose(self, look: LayerLook) -> Tensor | None:

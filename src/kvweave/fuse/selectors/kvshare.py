@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
-from kvweave.fuse.selectors.base import Narrowing, Needs, Scene, top_positions
+from kvweave.fuse.selectors.base import InFlightChoice, Needs, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import deviation, rows_of
 from kvweave.kernels.column_scores import causal_column_mass
 from kvweave.kernels.rope import rotate
@@ -27,11 +27,11 @@ class KVShareLike:
     def needs(self, num_layers: int) -> Needs:
         return Needs(value_layers=(CHECK_LAYER,), full_width_layers=CHECK_LAYER)
 
-    def begin(self, scene: Scene, count: int) -> Narrowing:
-        return _Watching(scene, count)
+    def begin(self, scene: Scene, count: int) -> InFlightChoice:
+        return _WeightedChoice(scene, count)
 
 
-class _Watching:
+class _WeightedChoice:
     def __init__(self, scene: Scene, count: int) -> None:
         self._scene = scene
         self._count = count
