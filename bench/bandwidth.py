@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,7 @@ def once(
         with open_source(world.decoder, request.placed, layers, strategy) as source:
             kv = world.decoder.new_kv(len(request.prompt_ids))
             laid = Stitched(world.decoder, request, world.preamble, source, kv)
-            fused = fuse(
-                world.decoder, request, laid, kv, chooses, ratio, drift=strategy.drift,
-                taper=strategy.taper,
-            )  # fmt: skip
+            fused = fuse(laid, replace(strategy, selector=chooses), ratio)
             int(fused.logits.argmax())
             ended_s = time.perf_counter()
     return {
@@ -192,6 +190,8 @@ def once(
 
 class Noting:
     """A selector that notes when it has chosen."""
+
+    in_flight = False
 
     def __init__(self, selector: Any) -> None:
         self._selector = selector

@@ -36,7 +36,7 @@ from kvweave.engine.fused_step import PrefillMode, prefill_mode_of
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext

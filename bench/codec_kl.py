@@ -147,7 +147,7 @@ def answer_over(
     kv = decoder.new_kv(len(ids) + len(answer))
     stored = [through(key, layers, codec) for key, layers in zip(keys, chunks, strict=True)]
     stitched = Stitched(decoder, request, preamble, ComputedChunks(stored), kv)
-    first = fuse(decoder, request, stitched, kv).logits
+    first = fuse(stitched).logits
     positions = range(len(ids), len(ids) + len(answer) - 1)
     rest = decoder.forward([Rows(answer[:-1], positions, kv, range(len(answer) - 1))])
     return torch.cat([first[None], rest]).log_softmax(-1)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from common import finish, result_header
 from kvweave.fuse import recorded_layers
-from kvweave.fuse.prefill import prefill_from_store
+from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 from shapes import SHAPES
@@ -58,9 +58,9 @@ def way(world: World, store: KVStore, size: Size, name: str, ratio: float) -> Ca
 
     def run() -> None:
         kv = world.decoder.new_kv(world.prompt_tokens(size))
-        done = prefill_from_store(
-            world.decoder, world.preamble, chunks, world.question, store, kv, strategy, ratio
-        )
+        with StoredPrompt(world.spec.num_layers, chunks, store, strategy) as stored:
+            frame = PromptFrame(world.preamble, world.question)
+            done = stored.prefill(world.decoder, frame, kv, ratio)
         int(done.logits.argmax())
 
     return run

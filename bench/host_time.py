@@ -27,11 +27,10 @@ from torch import Tensor
 from common import finish, result_header
 from kvweave.fuse import fuse, fused_pass, prefill
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.request import ChunkSpan
+from kvweave.fuse.request import ChunkSpan, PromptChunk
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.query_attention import QueryAttention
-from kvweave.fuse.sources import Layers
+from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.fuse.transfer import pipeline
 from kvweave.fuse.transfer.groups import taking_order
@@ -72,7 +71,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("rows", fuse, "select_rows"),
     ("fuse", prefill, "fuse"),
     ("selector", QueryAttention, "ranked"),
-    ("drift", fuse, "Drift"),
+    ("drift", fuse, "make_mover"),
     ("head of the pass", fuse, "fused_pass"),
     ("record", prefill.StoredPrompt, "_record"),
     ("release", KVStore, "_release"),
@@ -102,8 +101,6 @@ class Clock:
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **named: Any) -> Any:
-            if part == "drift" and self._within[-1] == "layers":
-                return call(*args, **named)  # the one behind a taper: the device is busy by then
             self.enter(part)
             try:
                 return call(*args, **named)
@@ -143,7 +140,7 @@ def watching(clock: Clock) -> Iterator[None]:
 
 @contextmanager
 def through_ring(
-    decoder: Decoder, placed: Sequence[ChunkSpan], layers: Layers, strategy: Strategy
+    decoder: Decoder, placed: Sequence[ChunkSpan], layers: LayerTransfer, strategy: Strategy
 ) -> Iterator[pipeline.PipelinedChunks]:
     """As `open_source` does it for a GPU."""
     needs = strategy.needs(SPEC.num_layers)
@@ -190,9 +187,13 @@ def long_prompt(
     front = [LayerKV(*torch.empty(2, PREAMBLE, *shape[3:], device=META)) for _ in range(shape[1])]
     preamble, question = Prefix(ids(PREAMBLE), tuple(front)), ids(QUESTION)
     kv = decoder.new_kv(PREAMBLE + num_chunks * CHUNK_TOKENS + QUESTION)
-    return lambda strategy, ratio: prefill.prefill_from_store(
-        decoder, preamble, chunks, question, store, kv, strategy, ratio
-    )
+    frame = prefill.PromptFrame(preamble, question)
+
+    def once(strategy: Strategy, ratio: float) -> None:
+        with prefill.StoredPrompt(SPEC.num_layers, chunks, store, strategy) as stored:
+            stored.prefill(decoder, frame, kv, ratio)
+
+    return once
 
 
 def way_ms(

@@ -14,8 +14,7 @@ from kvweave.fuse.encode.anchors import (
 )
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.contexts import Variant, context_filler, filler_ids, neighbour_prefix
-from kvweave.fuse.encode.inter_attention import inter_attention
-from kvweave.fuse.selectors.cachecraft import INTER
+from kvweave.fuse.encode.extras import INTER, inter_attention
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder

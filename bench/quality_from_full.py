@@ -13,6 +13,7 @@ Shapes: H hits.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class Oracle:
     """Chooses by what full prefill left behind as trial number 0."""
 
     trials: Trials | None = None  # None: not asked yet
+    in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         return Needs()  # nothing that could be priced

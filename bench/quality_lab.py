@@ -18,7 +18,7 @@ from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
@@ -135,7 +135,7 @@ class Lab:
         beside = self.encoder.beside(question, names, keys, made, prefixes)
         kv = decoder.new_kv(len(request.prompt_ids))
         stitched = Stitched(decoder, request, preamble, ComputedChunks(made, beside), kv)
-        scene = Scene(decoder, request, stitched, torch.tensor(request.hits))
+        scene = Scene(stitched, torch.tensor(request.hits))
         scores: dict[str, torch.Tensor] = {}
 
         def chosen(strategy: Strategy, ratio: float) -> Cell:
@@ -188,10 +188,7 @@ class Lab:
                 _Same(stitched),
                 kv,
             )
-            selector = None if strategy is None else strategy.selector
-            drift = 0.0 if strategy is None else strategy.drift
-            taper = None if strategy is None else strategy.taper
-            want = fuse(self.decoder, request, again, kv, selector, ratio, drift=drift, taper=taper)
+            want = fuse(again, strategy or REUSE, ratio)
             worst = float((want.logits - logits).abs().max())
             if worst > 0.02:
                 raise AssertionError(f"{name} at {ratio}: batched pass is off by {worst:.4f}")
@@ -230,14 +227,16 @@ class Lab:
 class _Same:
     """Chunk KV as another stitched request has it."""
 
+    placer = None
+
     def __init__(self, stitched: Stitched) -> None:
         self._stitched = stitched
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         return self._stitched.unturned(layer)
 
-    def beside(self, name: str) -> Any:
-        return self._stitched.beside(name)
+    def extras(self, name: str) -> Any:
+        return self._stitched.extras(name)
 
 
 def _judged(trials: Trials, logits: torch.Tensor, answer: Sequence[int]) -> list[Any]:

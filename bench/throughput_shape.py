@@ -24,7 +24,7 @@ from kvweave.engine.reference import generate
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import pack_chunk

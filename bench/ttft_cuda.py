@@ -22,7 +22,7 @@ import torch
 from common import finish, result_header
 from kvweave.app.auto.machine import copy_bytes_per_s
 from kvweave.fuse.fuse import fuse
-from kvweave.fuse.prefill import prefill_from_store
+from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
@@ -138,10 +138,7 @@ class Runs:
                     )  # fmt: skip
                     kv = world.decoder.new_kv(len(request.prompt_ids))
                     laid = Stitched(world.decoder, request, world.preamble, source, kv)
-                    fused = fuse(
-                        world.decoder, request, laid, kv, strategy.selector, ratio,
-                        drift=strategy.drift, taper=strategy.taper,
-                    )  # fmt: skip
+                    fused = fuse(laid, strategy, ratio)
                     int(fused.logits.argmax())
                     return stages(fused.load_s, fused.select_s, fused.pass_s)
 
@@ -196,10 +193,10 @@ class Runs:
 
             def once(strategy: Any = strategy, ratio: float = ratio) -> dict[str, float]:
                 kv = world.decoder.new_kv(world.prompt_tokens(size))
-                done = prefill_from_store(
-                    world.decoder, world.preamble, chunks, world.question, store, kv, strategy,
-                    ratio,
-                )  # fmt: skip
+                num_layers = world.spec.num_layers
+                with StoredPrompt(num_layers, chunks, store, strategy) as stored:
+                    frame = PromptFrame(world.preamble, world.question)
+                    done = stored.prefill(world.decoder, frame, kv, ratio)
                 int(done.logits.argmax())
                 at = done.record.stages
                 found = stages(at.load / 1e3, at.select / 1e3, at.compute / 1e3)

@@ -9,7 +9,7 @@ import torch
 
 from kvweave.fuse.encode.anchors import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.objects import PackedChunk, pack_chunk

@@ -150,7 +150,7 @@ def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
     decoder.forward([Rows(ids, range(len(ids)), trials.kv(0), [len(ids) - 1])])
     alone = encode_chunks(decoder, lab.encoder.prefix(prompt.preamble), prompt.chunks)
     request, stitched, chosen = lab.prepare(question, Variant("isolated"), alone, trials)
-    scene = Scene(decoder, request, stitched, torch.tensor(request.hits))
+    scene = Scene(stitched, torch.tensor(request.hits))
 
     want = torch.zeros(len(ids))  # every row of every layer, the plain way
     at = torch.arange(len(ids))

@@ -136,14 +136,14 @@ def test_anchors_lie_beside_every_chunk_and_come_from_behind_its_own_neighbours(
     decoder: Decoder,
 ) -> None:
     made = behind(decoder).prepare(CASE, [KVZIP])
-    found = made.beside(KVZIP)
+    found = made.extras(KVZIP)
     assert list(found) == list(CASE.keys)
     prefix = prefix_of(decoder, (E, F))
     layers = encode_chunks(decoder, prefix, [D])
     (want,) = compute_extras(decoder, [KVZIP], prefix, [D], layers, REPEAT)
     assert found[CASE.keys[3]] == want[KVZIP]
     isolated = FixedContext(decoder, ContextPrefixes(decoder), "isolated", (), REPEAT)
-    alone = isolated.prepare(CASE, [KVZIP]).beside(KVZIP)
+    alone = isolated.prepare(CASE, [KVZIP]).extras(KVZIP)
     assert found[CASE.keys[0]] == alone[CASE.keys[0]]
     assert found[CASE.keys[3]] != alone[CASE.keys[3]]
 

@@ -1,6 +1,7 @@
 """Trials side by side equal the decoder one by one, and are judged by figures one can check."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,10 @@ def run(world: World, room: int) -> tuple[Trials, Tensor, list[SequenceKV]]:
     for i, (name, ratio) in enumerate(WAYS):
         kv = trials.kv(i)
         stitched = Stitched(decoder, request, world.prefix, world.source, kv)
-        logits.append(
-            fuse(decoder, request, stitched, kv, world.strategy(name).selector, ratio).logits
-        )
+        strategy = replace(world.strategy(name), drift=0.0, taper=None)
+        logits.append(fuse(stitched, strategy, ratio).logits)
         own = decoder.new_kv(1)
-        fuse(decoder, request, world.stitched(own), own, world.strategy(name).selector, ratio)
+        fuse(world.stitched(own), strategy, ratio)
         alone.append(own)
     return trials, torch.stack(logits), alone
 

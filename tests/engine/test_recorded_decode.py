@@ -95,7 +95,7 @@ def test_nothing_is_recorded_without_a_gpu_or_its_kernels(
     pool = make_pool(decoder)
     monkeypatch.setattr(recorded_decode, "has_triton", lambda: True)
     assert open_recorded(decoder, pool, 64) is None, "a CPU"
-    monkeypatch.setattr(Decoder, "can_capture", True)
+    monkeypatch.setattr(Decoder, "can_record", True)
     assert open_recorded(decoder, pool, 64) is None, "float64 has no kernel"
     monkeypatch.setattr(decoder, "dtype", torch.float32)
     assert open_recorded(decoder, pool, 64) is not None

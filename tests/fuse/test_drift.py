@@ -117,7 +117,7 @@ def test_only_chunks_with_recomputed_rows_move(world: World) -> None:
 
 
 def test_an_exact_chunk_never_moves(world: World) -> None:
-    """Not even if somebody recomputes a row of it."""
+    """Not even if a row of it is recomputed."""
     moved = move(world, [span_range(world, 0)[2], span_range(world, 1)[2]])
     exact = span_range(world, 0)
     assert torch.equal(moved.after.k[exact], moved.before.k[exact])
@@ -152,7 +152,7 @@ def test_recomputed_rows_are_not_moved_by_the_pass(world: World) -> None:
         kv = decoder.new_kv(1)
         stitched = world.stitched(kv)
         mover = strength and Drift(decoder, request, chosen, strength)
-        passed = fused_pass(decoder, request, stitched, rows, kv, drift=mover or None)
+        passed = fused_pass(stitched, rows, drift=mover or None)
         runs.append(prefilled(decoder, passed.logits, kv))
     still, moved = runs
     assert_same_kv(moved, still, layers=[0], tolerance=0.0)
@@ -188,11 +188,11 @@ def test_all_chunks_at_once_move_as_run_by_run(
     chosen = [*list(span_range(world, 1))[1:4], span_range(world, 2)[5]]
     rows = sorted({*chosen, *world.request.must_compute})
     done = []
-    for way in (drift._run_by_run, drift._all_at_once):
-        monkeypatch.setattr(drift, "_run_by_run", way)
+    for moved in (drift.run_by_run, drift.all_at_once):
+        monkeypatch.setattr(drift, "run_by_run", moved)
         kv = world.decoder.new_kv(1)
         mover = Drift(world.decoder, world.request, chosen)
-        passed = fused_pass(world.decoder, world.request, world.stitched(kv), rows, kv, drift=mover)
+        passed = fused_pass(world.stitched(kv), rows, drift=mover)
         done.append(prefilled(world.decoder, passed.logits, kv))
     torch.testing.assert_close(done[0].logits, done[1].logits, atol=1e-4, rtol=1e-4)
     assert_same_kv(*done)

@@ -16,10 +16,9 @@ import torch
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.encode.chunk_pass import encode_chunks
 from kvweave.fuse.encode.contexts import neighbour_prefix
-from kvweave.fuse.fuse import fuse
 from kvweave.fuse.fused_pass import LayerLook, Mask, fused_pass
 from kvweave.fuse.request import State, budget
-from kvweave.fuse.strategy import NAMES
+from kvweave.fuse.strategy import NAMES, Strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
@@ -139,7 +138,7 @@ def test_the_bottom_right_mask_leaks_and_only_into_context_rows(any_world: World
 
 def test_no_strategy_has_the_bottom_right_mask_by_default(world: World) -> None:
     assert {world.strategy(name).mask for name in NAMES} == {"exact"}
-    for function in (fuse, fused_pass):
+    for function in (Strategy, fused_pass):
         assert signature(function).parameters["mask"].default == "exact"
 
 
@@ -164,7 +163,7 @@ def recompute(
     stitched = world.stitched(kv)
     mover = Drift(world.decoder, world.request, chosen) if drift else None
     rows = sorted({*chosen, *world.request.must_compute})
-    passed = fused_pass(world.decoder, world.request, stitched, rows, kv, drift=mover, mask=mask)
+    passed = fused_pass(stitched, rows, drift=mover, mask=mask)
     return prefilled(world.decoder, passed.logits, kv)
 
 
@@ -324,7 +323,7 @@ def test_decoding_behind_fused_kv_goes_on_from_the_recomputed_rows(world: World)
     """Replaced originals are gone for good: twelve more tokens equal a dense fused cache's."""
     rows = [*ROWS, *world.request.must_compute]
     kv, start = world.decoder.new_kv(1), len(world.request.prompt_ids)
-    fused_pass(world.decoder, world.request, world.stitched(kv), rows, kv)
+    fused_pass(world.stitched(kv), rows)
     dense = world.dense_pass(rows)
     other = world.decoder.new_kv(start)
     other.reserve(start)
@@ -350,9 +349,7 @@ def test_a_selector_that_narrows_in_flight_writes_all_rows_of_its_check_layer(
 
     kv, hits = world.decoder.new_kv(1), world.request.hits
     rows = [*hits, *world.request.must_compute]
-    passed = fused_pass(
-        world.decoder, world.request, world.stitched(kv), rows, kv, in_flight=KeepFirst()
-    )
+    passed = fused_pass(world.stitched(kv), rows, in_flight=KeepFirst())
     ours = prefilled(world.decoder, passed.logits, kv)
     assert passed.rows == (hits[0], *world.request.must_compute)
     assert passed.rows_per_layer == (len(rows), len(rows), 1 + len(world.question))

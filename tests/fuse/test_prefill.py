@@ -1,7 +1,7 @@
 """Chunk KV woven into prompts: exact where it must be, read-only, and never a wrong answer."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,9 +11,8 @@ import torch
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.prefill import Prefilled, prefill_from_store
-from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.request import State, budget
+from kvweave.fuse.prefill import Prefilled, PromptFrame
+from kvweave.fuse.request import PromptChunk, State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
@@ -27,6 +26,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
+from worlds.fuse import prefill_stored
 from worlds.kv import make_context
 from worlds.tiny_models import VARIANTS, make_model_folder
 
@@ -89,9 +89,9 @@ def answer(
     encoder.encode([make_chunk(ids) for ids in saved])
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in chunks]
-    way = open_strategy(strategy, ModelFacts(decoder.spec.num_layers))
-    kv = decoder.new_kv(1)
-    return prefill_from_store(decoder, encoder.preamble, named, QUESTION, store, kv, way, ratio)
+    opened = open_strategy(strategy, ModelFacts(decoder.spec.num_layers))
+    frame = PromptFrame(encoder.preamble, QUESTION)
+    return prefill_stored(decoder, store, named, frame, opened, ratio)
 
 
 def reasons(prefilled: Prefilled) -> list[str | None]:
@@ -153,8 +153,8 @@ def test_the_same_chunk_twice_in_one_prompt_is_placed_twice(
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("qcfuse", "cachecraft")])
 def test_the_record_accounts_for_every_token(decoder: Decoder, store: KVStore, name: str) -> None:
-    way = open_strategy(name, ModelFacts(decoder.spec.num_layers))
-    got = answer(decoder, store, CHUNKS, saved=CHUNKS[:3], strategy=name, ratio=way.ratio)
+    opened = open_strategy(name, ModelFacts(decoder.spec.num_layers))
+    got = answer(decoder, store, CHUNKS, saved=CHUNKS[:3], strategy=name, ratio=opened.ratio)
     counts = got.record.counts
     assert sum(counts.values()) == len(got.record.states) == len(prompt_of(CHUNKS))
     hits = len(CHUNKS[1]) + len(CHUNKS[2])
@@ -166,9 +166,9 @@ def test_the_record_accounts_for_every_token(decoder: Decoder, store: KVStore, n
         assert reasons(got) == [None, "not asked for", "not asked for", "not asked for"]
     else:
         assert counts["computed"] == missing
-        assert counts["recomputed"] == budget(hits, way.ratio)
+        assert counts["recomputed"] == budget(hits, opened.ratio)
         assert reasons(got) == [None, None, None, Miss.ABSENT]
-    if way.reuses != "all":
+    if opened.reuses != "all":
         want = full_prefill(decoder, prompt_of(CHUNKS))
         torch.testing.assert_close(got.logits, want, atol=1e-4, rtol=1e-4)
 
@@ -182,19 +182,16 @@ def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
+    frame = PromptFrame(encoder.preamble, QUESTION)
     for name in ("reuse", "cachecraft", "qcfuse"):
-        way = open_strategy(name, ModelFacts(decoder.spec.num_layers, (1, 2)))
-        got = prefill_from_store(
-            decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, way.ratio
-        )
+        opened = open_strategy(name, ModelFacts(decoder.spec.num_layers, (1, 2)))
+        got = prefill_stored(decoder, store, named, frame, opened, opened.ratio)
         states = [chunk.state for chunk in got.record.chunks]
         assert states == [State.EXACT, State.REUSED, State.REUSED, State.REUSED]
-        assert got.record.counts["recomputed"] == budget(27, way.ratio)
+        assert got.record.counts["recomputed"] == budget(27, opened.ratio)
     store.delete([encoder.exact_key(CHUNKS[0])])
-    way = open_strategy("reuse", ModelFacts(decoder.spec.num_layers))
-    got = prefill_from_store(
-        decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, 0.0
-    )
+    opened = open_strategy("reuse", ModelFacts(decoder.spec.num_layers))
+    got = prefill_stored(decoder, store, named, frame, opened, 0.0)
     assert got.record.chunks[0].state is State.REUSED
 
 
@@ -287,15 +284,20 @@ def test_stored_kv_of_another_shape_is_computed_instead(
 
 
 def test_encoding_again_computes_nothing(decoder: Decoder, store: KVStore) -> None:
-    saved: list[int] = []
-    encoder = ChunkEncoder(decoder, store, context_of(decoder), on_saved=saved.append)
+    computed: list[object] = []
+
+    def run_alone(job: Callable[[], object]) -> object:
+        computed.append(job())
+        return computed[-1]
+
+    encoder = ChunkEncoder(decoder, store, context_of(decoder), run_alone=run_alone)
     encoder.encode([make_chunk(ids) for ids in [*CHUNKS, CHUNKS[0]]])
-    assert store.flush()
-    assert sum(saved) == len(CHUNKS)
-    ChunkEncoder(decoder, store, context_of(decoder), on_saved=saved.append).encode(
-        [make_chunk(ids) for ids in CHUNKS]
-    )
-    assert sum(saved) == len(CHUNKS)
+    assert encoder.saves().saved == len(CHUNKS)
+    num_jobs = len(computed)
+    again = ChunkEncoder(decoder, store, context_of(decoder), run_alone=run_alone)
+    again.encode([make_chunk(ids) for ids in CHUNKS])
+    assert again.saves().saved == 0
+    assert len(computed) == num_jobs > 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e5])
@@ -311,12 +313,11 @@ def test_a_chunk_that_the_codec_cannot_hold_is_left_out_and_the_rest_is_saved(
         return made
 
     monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.encode_chunks", encode)
-    handled: list[int] = []
     context = replace(context_of(decoder), codec=codec)
-    encoder = ChunkEncoder(decoder, store, context, on_saved=handled.append)
+    encoder = ChunkEncoder(decoder, store, context)
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
     assert store.flush()
-    assert sum(handled) == len(CHUNKS)
+    assert encoder.saves()[:2] == (len(CHUNKS) - 1, 1)
     absent = [
         peek.residency is Residency.ABSENT
         for peek in store.peek([encoder.key(ids) for ids in CHUNKS])
@@ -369,14 +370,13 @@ def test_filler_kv_is_the_chunk_behind_preamble_and_filler(
 
 def test_drift_is_part_of_weave_in_the_store(decoder: Decoder, store: KVStore) -> None:
     def logits(drift: float) -> torch.Tensor:
-        way = replace(open_strategy("weave", ModelFacts(decoder.spec.num_layers)), drift=drift)
+        opened = replace(open_strategy("weave", ModelFacts(decoder.spec.num_layers)), drift=drift)
         encoder = ChunkEncoder(decoder, store, context_of(decoder))
         encoder.encode([make_chunk(ids) for ids in CHUNKS])
         assert store.flush()
         named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
-        return prefill_from_store(
-            decoder, encoder.preamble, named, QUESTION, store, decoder.new_kv(1), way, 0.3
-        ).logits
+        frame = PromptFrame(encoder.preamble, QUESTION)
+        return prefill_stored(decoder, store, named, frame, opened, 0.3).logits
 
     assert open_strategy("weave", ModelFacts(3)).drift > 0
     stored = answer(decoder, store, CHUNKS, saved=CHUNKS, strategy="weave", ratio=0.3).logits
@@ -421,17 +421,10 @@ def test_behind_a_rounding_codec_the_first_chunk_is_exact_but_for_the_rounding(
     encoder.encode([make_chunk(CHUNKS[0])])
     assert store.flush()
     ids = tuple(CHUNKS[0])
-    way = open_strategy("prefix", ModelFacts(decoder.spec.num_layers))
-    got = prefill_from_store(
-        decoder,
-        encoder.preamble,
-        [PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids))],
-        QUESTION,
-        store,
-        decoder.new_kv(1),
-        way,
-        0.0,
-    )
+    opened = open_strategy("prefix", ModelFacts(decoder.spec.num_layers))
+    chunk = PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids))
+    frame = PromptFrame(encoder.preamble, QUESTION)
+    got = prefill_stored(decoder, store, [chunk], frame, opened, 0.0)
     assert got.record.chunks[0].state is State.EXACT
     want = full_prefill(decoder, PREAMBLE + CHUNKS[0] + QUESTION).log_softmax(-1)
     kl = (want.exp() * (want - got.logits.log_softmax(-1))).sum()

@@ -12,19 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.fuse import layer_steps, recorded_layers
+from kvweave.fuse import layer_steps, probe
 from kvweave.fuse.layer_steps import PlainSteps, steps_of
 from kvweave.fuse.recorded_layers import (
     KEPT,
     MOST_ROWS,
-    Graphs,
+    GraphRecorder,
     LayerRecordings,
     Play,
-    Recorded,
-    Room,
-    compute,
+    RecordedSteps,
+    StepBuffers,
+    compute_step,
     padded_rows,
 )
+from kvweave.fuse.recordings import Recordings, recordings_of
 from kvweave.kernels import recording
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -44,9 +45,9 @@ class Again:
 
     recorded, played = 0, 0
 
-    def __init__(self, decoder: Decoder, room: Room) -> None:
-        assert len(room.hidden) == MOST_ROWS
-        compute(decoder, room, 1)
+    def __init__(self, decoder: Decoder, buffers: StepBuffers) -> None:
+        assert len(buffers.hidden) == MOST_ROWS
+        compute_step(decoder, buffers, 1)
 
     def record(self, decoder: Decoder, work: Play) -> Play:
         type(self).recorded += 1
@@ -64,12 +65,12 @@ def recorder() -> type[Again]:
 
 
 def climb(steps: object, num_layers: int, attended: list[Tensor]) -> list[Tensor]:
-    """All projections on the way up, with the same attention outputs for everybody."""
+    """All projections on the way up, with the same attention outputs for all."""
     found = [torch.cat([x.flatten(1) for x in _qkv(steps.first())], 1)]
     for layer in range(num_layers - 1):
         o = attended[layer]
-        if steps.room is not None and layer % 2:  # attention may write there, or not
-            o = steps.room.copy_(o)
+        if steps.attention_out is not None and layer % 2:  # attention may write there, or not
+            o = steps.attention_out.copy_(o)
         found.append(torch.cat([x.flatten(1) for x in _qkv(steps.next(layer, o))], 1))
     return [*found, steps.hidden.clone()]
 
@@ -113,7 +114,7 @@ def test_rows_that_fill_up_change_nothing_even_if_they_are_no_numbers(
     for _ in range(3):
         steps = recordings.begin(decoder, h)
         assert steps is not None
-        for x in recordings._room or ():
+        for x in recordings.buffers or ():
             x[19:] = torch.nan
         got = climb(steps, decoder.spec.num_layers, attended)
     for mine, theirs in zip(got, want, strict=True):
@@ -130,8 +131,8 @@ def test_rows_that_fill_up_do_not_grow_from_pass_to_pass(
         steps = recordings.begin(decoder, h)
         assert steps is not None
         climb(steps, decoder.spec.num_layers, attended)
-        assert recordings._room is not None
-        largest.append(float(recordings._room.hidden[3:16].abs().max()))
+        assert recordings.buffers is not None
+        largest.append(float(recordings.buffers.hidden[3:16].abs().max()))
     assert largest[-1] == largest[2]
 
 
@@ -146,8 +147,8 @@ def test_only_so_many_numbers_of_rows_are_kept(decoder: Decoder, recorder: type[
     recordings = LayerRecordings(recorder)
     for count in [*range(16, 129, 16), *range(192, 192 + 64 * KEPT, 64)]:
         assert recordings.begin(decoder, torch.zeros(count, decoder.spec.hidden_dim)) is not None
-    assert len(recordings._sizes) == KEPT
-    assert 16 not in recordings._sizes
+    assert len(recordings.kept) == KEPT
+    assert 16 not in recordings.kept
 
 
 def test_steps_that_lost_their_buffers_to_another_pass_say_so(
@@ -168,7 +169,7 @@ def test_layers_that_cannot_be_recorded_are_named_once_and_computed_all_the_same
     decoder: Decoder, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     class Refuses(Again):
-        def __init__(self, decoder: Decoder, room: Room) -> None:
+        def __init__(self, decoder: Decoder, buffers: StepBuffers) -> None:
             if when == "opening":
                 raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -197,8 +198,8 @@ def test_layers_without_memory_are_recorded_when_there_is_some(
     short = [when]
 
     class Short(recorder):  # type: ignore[misc, valid-type]
-        def __init__(self, decoder: Decoder, room: Room) -> None:
-            super().__init__(decoder, room)
+        def __init__(self, decoder: Decoder, buffers: StepBuffers) -> None:
+            super().__init__(decoder, buffers)
             if "opening" in short:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
 
@@ -246,10 +247,10 @@ def as_on_a_gpu(
 
     def switch() -> LayerRecordings:
         recordings = LayerRecordings(recorder)
-        monkeypatch.setattr(layer_steps, "recordings_of", lambda _: recordings)
-        monkeypatch.setattr(type(decoder), "can_capture", property(lambda _: True))
-        # the recorded question is another matter
-        monkeypatch.setattr("kvweave.fuse.probe.recordings_of", lambda _: _NoQuestions())
+        both = Recordings(recordings, _NoQuestions())  # the recorded question is another matter
+        monkeypatch.setattr(layer_steps, "recordings_of", lambda _: both)
+        monkeypatch.setattr(probe, "recordings_of", lambda _: both)
+        monkeypatch.setattr(type(decoder), "can_record", property(lambda _: True))
         return recordings
 
     return switch
@@ -285,9 +286,9 @@ def test_a_prompt_fused_over_recorded_layers_is_the_one_fused_plainly(
 def test_recordings_go_with_their_decoder(tmp_path: object) -> None:
     folder = make_model_folder(tmp_path, "llama")
     decoder = load_decoder(folder, device="cpu", dtype="float32")
-    recordings = recorded_layers.recordings_of(decoder)
-    assert isinstance(recordings.begin(decoder, torch.zeros(3, 32)), Recorded)
-    assert recordings._new_recorder is Graphs
+    recordings = recordings_of(decoder).layers
+    assert isinstance(recordings.begin(decoder, torch.zeros(3, 32)), RecordedSteps)
+    assert recordings.new_recorder is GraphRecorder
     gone = weakref.ref(recordings)
     del recordings, decoder
     gc.collect()

@@ -11,8 +11,7 @@ from weakref import ref
 import pytest
 import torch
 
-from kvweave.fuse import recorded_probe as captured_probe
-from kvweave.fuse.recorded_probe import ProbeRecordings
+from kvweave.fuse.recorded_probe import MOST_FRONT, ProbeKind, ProbeRecording, ProbeRecordings
 from kvweave.kernels import recording
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
@@ -65,18 +64,23 @@ def test_the_lowest_layer_alone_is_asked_for_behind_a_preamble(decoder: Decoder)
 @torch.inference_mode()
 def test_a_recording_shows_the_preamble_it_is_given_and_keeps_none_alive(decoder: Decoder) -> None:
     """What the tree has of a prompt is copied for each request: it would be held for good."""
-    recordings, front = ProbeRecordings(), make_front(decoder, 7)
+    made: list[ProbeRecording] = []
+
+    def record(decoder: Decoder, kind: ProbeKind) -> ProbeRecording:
+        made.append(ProbeRecording(decoder, kind))
+        return made[-1]
+
+    recordings, front = ProbeRecordings(record), make_front(decoder, 7)
     for _ in range(2):
         recordings.probe(decoder, [5, 6, 7], 7, [2], front)
-    (recording,) = recordings._graphs.values()
-    assert recording is not None
-    assert torch.equal(recording._front[1, 0], front[1].k)
-    recording._front.zero_()
+    (recording,) = made
+    assert torch.equal(recording.front[1, 0], front[1].k)
+    recording.front.zero_()
     recordings.probe(decoder, [5, 6, 7], 7, [2], front)
-    assert not recording._front.any(), "the same is not copied again"
+    assert not recording.front.any(), "the same is not copied again"
     other = make_front(decoder, 7)
     recordings.probe(decoder, [5, 6, 7], 7, [2], other)
-    assert torch.equal(recording._front[1, 1], other[1].v)
+    assert torch.equal(recording.front[1, 1], other[1].v)
     gone = ref(other[0].k)
     del other
     assert gone() is None
@@ -85,7 +89,7 @@ def test_a_recording_shows_the_preamble_it_is_given_and_keeps_none_alive(decoder
 def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that was there before would be somebody else's at the first replay."""
+    """Memory that was there before would have another owner at the first replay."""
     before, inside = decoder._scratch, []
 
     @contextmanager
@@ -109,13 +113,12 @@ def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(
 
 
 def test_a_question_that_cannot_be_recorded_is_named_once_and_probed_all_the_same(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    decoder: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(captured_probe, "_Recording", fails)
-    recordings = ProbeRecordings()
+    recordings = ProbeRecordings(fails)
     with caplog.at_level(logging.WARNING):
         assert [recordings.probe(decoder, [5, 6, 7], 0, [1]) for _ in range(4)] == [None] * 4
     assert caplog.text.count("cannot be recorded") == 1
@@ -128,7 +131,7 @@ def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
     tried: list[int] = []
 
     class Short:
-        def __init__(self, decoder: Decoder, kind: captured_probe._Kind) -> None:
+        def __init__(self, decoder: Decoder, kind: ProbeKind) -> None:
             tried.append(kind.num_rows)
             if tried == [16]:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
@@ -136,8 +139,7 @@ def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
         def play(self, *_: object) -> dict[int, object]:
             return {}
 
-    monkeypatch.setattr(captured_probe, "_Recording", Short)
-    recordings = ProbeRecordings()
+    recordings = ProbeRecordings(Short)
 
     def plays(count: int) -> bool:
         return recordings.probe(decoder, [5] * count, 0, [1]) is not None
@@ -151,11 +153,11 @@ def test_a_question_without_memory_is_recorded_later_and_other_lengths_at_once(
 
 def test_a_front_with_chunks_in_it_takes_no_recordings_place(decoder: Decoder) -> None:
     spec = decoder.spec
-    shape = (captured_probe.MOST_FRONT + 1, spec.num_kv_heads, spec.head_dim)
+    shape = (MOST_FRONT + 1, spec.num_kv_heads, spec.head_dim)
     long = [LayerKV(torch.zeros(shape), torch.zeros(shape))] * spec.num_layers
     short = [LayerKV(kv.k[1:], kv.v[1:]) for kv in long]
     recordings = ProbeRecordings()
     assert recordings.probe(decoder, [5], 0, [1], long) is None
-    assert not recordings._graphs
+    assert not recordings.kept
     assert recordings.probe(decoder, [5], 0, [1], short) is None
-    assert len(recordings._graphs) == 1
+    assert len(recordings.kept) == 1

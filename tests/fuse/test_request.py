@@ -1,4 +1,4 @@
-"""Prompts cut into spans: who is exact, who is reused, who must be computed."""
+"""Prompts cut into spans: what is exact, what is reused, what must be computed."""
 
 import json
 

@@ -91,6 +91,8 @@ def test_a_layer_is_laid_once_and_in_any_order(decoder: Decoder) -> None:
     asked: Counter[int] = Counter()
 
     class Counting:
+        placer = None
+
         def __init__(self, world: World) -> None:
             self._source = world.source
 
@@ -98,7 +100,7 @@ def test_a_layer_is_laid_once_and_in_any_order(decoder: Decoder) -> None:
             asked[layer] += 1
             return self._source.layer(layer, out)
 
-        def beside(self, name: str) -> dict[object, bytes]:
+        def extras(self, name: str) -> dict[object, bytes]:
             return {}
 
     world = World(decoder)

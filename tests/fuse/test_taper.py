@@ -1,14 +1,15 @@
-"""Rows that leave before the last layers: who, where, and what stands there afterwards."""
+"""Rows that leave before the last layers: which, where, and what stands there afterwards."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from kvweave.fuse.drift import Mover, MoverRelay
 from kvweave.fuse.fuse import select_rows
 from kvweave.fuse.selectors.weave import weave
-from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.fuse.taper import Mover, Relay, Taper
+from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.taper import Taper
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import EarlyExit, Rows
@@ -37,9 +38,9 @@ def world(decoder: Decoder) -> World:
 @pytest.mark.parametrize("name", ["weave", "fusionrag", "prophetkv"])
 def test_a_tapered_pass_equals_the_pass_in_the_open(world: World, name: str, layer: int) -> None:
     taper = Taper(layer, 0.3)
-    way = replace(world.strategy(name), taper=taper, drift=0.0)
-    fused, ours = world.fuse(way, 0.5)
-    stay = _staying(world, way.selector, 0.5, taper)
+    strategy = replace(world.strategy(name), taper=taper, drift=0.0)
+    fused, ours = world.fuse(strategy, 0.5)
+    stay = _staying(world, strategy, 0.5)
     must = world.request.must_compute
     rows, later = sorted([*fused.recomputed, *must]), sorted([*stay, *must])
     per_layer = [rows] * (layer + 1) + [later] * (NUM_LAYERS - layer - 1)
@@ -47,16 +48,10 @@ def test_a_tapered_pass_equals_the_pass_in_the_open(world: World, name: str, lay
     assert_same(ours, world.dense_pass(*per_layer), 1e-5)
 
 
-def _staying(world: World, selector: object, ratio: float, taper: Taper) -> list[int]:
-    selected = select_rows(
-        world.decoder,
-        world.request,
-        world.stitched(),
-        selector,  # type: ignore[arg-type]
-        ratio,
-        taper,
-    )
+def _staying(world: World, strategy: Strategy, ratio: float) -> list[int]:
+    selected, taper = select_rows(world.stitched(), strategy, ratio), strategy.taper
     assert selected.leaving is not None
+    assert taper is not None
     stay = selected.leaving.stay.tolist()
     assert len(stay) == taper.staying(len(selected.chosen)) < len(selected.chosen)
     assert set(stay) < set(selected.chosen.tolist())
@@ -66,15 +61,15 @@ def _staying(world: World, selector: object, ratio: float, taper: Taper) -> list
 def test_those_that_stay_are_looked_at_most(world: World) -> None:
     selector = weave(NUM_LAYERS)
     scores = dict(zip(world.request.hits, selector.scores(world.scene()).tolist(), strict=True))
-    stay = _staying(world, selector, 0.6, Taper(3, 0.25))
+    stay = _staying(world, Strategy("any", selector, 0.6, taper=Taper(3, 0.25)), 0.6)
     assert stay == sorted(sorted(scores, key=lambda hit: -scores[hit])[: len(stay)])
 
 
 def test_behind_the_layer_rows_that_left_are_what_was_stored_and_moved(world: World) -> None:
     """By the mean of those that stayed, as if the others had never been chosen."""
-    way = replace(world.strategy("weave"), taper=Taper(3, 0.3))
-    fused, ours = world.fuse(way, 0.5)
-    stay = _staying(world, way.selector, 0.5, Taper(3, 0.3))
+    strategy = replace(world.strategy("weave"), taper=Taper(3, 0.3))
+    fused, ours = world.fuse(strategy, 0.5)
+    stay = _staying(world, strategy, 0.5)
     left = sorted(set(fused.recomputed) - set(stay))
     laid = world.laid_by_hand()
     kept = [span for span in world.request.placed if set(range(span.start, span.end)) & set(stay)]
@@ -89,17 +84,17 @@ def test_behind_the_layer_rows_that_left_are_what_was_stored_and_moved(world: Wo
 
 @pytest.mark.parametrize("layer", [NUM_LAYERS - 1, NUM_LAYERS, 99])
 def test_a_taper_at_the_last_layer_is_none(world: World, layer: int) -> None:
-    way = replace(world.strategy("weave"), taper=Taper(layer, 0.2))
-    fused, ours = world.fuse(way, 0.4)
-    plain, want = world.fuse(replace(way, taper=None), 0.4)
+    strategy = replace(world.strategy("weave"), taper=Taper(layer, 0.2))
+    fused, ours = world.fuse(strategy, 0.4)
+    plain, want = world.fuse(replace(strategy, taper=None), 0.4)
     assert fused.rows_per_layer == plain.rows_per_layer
     assert fused.work == plain.work
     assert_same(ours, want, EXACT)
 
 
 def test_nothing_leaves_when_everything_is_recomputed(world: World) -> None:
-    way = replace(world.strategy("weave"), taper=Taper(0, 0.1))
-    fused, ours = world.fuse(way, 1.0)
+    strategy = replace(world.strategy("weave"), taper=Taper(0, 0.1))
+    fused, ours = world.fuse(strategy, 1.0)
     assert set(fused.rows_per_layer) == {len(world.request.prompt_ids) - _exact_tokens(world)}
     assert_same(ours, world.full, 1e-5)
 
@@ -111,9 +106,9 @@ def _exact_tokens(world: World) -> int:
 
 def test_work_counts_the_rows_of_each_layer(world: World) -> None:
     taper = Taper(2, 0.25)
-    way = replace(world.strategy("weave"), taper=taper)
-    fused, _ = world.fuse(way, 0.5)
-    more, _ = world.fuse(replace(way, taper=None), 0.5)
+    strategy = replace(world.strategy("weave"), taper=taper)
+    fused, _ = world.fuse(strategy, 0.5)
+    more, _ = world.fuse(replace(strategy, taper=None), 0.5)
     chosen = len(fused.recomputed)
     gone = (chosen - taper.staying(chosen)) * (NUM_LAYERS - 3)
     assert more.work - fused.work == pytest.approx(
@@ -181,7 +176,7 @@ def test_rows_of_others_run_on_when_some_leave(decoder: Decoder) -> None:
 
 
 def _zeros(decoder: Decoder) -> SequenceKV:
-    """Something to look at where nobody writes."""
+    """Something to look at where nothing is written."""
     kv = decoder.new_kv(16)
     kv.reserve(9)
     for layer in range(NUM_LAYERS):
@@ -218,7 +213,7 @@ def test_the_second_mover_is_made_when_it_is_its_turn(world: World) -> None:
         made.append("behind")
         return Noted("behind")
 
-    relay = Relay(Noted("first"), 1, behind)
+    relay = MoverRelay(Noted("first"), 1, behind)
     for layer in (0, 1):
         relay.move(layer, None, None, None)  # type: ignore[arg-type]
     assert made == []

@@ -118,4 +118,4 @@ def weave(decoder: Decoder, codec: str) -> Tensor:
     source = StoredChunks(decoder, request.placed, Packed(packed))
     stitched = Stitched(decoder, request, preamble, source, kv)
     rows = [20, 21, 60, *range(100, 120)]
-    return fused_pass(decoder, request, stitched, rows, kv).logits.cpu()
+    return fused_pass(stitched, rows).logits.cpu()

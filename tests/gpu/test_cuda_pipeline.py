@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.prefill import prefill_from_store
+from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.probe import FrontOnly, probe
-from kvweave.fuse.prompt_chunks import PromptChunk
-from kvweave.fuse.recorded_probe import recordings_of
+from kvweave.fuse.recorded_probe import ProbeRecordings
+from kvweave.fuse.recordings import Recordings
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring
 from kvweave.kv import memory as memory_module
@@ -27,7 +28,7 @@ from kvweave.kv.memory import new_memory
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder
-from worlds.fuse import SELECTING, World, make_ids
+from worlds.fuse import SELECTING, World, make_ids, prefill_stored
 from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
@@ -134,11 +135,8 @@ def test_a_chunk_lost_in_the_middle_is_computed_instead(
             store.save(pack_chunk(chunk.key, made))
 
         def ask() -> torch.Tensor:
-            kv = decoder.new_kv(1)
-            return prefill_from_store(
-                decoder, world.prefix, chunks, world.question, store, kv, world.strategy("epic"),
-                0.2,
-            )  # fmt: skip
+            frame = PromptFrame(world.prefix, world.question)
+            return prefill_stored(decoder, store, chunks, frame, world.strategy("epic"), 0.2)
 
         whole = ask()
         monkeypatch.setattr(Transfer, "whole", lambda self, keys: None)  # what is whole stays
@@ -200,7 +198,9 @@ def test_a_pass_makes_the_host_wait_once_at_most(
 
 
 @pytest.mark.parametrize("in_front", [0, 1, 7])
-def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World, in_front: int) -> None:
+def test_a_recorded_question_is_probed_as_an_unrecorded_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, in_front: int
+) -> None:
     """Alone, or behind a preamble, which may be another one the next time."""
     decoder, request = world.decoder, world.request
     layers = (1, decoder.spec.num_layers - 1)
@@ -208,7 +208,8 @@ def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World, in_fro
     shape = (decoder.spec.num_layers, 2, in_front, heads, dim)
     fronts = [torch.randn(shape, device=decoder.device).to(decoder.dtype) for _ in range(2)]
     views = [FrontOnly([LayerKV(k, v) for k, v in front] if in_front else ()) for front in fronts]
-    recordings_of(decoder)._graphs.clear()
+    recordings = Recordings(probes=ProbeRecordings())
+    monkeypatch.setattr("kvweave.fuse.probe.recordings_of", lambda _: recordings)
     probe(decoder, request, views[1], layers)  # warms up
     for view in (views[0], views[1], views[1], views[0]):
         recorded = probe(decoder, request, view, layers)
@@ -216,7 +217,7 @@ def test_a_recorded_question_is_probed_as_an_unrecorded_one(world: World, in_fro
         for layer in layers:
             for ours, want in zip(recorded[layer], unrecorded[layer], strict=True):
                 torch.testing.assert_close(ours, want, atol=1e-4, rtol=1e-4)
-    assert all(recordings_of(decoder)._graphs.values()), "it was recorded"
+    assert all(recordings.probes.kept.values()), "it was recorded"
 
 
 class _Unrecorded:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.fuse import layer_steps, probe, recorded_layers
+from kvweave.fuse import layer_steps, probe
 from kvweave.fuse.layer_steps import PlainSteps
-from kvweave.fuse.recorded_layers import KEPT, MOST_ROWS, LayerRecordings, recordings_of
+from kvweave.fuse.recorded_layers import KEPT, MOST_ROWS, LayerRecordings
+from kvweave.fuse.recordings import Recordings, recordings_of
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from worlds.fuse import World, assert_same, make_ids
@@ -56,8 +57,9 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]],
 
     def do(what: Callable[[], object]) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(layer_steps, "recordings_of", lambda _: _Never())
-            patch.setattr(probe, "recordings_of", lambda _: _Never())
+            never = Recordings(_Never(), _Never())
+            patch.setattr(layer_steps, "recordings_of", lambda _: never)
+            patch.setattr(probe, "recordings_of", lambda _: never)
             return what()
 
     return do
@@ -75,8 +77,8 @@ def climb(steps: object, attended: list[Tensor]) -> list[Tensor]:
     fresh = steps.first()
     found = [torch.cat([fresh.q, fresh.k, fresh.v], 1).clone()]
     for layer, o in enumerate(attended):
-        if steps.room is not None and layer % 2:
-            o = steps.room.copy_(o)
+        if steps.attention_out is not None and layer % 2:
+            o = steps.attention_out.copy_(o)
         fresh = steps.next(layer, o)
         found.append(torch.cat([fresh.q, fresh.k, fresh.v], 1).clone())
     return [*found, steps.hidden.clone()]
@@ -98,12 +100,12 @@ def test_recorded_steps_are_plain_ones_whatever_stood_in_the_buffers(decoder: De
         steps = recordings.begin(decoder, h)
         assert steps is not None
         if nth % 3 == 0:
-            for x in recordings._room or ():
+            for x in recordings.buffers or ():
                 x[count:] = torch.nan
         got = climb(steps, attended)
         for mine, theirs in zip(got, climb(PlainSteps(decoder, h), attended), strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    recorded = {rows: len(size.plays) for rows, size in recordings._sizes.items()}
+    recorded = recordings.kept
     print(f"\nrecorded steps by rows: {recorded}")
     assert set(recorded.values()) == {decoder.spec.num_layers}
 
@@ -124,7 +126,7 @@ def test_a_prompt_fused_over_recorded_layers_is_the_one_fused_plainly(
             assert got.recomputed == want.recomputed
             assert got.rows_per_layer == want.rows_per_layer
             assert_same(got_kv, want_kv)
-    plays = {rows: len(size.plays) for rows, size in recordings_of(decoder)._sizes.items()}
+    plays = recordings_of(decoder).layers.kept
     print(f"\n{name}: recorded steps by rows {plays}")
     assert any(count == decoder.spec.num_layers for count in plays.values())
 
@@ -193,8 +195,8 @@ def test_recordings_of_many_sizes_hold_no_more_memory_than_the_largest(tmp_path:
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started_s
     print(f"\nreserved MB after each size: {[round(x / 2**20) for x in held]}")
-    print(f"{len(held)} sizes in {seconds:.2f} s; kept {len(recordings._sizes)}")
-    assert len(recordings._sizes) == KEPT
+    print(f"{len(held)} sizes in {seconds:.2f} s; kept {len(recordings.kept)}")
+    assert len(recordings.kept) == KEPT
     assert held[-1] - held[0] < 32 << 20
     free = torch.cuda.mem_get_info()[0]
     del recordings
@@ -234,4 +236,4 @@ def test_a_played_step_is_one_order(decoder: Decoder) -> None:
 
 
 def test_recordings_are_kept_per_decoder(decoder: Decoder) -> None:
-    assert recordings_of(decoder) is recorded_layers.recordings_of(decoder)
+    assert recordings_of(decoder) is recordings_of(decoder)

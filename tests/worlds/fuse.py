@@ -12,11 +12,13 @@ from torch import Tensor
 
 from kvweave.fuse.encode.anchors import choose_anchors, kvzip_scores, pack_anchors
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.fused_pass import Mask
-from kvweave.fuse.request import FuseRequest, classify
+from kvweave.fuse.prefill import Prefilled as StoredPrefill
+from kvweave.fuse.prefill import PromptFrame, StoredPrompt
+from kvweave.fuse.request import FuseRequest, PromptChunk, classify
 from kvweave.fuse.selectors.base import Scene
-from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
@@ -32,6 +34,7 @@ from kvweave.kv.format.objects import (
     layers_of,
 )
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV
@@ -124,7 +127,7 @@ class World:
 
     def scene(self) -> Scene:
         hits = torch.tensor(self.request.hits, dtype=torch.int64)
-        return Scene(self.decoder, self.request, self.stitched(), hits)
+        return Scene(self.stitched(), hits)
 
     def strategy(self, name: str) -> Strategy:
         strategy = open_strategy(name, ModelFacts(self.decoder.spec.num_layers, (1, 2)))
@@ -138,17 +141,7 @@ class World:
         if isinstance(strategy, str):
             strategy = self.strategy(strategy)
         kv = self.decoder.new_kv(1)
-        fused = fuse(
-            self.decoder,
-            self.request,
-            self.stitched(kv),
-            kv,
-            strategy.selector,
-            ratio,
-            drift=strategy.drift,
-            taper=strategy.taper,
-            mask=mask,
-        )
+        fused = fuse(self.stitched(kv), replace(strategy, mask=mask), ratio)
         return fused, prefilled(self.decoder, fused.logits, kv)
 
     @cached_property
@@ -198,6 +191,20 @@ class World:
             o = torch.einsum("hrn,nhd->rhd", scores.softmax(-1), all_v)
             h = decoder.finish(layer, h, o.to(h.dtype))
         return prefilled(decoder, decoder.logits(h)[-1], kv)
+
+
+def prefill_stored(
+    decoder: Decoder,
+    store: KVStore,
+    chunks: Sequence[PromptChunk],
+    frame: PromptFrame,
+    strategy: Strategy,
+    ratio: float,
+    kv: SequenceKV | None = None,
+) -> StoredPrefill:
+    """Prefill a prompt whose chunks are in a store."""
+    with StoredPrompt(decoder.spec.num_layers, chunks, store, strategy) as stored:
+        return stored.prefill(decoder, frame, kv or decoder.new_kv(1), ratio)
 
 
 @dataclass

@@ -8,8 +8,8 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, FusedPart, Ticket
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.prefill import prefill_from_store
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.prefill import PromptFrame
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
@@ -19,6 +19,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
 from worlds.engine import ids, with_chunks
+from worlds.fuse import prefill_stored
 
 RNG = random.Random(0)
 PREAMBLE = ids(RNG, 6)
@@ -63,10 +64,10 @@ class World:
         decoder, part = Decoder(self.decoder.spec, self.decoder.weights), request.fused
         assert part is not None
         kv = decoder.new_kv(1)
-        logits = prefill_from_store(
-            decoder, part.preamble, part.chunks, request.question, self.store, kv,
-            part.strategy, part.ratio,
-        ).logits  # fmt: skip
+        frame = PromptFrame(part.preamble, request.question)
+        logits = prefill_stored(
+            decoder, self.store, part.chunks, frame, part.strategy, part.ratio, kv
+        ).logits
         tokens, at = [int(logits.argmax())], len(request.prompt_ids)
         while len(tokens) < request.sampling.max_tokens:
             logits = decoder.forward([Rows([tokens[-1]], [at], kv, [0])])[0]

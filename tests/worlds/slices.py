@@ -29,15 +29,7 @@ class InPages:
         strategy = world.strategy(name) if isinstance(name, str) else name
         self.kv = PagedKV(pool, range(first, first + pages))
         stitched = Stitched(world.decoder, world.request, world.prefix, world.source, self.kv)
-        self.prepared = prepare(
-            world.decoder,
-            world.request,
-            stitched,
-            strategy.selector,
-            ratio,
-            drift=strategy.drift,
-            taper=strategy.taper,
-        )
+        self.prepared = prepare(stitched, strategy, ratio)
         self.left = SparseRows(self.prepared.rows, self.prepared.bonds)
         self.ids = world.request.prompt_ids
 

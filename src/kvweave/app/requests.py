@@ -7,7 +7,7 @@ from kvweave.app.library.library import Library
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import Strategy
 from kvweave.plan.plan import Reason
 from kvweave.text.prompt import Prompt

@@ -124,7 +124,7 @@ def _scene(
     source = encoding.prepare(case, [KVZIP])
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)
     stitched = Stitched(decoder, request, prefixes.of(case.preamble), source, kv)
-    return Scene(decoder, request, stitched, torch.tensor(request.hits, dtype=torch.int64))
+    return Scene(stitched, torch.tensor(request.hits, dtype=torch.int64))
 
 
 def _summarise(

@@ -163,19 +163,8 @@ class _Asking:
         kv, preamble = trials.kv(number), self._prefixes.of(self._case.preamble)
         stitched = Stitched(self._decoder, request, preamble, source or ComputedChunks([]), kv)
         if setting is None:
-            return fuse(self._decoder, request, stitched, kv)
-        how = setting.strategy
-        return fuse(
-            self._decoder,
-            request,
-            stitched,
-            kv,
-            how.selector,
-            setting.ratio,
-            drift=how.drift,
-            taper=how.taper,
-            mask=how.mask,
-        )
+            return fuse(stitched)
+        return fuse(stitched, setting.strategy, setting.ratio)
 
     def _against_gold(
         self, trials: Trials, first: Tensor, answers: list[list[int]] | None

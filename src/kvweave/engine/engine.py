@@ -26,8 +26,8 @@ from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.worker import Worker
 from kvweave.errors import EngineClosed
-from kvweave.fuse import recorded_layers, recorded_probe
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
@@ -74,8 +74,7 @@ class Engine:
             self._inbox, self._lifecycle, self._scheduler, runner, self.cfg.idle_s
         )
         self._refusals = [
-            recorded_layers.recordings_of(decoder).refusals,
-            recorded_probe.recordings_of(decoder).refusals,
+            *recordings_of(decoder).refusals,  # of what fused prompts play
             *runner.refusals,
         ]
 

@@ -25,7 +25,7 @@ from kvweave.engine.request import FusedPart, LoadCost
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.prefill import Around, Prefilled, StoredPrompt
+from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.strategy import Strategy
@@ -144,7 +144,7 @@ def prefill(
 ) -> Prefilled:
     """Fill the request's pages with its prompt. What the tree has of it is copied in front."""
     part = fused_part(sequence)
-    return stored.prefill(decoder, _around(sequence, part, prefixes), sequence.kv, part.ratio)
+    return stored.prefill(decoder, _frame(sequence, part, prefixes), sequence.kv, part.ratio)
 
 
 def prepare(
@@ -152,7 +152,7 @@ def prepare(
 ) -> tuple[Prepared, FuseRecord]:
     """As `prefill`, up to the rows that are to be computed. The record has no compute time yet."""
     part = fused_part(sequence)
-    return stored.prepare(decoder, _around(sequence, part, prefixes), sequence.kv, part.ratio)
+    return stored.prepare(decoder, _frame(sequence, part, prefixes), sequence.kv, part.ratio)
 
 
 def fused_part(sequence: EngineSequence) -> FusedPart:
@@ -161,10 +161,10 @@ def fused_part(sequence: EngineSequence) -> FusedPart:
     return part
 
 
-def _around(sequence: EngineSequence, part: FusedPart, prefixes: ExactPrefixes) -> Around:
+def _frame(sequence: EngineSequence, part: FusedPart, prefixes: ExactPrefixes) -> PromptFrame:
     exact, num_exact = _exact(sequence, part, prefixes)
     sequence.kv.reserve(sequence.prompt_len)
-    return Around(exact, sequence.request.question, num_exact, part.asked, part.encoding)
+    return PromptFrame(exact, sequence.request.question, num_exact, part.asked, part.encoding)
 
 
 def _exact(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.prompt_chunks import PromptChunk
 from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.store import KVStore
 from kvweave.types import ChunkId

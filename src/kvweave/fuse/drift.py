@@ -11,7 +11,7 @@ Hk KV heads, D head dim.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.stitched import positions_of
+from kvweave.fuse.taper import TaperedRows
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import mean_changes
 from kvweave.kernels.shift import Run, shift, shift_plain, shift_runs
@@ -33,7 +34,19 @@ DOUBT = 4.0  # rows that a chunk's mean is diluted with
 _Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
-class _Moved(NamedTuple):
+class Mover(Protocol):
+    """Moves what is not computed, from what is. Made for one pass or one slice of it."""
+
+    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
+        """Change one layer of `kv` before the fresh rows are written: those at `positions` [R]."""
+        ...
+
+    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
+        """The same to a layer on its way there, keys before they are turned."""
+        ...
+
+
+class _MovedChunks(NamedTuple):
     """Chunks with recomputed rows. On the host."""
 
     spans: list[ChunkSpan]
@@ -67,7 +80,7 @@ class Drift:
         self._rows: Tensor | None = None  # of the chosen among the running ones
         self._among_placed = partial(_among_placed, request.placed, moved)
         self._stored: tuple[list[tuple[int, int]], Tensor] | None = None  # what that says
-        to_move = _run_by_run if decoder.device.type == "cpu" else _all_at_once
+        to_move = run_by_run if decoder.device.type == "cpu" else all_at_once
         self._move = to_move(decoder, moved.spans, sizes, shifts)
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
@@ -105,8 +118,47 @@ class Drift:
         return self._rows
 
 
+class MoverRelay:
+    """One mover up to `layer`, another behind it, made when it is its turn: by then the device is
+    busy and the host is not waited for."""
+
+    def __init__(self, mover: Mover, layer: int, behind: Callable[[], Mover]) -> None:
+        self._mover = mover
+        self._layer = layer
+        self._behind = behind
+        self._later: Mover | None = None
+
+    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
+        self._at(layer).move(layer, positions, fresh, kv)
+
+    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
+        self._at(layer).change(layer, positions, fresh, stored)
+
+    def _at(self, layer: int) -> Mover:
+        if layer <= self._layer:
+            return self._mover
+        if self._later is None:
+            self._later = self._behind()
+        return self._later
+
+
+def make_mover(
+    decoder: FusionDecoder,
+    request: FuseRequest,
+    chosen: Tensor,
+    strength: float,
+    leaving: TaperedRows | None,
+) -> Mover:
+    """Drift by all `chosen` rows and, behind the layer in which most of them leave, by the rest."""
+    mover = Drift(decoder, request, chosen, strength)
+    if leaving is None:
+        return mover
+    behind = partial(Drift, decoder, request, leaving.stay, strength)
+    return MoverRelay(mover, leaving.layer, behind)
+
+
 def _among_placed(
-    placed: Sequence[ChunkSpan], moved: _Moved
+    placed: Sequence[ChunkSpan], moved: _MovedChunks
 ) -> tuple[list[tuple[int, int]], Tensor]:
     """Bounds of each moved chunk, and the chosen rows, among all placed tokens; on the host."""
     ends = torch.tensor([span.num_tokens for span in placed]).cumsum(0).tolist()
@@ -117,7 +169,7 @@ def _among_placed(
     return runs, moved.chosen - back.repeat_interleave(moved.bounds.diff())
 
 
-def _moved(request: FuseRequest, chosen: Tensor) -> _Moved:
+def _moved(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
     """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
     reused = [span for span in request.spans if span.state is State.REUSED]
     edges = torch.tensor([(span.start, span.end) for span in reused], dtype=torch.int64)
@@ -127,7 +179,7 @@ def _moved(request: FuseRequest, chosen: Tensor) -> _Moved:
     runs = [range(start, end) for start, end in found[some].tolist()]
     if sum(map(len, runs)) < len(chosen):  # rows of others among them
         chosen = chosen[positions_of(runs)]
-    return _Moved(spans, chosen, torch.tensor([0, *map(len, runs)]).cumsum(0))
+    return _MovedChunks(spans, chosen, torch.tensor([0, *map(len, runs)]).cumsum(0))
 
 
 def _sizes_and_shifts(spans: Sequence[ChunkSpan]) -> Tensor:
@@ -137,7 +189,7 @@ def _sizes_and_shifts(spans: Sequence[ChunkSpan]) -> Tensor:
     return torch.stack([sizes, ends - sizes.cumsum(0)])
 
 
-def _all_at_once(
+def all_at_once(
     decoder: FusionDecoder, spans: Sequence[ChunkSpan], sizes: Tensor, shifts: Tensor
 ) -> _Move:
     """For a device where many small steps cost more than the work: every row knows its chunk."""
@@ -149,7 +201,7 @@ def _all_at_once(
     return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
 
 
-def _run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan], *_: Tensor) -> _Move:
+def run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan], *_: Tensor) -> _Move:
     """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     runs = [Run.of(s.start, decoder.angles(torch.arange(s.start, s.end)), head_dim) for s in spans]

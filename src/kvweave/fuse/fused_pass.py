@@ -20,11 +20,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvweave.fuse.drift import Mover
 from kvweave.fuse.layer_steps import steps_of
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
-from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.protocol import Projected
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.taper import Mover, TaperedRows
+from kvweave.fuse.taper import TaperedRows
 from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
@@ -46,8 +46,8 @@ class LayerLook(NamedTuple):
     stored_v: Tensor  # [R, Hk, D]
 
 
-class Narrow(Protocol):
-    """Chooses in flight which rows go on."""
+class RowFilter(Protocol):
+    """Says in flight which rows go on."""
 
     def narrow(self, look: LayerLook) -> Tensor | None:
         """Which running rows (indices into `look.positions`, ascending) go on; None: all."""
@@ -55,7 +55,7 @@ class Narrow(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passed:
+class PassResult:
     """What a pass leaves behind, besides the filled buffer."""
 
     logits: Tensor  # [V] of the last token
@@ -65,28 +65,26 @@ class Passed:
 
 @torch.inference_mode()
 def fused_pass(
-    decoder: FusionDecoder,
-    request: FuseRequest,
     stitched: Stitched,
     rows: Sequence[int] | Tensor,
-    kv: KVBuffer,
     *,
-    in_flight: Narrow | None = None,
+    in_flight: RowFilter | None = None,
     leaving: TaperedRows | None = None,
     drift: Mover | None = None,
     mask: Mask = "exact",
-) -> Passed:
-    """Fill `kv` for the whole prompt. `rows` are the positions to compute, ascending, on the host.
+) -> PassResult:
+    """Fill the KV of the whole prompt. `rows` are the positions to compute, ascending, on the host.
 
     The last token is among them, and so is everything that no placed chunk covers. Raises ChunkLost
-    when a placed chunk fails on the way; `kv` then holds garbage.
+    when a placed chunk fails on the way; the buffer then holds garbage.
     """
+    decoder, request, kv = stitched.decoder, stitched.request, stitched.kv
     ids = request.prompt_ids
     positions = torch.as_tensor(rows, dtype=torch.int64)
     assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"
     own_ids = torch.from_numpy(request.ids_at(positions.numpy()))
     there, own_ids = on_device(torch.stack([positions, own_ids]), decoder.device).unbind()
-    running = _Running(positions, there, decoder.angles(there))
+    running = _RunningRows(positions, there, decoder.angles(there))
     steps = steps_of(decoder, decoder.embed(own_ids))
     projected = steps.first()
     last = decoder.spec.num_layers - 1
@@ -121,29 +119,29 @@ def fused_pass(
         seen = running.positions if mask == "exact" else _bottom_right(running, len(ids))
         segments = [Segment(0, len(seen), keys, values)]
         if layer < last:
-            projected = steps.next(layer, attend(q, seen, segments, out=steps.room))
+            projected = steps.next(layer, attend(q, seen, segments, out=steps.attention_out))
     h = decoder.finish(last, steps.hidden[-1:].clone(), attend(q, seen, segments))
-    return Passed(decoder.logits(h)[0], tuple(to_the_end.tolist()), tuple(counts))
+    return PassResult(decoder.logits(h)[0], tuple(to_the_end.tolist()), tuple(counts))
 
 
-class _Running(NamedTuple):
+class _RunningRows(NamedTuple):
     """The rows that are still going."""
 
     positions: Tensor  # [R] on the host
     on_device: Tensor  # [R] the same on the device
     angles: Angles
 
-    def only(self, keep: Tensor, at: Tensor) -> "_Running":
+    def only(self, keep: Tensor, at: Tensor) -> "_RunningRows":
         """Rows `keep`; `at` are the same on the device."""
         angles = Angles(self.angles.cos[at], self.angles.sin[at])
-        return _Running(self.positions[keep], self.on_device[at], angles)
+        return _RunningRows(self.positions[keep], self.on_device[at], angles)
 
-    def last(self) -> "_Running":
+    def last(self) -> "_RunningRows":
         angles = Angles(self.angles.cos[-1:], self.angles.sin[-1:])
-        return _Running(self.positions[-1:], self.on_device[-1:], angles)
+        return _RunningRows(self.positions[-1:], self.on_device[-1:], angles)
 
 
-def _bottom_right(running: _Running, num_tokens: int) -> Tensor:
+def _bottom_right(running: _RunningRows, num_tokens: int) -> Tensor:
     """The positions that a mask aligned at the bottom right takes the rows for."""
     num_rows = len(running.positions)
     return torch.arange(num_tokens - num_rows, num_tokens)

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvweave.fuse.protocol import Captures, FusionDecoder, Projected
-from kvweave.fuse.recorded_layers import recordings_of
+from kvweave.fuse.protocol import FusionDecoder, Projected
+from kvweave.fuse.recordings import recordings_of
 
 
-class Steps(Protocol):
+class LayerSteps(Protocol):
     """Some rows on their way through the layers. One pass at a time, on its thread."""
 
     @property
@@ -25,7 +25,7 @@ class Steps(Protocol):
         ...
 
     @property
-    def room(self) -> Tensor | None:
+    def attention_out(self) -> Tensor | None:
         """[R, Hq, D] where attention may write its output; elsewhere it is copied from there."""
         ...
 
@@ -41,7 +41,7 @@ class Steps(Protocol):
 class PlainSteps:
     """The decoder's own calls."""
 
-    room: Tensor | None = None
+    attention_out: Tensor | None = None
 
     def __init__(self, decoder: FusionDecoder, h: Tensor) -> None:
         """Overwrites h [R, E]."""
@@ -56,13 +56,13 @@ class PlainSteps:
         return self._decoder.qkv(layer + 1, self.hidden)
 
 
-def steps_of(decoder: FusionDecoder, h: Tensor) -> Steps:
+def steps_of(decoder: FusionDecoder, h: Tensor) -> LayerSteps:
     """Steps for rows with hidden states h [R, E]: recorded where that serves.
 
     Takes the steps of another pass over the same decoder away: those may not be used any more.
     """
-    if isinstance(decoder, Captures) and decoder.can_capture:
-        recorded = recordings_of(decoder).begin(decoder, h)
+    if decoder.can_record:
+        recorded = recordings_of(decoder).layers.begin(decoder, h)
         if recorded is not None:
             return recorded
     return PlainSteps(decoder, h)

@@ -12,9 +12,8 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.fuse import Fused, check_ratio, fuse
+from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.prepared import Prepared, prepare
-from kvweave.fuse.prompt_chunks import NEVER, PromptChunk, named_kv
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.record import (
     FuseRecord,
@@ -23,21 +22,22 @@ from kvweave.fuse.record import (
     chunk_records,
     exact_chunk_records,
 )
-from kvweave.fuse.request import FuseRequest, classify
+from kvweave.fuse.request import FuseRequest, PromptChunk, classify
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
-from kvweave.kv.residency import Miss
+from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 
 M = TypeVar("M", Fused, Prepared)
+NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
 
 
-class Around(NamedTuple):
+class PromptFrame(NamedTuple):
     """What stands around the stored chunks. `exact` is the KV of the preamble and, behind it, of
     the first `num_exact` chunks at their places; the others come from the store or are computed."""
 
@@ -55,34 +55,11 @@ class Prefilled(NamedTuple):
     record: FuseRecord
 
 
-def prefill_from_store(
-    decoder: FusionDecoder,
-    preamble: Prefix,
-    chunks: Sequence[PromptChunk],
-    question_ids: Sequence[int],
-    store: KVStore,
-    kv: KVBuffer,
-    strategy: Strategy,
-    ratio: float,
-    *,
-    asked: tuple[int, int] | None = None,
-    encoding: str = "",
-    computed: Mapping[int, str] | None = None,
-) -> Prefilled:
-    """Prefill preamble ‖ chunks ‖ question into `kv`, as `strategy` says.
-
-    `computed` are places of chunks that are computed even if they are stored, each with the reason
-    that the record gives: a slow tier can cost more than it saves.
-    """
-    check_ratio(ratio)
-    num_layers = decoder.spec.num_layers
-    with StoredPrompt(num_layers, chunks, store, strategy, computed) as stored:
-        around = Around(preamble, question_ids, asked=asked, encoding=encoding)
-        return stored.prefill(decoder, around, kv, ratio)
-
-
 class StoredPrompt:
     """The chunk KV of one prompt, leased and on its way. Close it, or use it as a context manager.
+
+        with StoredPrompt(num_layers, chunks, store, strategy) as stored:
+            logits, record = stored.prefill(decoder, PromptFrame(preamble, question), kv, ratio)
 
     Made and waited for on any one thread, then handed to the thread of the pass: never two at once.
     """
@@ -95,7 +72,11 @@ class StoredPrompt:
         strategy: Strategy,
         computed: Mapping[int, str] | None = None,
     ) -> None:
-        """Takes the lease and starts loading. May wait for a tier to say what it has."""
+        """Takes the lease and starts loading. May wait for a tier to say what it has.
+
+        `computed` are places of chunks that are computed even if they are stored, each with the
+        reason that the record gives: a slow tier can cost more than it saves.
+        """
         started_s = time.perf_counter()
         self._num_layers = num_layers
         self._chunks = chunks
@@ -134,90 +115,77 @@ class StoredPrompt:
         return self._transfer.has_extras() and all(map(self._transfer.is_ready, layers))
 
     def prefill(
-        self, decoder: FusionDecoder, around: Around, kv: KVBuffer, ratio: float
+        self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
     ) -> Prefilled:
-        """Weave the prompt into `kv`."""
-        way = self._strategy
-
-        def fused(request: FuseRequest, stitched: Stitched) -> Fused:
-            return fuse(
-                decoder, request, stitched, kv, way.selector, ratio,
-                drift=way.drift, taper=way.taper, mask=way.mask,
-            )  # fmt: skip
-
-        made, record = self._weave(decoder, around, kv, ratio, fused)
+        """Prefill the prompt into `kv`, as the strategy says."""
+        made, record = self._weave(decoder, frame, kv, ratio, fuse)
         return Prefilled(made.logits, record)
 
     def prepare(
-        self, decoder: FusionDecoder, around: Around, kv: KVBuffer, ratio: float
+        self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
     ) -> tuple[Prepared, FuseRecord]:
         """As `prefill`, up to where rows are computed: the record has no compute time yet.
 
         For strategies that can be sliced. Afterwards the store is not needed any more.
         """
-        way = self._strategy
-        assert way.can_be_sliced, f"strategy {way.name!r} has no rows before its pass"
-
-        def prepared(request: FuseRequest, stitched: Stitched) -> Prepared:
-            return prepare(
-                decoder, request, stitched, way.selector, ratio, drift=way.drift, taper=way.taper
-            )
-
-        return self._weave(decoder, around, kv, ratio, prepared)
+        name = self._strategy.name
+        assert self._strategy.can_be_sliced, f"strategy {name!r} has no rows before its pass"
+        return self._weave(decoder, frame, kv, ratio, prepare)
 
     def _weave(
         self,
         decoder: FusionDecoder,
-        around: Around,
+        frame: PromptFrame,
         kv: KVBuffer,
         ratio: float,
-        attempt: Callable[[FuseRequest, Stitched], M],
+        attempt: Callable[[Stitched, Strategy, float], M],
     ) -> tuple[M, FuseRecord]:
         """Stitch and attempt, again without what was lost on the way until nothing was."""
         started_s = time.perf_counter()
         strategy, lease, transfer = self._strategy, self._lease, self._transfer
-        named = self._named[around.num_exact :]
+        named = self._named[frame.num_exact :]
         missing = _missing(self._num_layers, lease, transfer)
         while True:
-            first_is_exact = bool(named) and not around.num_exact
+            first_is_exact = bool(named) and not frame.num_exact
             first_is_exact = first_is_exact and named[0][0] == self._chunks[0].exact_key
             request = classify(
-                around.exact.token_ids,
+                frame.exact.token_ids,
                 [(key or NEVER, ids) for key, ids in named],
-                around.question_ids,
+                frame.question_ids,
                 present=set(self._wanted) - missing.keys(),
                 first_is_exact=first_is_exact,
-                asked=around.asked,
+                asked=frame.asked,
             )
             tried_s = time.perf_counter()  # until here: waiting for headers, and for what was lost
             try:
                 with open_source(decoder, request.placed, transfer, strategy) as source:
-                    made = attempt(request, Stitched(decoder, request, around.exact, source, kv))
+                    stitched = Stitched(decoder, request, frame.exact, source, kv)
+                    made = attempt(stitched, strategy, ratio)
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
                 # what arrived in the wrong shape is not lost to the transfer, only to us
                 missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}
                 continue
             waited_s = self._waited_s + tried_s - started_s
-            return made, self._record(around, ratio, request, made, missing, waited_s)
+            return made, self._record(frame, ratio, request, made, missing, waited_s)
 
     def _record(
         self,
-        around: Around,
+        frame: PromptFrame,
         ratio: float,
         request: FuseRequest,
         made: Fused | Prepared,
         missing: Mapping[ChunkKey, Miss],
         waited_s: float,
     ) -> FuseRecord:
-        num_exact = around.num_exact
+        num_exact = frame.num_exact
         lengths = [len(ids) for _, ids in self._named[:num_exact]]
-        front = exact_chunk_records(lengths, len(around.exact.token_ids))
+        front = exact_chunk_records(lengths, len(frame.exact.token_ids))
         why = {i - num_exact: told for i, told in self._computed.items() if i >= num_exact}
         behind = chunk_records(request, made.recomputed, self._lease.tiers, missing, why)
         return FuseRecord(
             strategy=self._strategy.name,
             ratio=ratio,
-            encoding=around.encoding,
+            encoding=frame.encoding,
             token_ids=request.prompt_ids,
             states=TokenStates(request, made.recomputed),
             chunks=(*front, *behind),
@@ -238,6 +206,35 @@ class StoredPrompt:
         for key in {span.key for span in request.placed}:
             loaded[self._lease.tiers[key]] += sizes.get(key, 0)
         return dict(loaded)
+
+
+def named_kv(
+    chunks: Sequence[PromptChunk],
+    store: KVStore,
+    strategy: Strategy,
+    computed: Mapping[int, str],
+) -> list[tuple[ChunkKey | None, tuple[int, ...]]]:
+    """Which stored KV each chunk takes; None computes it.
+
+    The first chunk takes its isolated KV if the store has it: there, and only there, it is exact.
+    """
+    named: list[tuple[ChunkKey | None, tuple[int, ...]]] = []
+    for i, chunk in enumerate(chunks):
+        key: ChunkKey | None = chunk.key
+        if i in computed:
+            named.append((None, chunk.token_ids))
+            continue
+        if i == 0 and chunk.key != chunk.exact_key:
+            (peek,) = store.peek([chunk.exact_key])
+            is_stored = peek.residency is not Residency.ABSENT
+            # a strategy that takes nothing else asks all the same, so that the miss is on record
+            key = chunk.exact_key if is_stored or strategy.reuses == "exact" else chunk.key
+        if strategy.reuses == "none" or (
+            strategy.reuses == "exact" and not (i == 0 and key == chunk.exact_key)
+        ):
+            key = None
+        named.append((key, chunk.token_ids))
+    return named
 
 
 def _missing(num_layers: int, lease: Lease, transfer: Transfer) -> dict[ChunkKey, Miss]:

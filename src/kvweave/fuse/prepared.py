@@ -5,7 +5,7 @@
 A row sees what stands at or before it: reused rows lie in the buffer, recomputed ones of a lower
 position were written in the same slice or an earlier one. Rows in position order may therefore be
 cut anywhere, and leave what one fused pass leaves. Drift alone ties rows together: a chunk is moved
-by the mean change of all its recomputed rows before anybody looks at it, so these run in one slice.
+by the mean change of all its recomputed rows before a row looks at it, so these run in one slice.
 Rows that leave early (taper.py) do so in their slice.
 
 What narrows its rows in flight cannot be prepared: it has no rows before the pass.
@@ -15,19 +15,18 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.fuse.drift import Drift
+from kvweave.fuse.drift import Mover, make_mover
 from kvweave.fuse.fuse import select_rows, work_of
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, State
-from kvweave.fuse.selectors.base import InFlightSelector, Selector
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.taper import Mover, Relay, Taper, TaperedRows
+from kvweave.fuse.strategy import REUSE, Strategy
+from kvweave.fuse.taper import TaperedRows
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +47,7 @@ class Prepared:
     _mover: "tuple[int, int, SliceMover | None] | None" = field(default=None, repr=False)
 
     def mover(self, start: int, end: int) -> "SliceMover | None":
-        """Who moves the rest of their chunks when rows [start, end) are computed; None: nobody.
+        """What moves the rest of their chunks when rows [start, end) are computed; None: nothing.
 
         The same one if the same slice runs again: it knows what it has moved.
         """
@@ -71,44 +70,35 @@ class Prepared:
         start_hit, end_hit = (bisect_left(self.recomputed, at) for at in (first, last + 1))
         if not self.drift or start_hit == end_hit:
             return None
-        hits = _tensor(self.recomputed[start_hit:end_hit])
-        drift: Mover = Drift(self.decoder, self.request, hits, self.drift)
-        rows = later = _tensor(self.rows[start:end])
-        layer = self.decoder.spec.num_layers
-        if self.leaving is not None:
-            layer, stay = self.leaving.layer, _between(self.leaving.stay, first, last)
-            later = _between(self.leaving.rows, first, last)
-            behind = partial(Drift, self.decoder, self.request, stay, self.drift)
-            drift = Relay(drift, layer, behind)
-        return SliceMover(drift, layer, rows, later)
+        hits, rows = _tensor(self.recomputed[start_hit:end_hit]), _tensor(self.rows[start:end])
+        leaving = self.leaving
+        if leaving is not None:
+            stay, later = (_between(each, first, last) for each in (leaving.stay, leaving.rows))
+            leaving = TaperedRows(leaving.layer, stay, later)
+        mover = make_mover(self.decoder, self.request, hits, self.drift, leaving)
+        if leaving is None:
+            return SliceMover(mover, self.decoder.spec.num_layers, rows, rows)
+        return SliceMover(mover, leaving.layer, rows, leaving.rows)
 
 
 @torch.inference_mode()
-def prepare(
-    decoder: FusionDecoder,
-    request: FuseRequest,
-    stitched: Stitched,
-    selector: Selector | InFlightSelector | None = None,
-    ratio: float = 0.0,
-    *,
-    drift: float = 0.0,
-    taper: Taper | None = None,
-) -> Prepared:
+def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> Prepared:
     """Lay every layer and choose the rows, as `fuse` would. Raises ChunkLost as that does."""
+    decoder, request = stitched.decoder, stitched.request
     started_s = time.perf_counter()
-    selected = select_rows(decoder, request, stitched, selector, ratio, taper)
+    selected = select_rows(stitched, strategy, ratio)
     assert selected.in_flight is None, "rows that are chosen in flight cannot be computed in slices"
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     for layer in range(decoder.spec.num_layers):
         stitched.lay(layer)
     rows, recomputed = selected.rows.tolist(), tuple(selected.chosen.tolist())
-    moves = drift if selected.is_partial else 0.0
-    bonds = _bonds(request, rows) if moves else []
-    num_layers, going = decoder.spec.num_layers, selected.leaving
-    before = num_layers if going is None else going.layer + 1
-    behind = 0 if going is None else len(going.rows)
+    drift = strategy.drift if selected.is_partial else 0.0
+    bonds = _bonds(request, rows) if drift else []
+    num_layers, leaving = decoder.spec.num_layers, selected.leaving
+    before = num_layers if leaving is None else leaving.layer + 1
+    behind = 0 if leaving is None else len(leaving.rows)
     counts = [len(rows)] * before + [behind] * (num_layers - before)
-    work = work_of(decoder, request, counts, selected, selector)
+    work = work_of(stitched, strategy, selected, counts)
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # so that what follows is not blamed for it
     finished_s = time.perf_counter()
@@ -121,8 +111,8 @@ def prepare(
         work,
         chosen_s - started_s - loaded_s,
         loaded_s + finished_s - chosen_s,
-        moves,
-        going,
+        drift,
+        leaving,
     )
 
 
@@ -145,11 +135,11 @@ def _tensor(positions: Sequence[int]) -> Tensor:
 
 
 class SliceMover:
-    """Drift of the chunks of one slice. A `Mover` of kvweave.model. Made once per slice."""
+    """Drift of the chunks of one slice: a `RowHook` of kvweave.model. Made once per slice."""
 
-    def __init__(self, drift: Mover, layer: int, rows: Tensor, later: Tensor) -> None:
+    def __init__(self, mover: Mover, layer: int, rows: Tensor, later: Tensor) -> None:
         """`rows` are the positions of the slice, `later` of those that go on behind `layer`."""
-        self._drift = drift
+        self._mover = mover
         self._layer = layer
         self._rows = rows, later
         self._moved: set[int] = set()  # layers: a slice that failed and runs again moves none twice
@@ -157,5 +147,5 @@ class SliceMover:
     def move(self, layer: int, fresh: Projected, kv: KVBuffer) -> None:
         """Move one layer before the slice's rows are written over it."""
         if layer not in self._moved:
-            self._drift.move(layer, self._rows[layer > self._layer], fresh, kv)
+            self._mover.move(layer, self._rows[layer > self._layer], fresh, kv)
             self._moved.add(layer)

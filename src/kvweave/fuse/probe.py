@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.layer_steps import steps_of
-from kvweave.fuse.protocol import Captures, FusionDecoder, Projected
-from kvweave.fuse.recorded_probe import recordings_of
+from kvweave.fuse.protocol import FusionDecoder, Projected
+from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
@@ -37,7 +37,7 @@ class ContextView(Protocol):
         """Keys (turned) [N, Hk, D], values [N, Hk, D], positions [N] on the host; None: nothing."""
         ...
 
-    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> "Whole | None":
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> "LaidContext | None":
         """The whole context with these as the question's rows, right behind it.
 
         None if the view cannot lay them side by side without a copy; `context` is then asked.
@@ -45,7 +45,7 @@ class ContextView(Protocol):
         ...
 
 
-class Whole(NamedTuple):
+class LaidContext(NamedTuple):
     """One layer of a whole context with its question laid behind it."""
 
     q: Tensor  # [U, Hq, D] of the question, turned
@@ -55,7 +55,7 @@ class Whole(NamedTuple):
     at: Tensor  # [U] on the host: where the question's rows stand in them
 
 
-class Probed(NamedTuple):
+class ProbedLayer(NamedTuple):
     """What the question looks like at one layer."""
 
     q: Tensor  # [U, Hq, D] turned to the probe's positions
@@ -87,7 +87,7 @@ def probe(
     *,
     rows: range | None = None,
     first_position: int | None = None,
-) -> dict[int, Probed]:
+) -> dict[int, ProbedLayer]:
     """Queries and keys of the question at `layers`.
 
     `rows` are the positions of the question to push (all by default). They stand at their true
@@ -96,34 +96,34 @@ def probe(
     """
     rows = rows or range(request.question_start, len(request.prompt_ids))
     start = rows.start if first_position is None else first_position
-    if isinstance(view, FrontOnly) and isinstance(decoder, Captures) and decoder.can_capture:
-        asked, known = request.prompt_ids[rows.start : rows.stop], recordings_of(decoder)
+    if isinstance(view, FrontOnly) and decoder.can_record:
+        asked, known = request.prompt_ids[rows.start : rows.stop], recordings_of(decoder).probes
         played = known.probe(decoder, asked, start, sorted(layers), view.front)
         if played is not None:
-            return {layer: Probed(q, k) for layer, (q, k) in played.items()}
+            return {layer: ProbedLayer(q, k) for layer, (q, k) in played.items()}
     positions = torch.arange(start, start + len(rows))  # on the host
     angles = decoder.angles(on_device(positions, decoder.device))
     ids = torch.tensor(request.prompt_ids[rows.start : rows.stop])
     steps = steps_of(decoder, decoder.embed(on_device(ids, decoder.device)))
     projected = steps.first()
-    found: dict[int, Probed] = {}
+    found: dict[int, ProbedLayer] = {}
     deepest = max(layers)
     for layer in range(deepest + 1):
-        # above the deepest layer nobody attends: what stands there is not asked for
+        # above the deepest layer nothing attends: what stands there is not asked for
         whole = view.with_question(layer, projected, angles) if layer < deepest else None
         if whole is None:
             q, k = rotate(projected.q, angles), rotate(projected.k, angles)
         else:
             q, k = whole.q, whole.k
         if layer in layers:
-            found[layer] = Probed(q, k)
+            found[layer] = ProbedLayer(q, k)
         if layer == deepest:
             break
         if whole is None:
             segment, at = _segment(view, layer, k, projected.v, positions), positions
         else:
             segment, at = Segment(0, len(k), whole.keys, whole.values), whole.at
-        projected = steps.next(layer, attend(q, at, [segment], out=steps.room))
+        projected = steps.next(layer, attend(q, at, [segment], out=steps.attention_out))
     return found
 
 

@@ -7,7 +7,7 @@ Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabul
 """
 
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,8 +55,10 @@ class FusionDecoder(Protocol):
         """Token ids [R] to hidden states [R, E]."""
         ...
 
-    def qkv(self, layer: int, h: Tensor) -> Projected:
-        """Projections of hidden states [R, E]."""
+    def qkv(self, layer: int, h: Tensor, out: Tensor | None = None) -> Projected:
+        """Projections of hidden states [R, E]. With `out` [R, (Hq + 2 Hk) D] they are written
+        there, q, k and v of a row side by side, and returned as views of it; only a decoder that
+        can be recorded is given one."""
         ...
 
     def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
@@ -67,23 +69,14 @@ class FusionDecoder(Protocol):
         """Next-token logits [R, V] of hidden states behind the last layer."""
         ...
 
-
-@runtime_checkable
-class Captures(FusionDecoder, Protocol):
-    """A decoder whose work can be recorded as a CUDA graph."""
-
     @property
-    def can_capture(self) -> bool:
-        """Whether this one can: on a GPU, with no step that looks at its results."""
+    def can_record(self) -> bool:
+        """Whether its work can be recorded as CUDA graphs: on a GPU, with no step that looks at its
+        results. One that says no is never asked for `recording`."""
         ...
 
-    def capturing(self) -> AbstractContextManager[None]:
-        """Inside, nothing the decoder keeps from call to call is written to."""
-        ...
-
-    def qkv(self, layer: int, h: Tensor, out: Tensor | None = None) -> Projected:
-        """As a decoder's; with `out` [R, (Hq + 2 Hk) D] written there, q, k and v of a row side by
-        side, and answered by views of it."""
+    def recording(self) -> AbstractContextManager[None]:
+        """Inside, nothing that the decoder keeps from call to call is written to."""
         ...
 
 

@@ -51,7 +51,7 @@ class FuseRecord:
     stages: Stages
     arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
     why: str | None = None  # why nothing was reused, where the caller left that open
-    way: str | None = None  # how an engine computed a fused prompt; see engine/loading.py
+    way: str | None = None  # how an engine computed a fused prompt: its PrefillMode
 
     @property
     def counts(self) -> dict[str, int]:
@@ -84,8 +84,8 @@ def exact_chunk_records(lengths: Sequence[int], end: int) -> list[ChunkRecord]:
 
 
 class TokenStates(Sequence[State]):
-    """The state of every token of a prompt, spelled out when somebody looks at one: of a long
-    prompt that takes time, and most records are only counted."""
+    """The state of every token of a prompt, spelled out when one is looked at: of a long prompt
+    that takes time, and most records are only counted."""
 
     def __init__(self, request: FuseRequest, recomputed: Sequence[int]) -> None:
         """`recomputed` are positions of reused chunks."""

@@ -9,14 +9,15 @@ Shapes: U question rows, P preamble tokens, Hq query heads, Hk KV heads, D head 
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.fuse.protocol import Captures, FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kernels.host import on_device
 from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
@@ -32,16 +33,68 @@ KEPT = 8  # recordings per decoder
 Found = dict[int, tuple[Tensor, Tensor]]  # layer to q [U, Hq, D], k [U, Hk, D], both turned
 
 
-class ProbeRecordings:
-    """What was recorded for one decoder. Used by the thread that owns the device."""
+class ProbeKind(NamedTuple):
+    """What one recording can play."""
 
-    def __init__(self) -> None:
-        self._graphs: OrderedDict[_Kind, _ProbeRecording | None] = OrderedDict()
+    num_rows: int
+    in_front: int  # P
+    layers: tuple[int, ...]
+
+
+class ProbeRecording:
+    """A question of one kind as a CUDA graph, with the memory that it reads and writes."""
+
+    def __init__(self, decoder: FusionDecoder, kind: ProbeKind) -> None:
+        self._device = device = decoder.device
+        inputs = torch.zeros(2, kind.num_rows, dtype=torch.int64, device=device)
+        self._inputs = inputs  # ids, positions
+        spec, layers = decoder.spec, kind.layers
+        shape = (max(layers), 2, kind.in_front, spec.num_kv_heads, spec.head_dim)
+        self.front = torch.zeros(shape, dtype=decoder.dtype, device=device)
+        # the first keys of the KV that lies there, which are not kept alive for it
+        self._shown: Callable[[], Tensor | None] = _nothing
+        self._graph = torch.cuda.CUDAGraph()
+        with decoder.recording():
+            # what is made on first use is made here
+            _question(decoder, inputs, layers, self.front)
+            torch.cuda.synchronize(decoder.device)
+        # scratch memory anew: taken inside it is the recording's own, and replays write there
+        with (
+            decoder.recording(),
+            # other threads go on locking memory and the like
+            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
+        ):
+            self._found = _question(decoder, inputs, layers, self.front)
+
+    def play(self, ids: Sequence[int], first: int, front: Sequence[LayerKV]) -> Found:
+        below = front[: len(self.front)]  # nothing, if the lowest layer is the only one asked for
+        if below and below[0].k is not self._shown():  # the same preamble, question after question
+            self._shown = _nothing
+            torch._foreach_copy_(list(self.front[:, 0]), [kv.k for kv in below])
+            torch._foreach_copy_(list(self.front[:, 1]), [kv.v for kv in below])
+            self._shown = ref(below[0].k)
+        num_rows = self._inputs.shape[1]
+        host = torch.zeros(2, num_rows, dtype=torch.int64)
+        host[0, : len(ids)] = torch.tensor(ids)
+        host[1] = torch.arange(first, first + num_rows)
+        self._inputs.copy_(on_device(host, self._device))
+        self._graph.replay()
+        return {at: (q[: len(ids)], k[: len(ids)]) for at, (q, k) in self._found.items()}
+
+
+class ProbeRecordings:
+    """The probes that were recorded for one decoder. Used by the thread that owns the device."""
+
+    def __init__(
+        self, record: Callable[[FusionDecoder, ProbeKind], ProbeRecording] = ProbeRecording
+    ) -> None:
+        self._record = record
+        self._recordings: OrderedDict[ProbeKind, ProbeRecording | None] = OrderedDict()
         self.refusals = Refusals("the question", "probes take longer")
 
     def probe(
         self,
-        decoder: Captures,
+        decoder: FusionDecoder,
         ids: Sequence[int],
         first: int,
         layers: Sequence[int],
@@ -53,70 +106,26 @@ class ProbeRecordings:
         in_front = len(front[0].k) if front else 0
         if num_rows > MOST_ROWS or in_front > MOST_FRONT:
             return None
-        key = _Kind(num_rows, in_front, tuple(sorted(layers)))
-        if key not in self._graphs:  # the first of its kind warms everything up
-            self._graphs[key] = None
-            if len(self._graphs) > KEPT:
-                self._graphs.popitem(last=False)
+        key = ProbeKind(num_rows, in_front, tuple(sorted(layers)))
+        if key not in self._recordings:  # the first of its kind warms everything up
+            self._recordings[key] = None
+            if len(self._recordings) > KEPT:
+                self._recordings.popitem(last=False)
             return None
-        self._graphs.move_to_end(key)
-        recording = self._graphs[key]
-        if recording is None and self.refusals.may_record(num_rows):
-            try:
-                recording = self._graphs[key] = _ProbeRecording(decoder, key)
-            except RuntimeError as error:  # torch's word for every CUDA error
-                self.refusals.failed(num_rows, error)
+        self._recordings.move_to_end(key)
+        recording = self._recordings[key]
+        if recording is None:
+            recording = self.refusals.attempt(num_rows, partial(self._record, decoder, key))
+            self._recordings[key] = recording
         return None if recording is None else recording.play(ids, first, front)
 
-
-class _Kind(NamedTuple):
-    """What one recording can play."""
-
-    num_rows: int
-    in_front: int  # P
-    layers: tuple[int, ...]
+    @property
+    def kept(self) -> dict[ProbeKind, bool]:
+        """Kinds that are kept, the latest used last, and whether each is recorded by now."""
+        return {kind: made is not None for kind, made in self._recordings.items()}
 
 
-class _ProbeRecording:
-    def __init__(self, decoder: Captures, kind: _Kind) -> None:
-        self._device = device = decoder.device
-        inputs = torch.zeros(2, kind.num_rows, dtype=torch.int64, device=device)
-        self._inputs = inputs  # ids, positions
-        spec, layers = decoder.spec, kind.layers
-        shape = (max(layers), 2, kind.in_front, spec.num_kv_heads, spec.head_dim)
-        self._front = torch.zeros(shape, dtype=decoder.dtype, device=device)
-        # whose KV lies there: its first keys, which are not kept alive for it
-        self._shown: Callable[[], Tensor | None] = _nobody
-        self._graph = torch.cuda.CUDAGraph()
-        with decoder.capturing():
-            # what is made on first use is made here
-            _question(decoder, inputs, layers, self._front)
-            torch.cuda.synchronize(decoder.device)
-        # scratch memory anew: taken inside it is the recording's own, and replays write there
-        with (
-            decoder.capturing(),
-            # other threads go on locking memory and the like
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
-        ):
-            self._found = _question(decoder, inputs, layers, self._front)
-
-    def play(self, ids: Sequence[int], first: int, front: Sequence[LayerKV]) -> Found:
-        below = front[: len(self._front)]  # nothing, if the lowest layer is the only one asked for
-        if below and below[0].k is not self._shown():  # the same preamble, question after question
-            self._shown = _nobody
-            torch._foreach_copy_(list(self._front[:, 0]), [kv.k for kv in below])
-            torch._foreach_copy_(list(self._front[:, 1]), [kv.v for kv in below])
-            self._shown = ref(below[0].k)
-        num_rows = self._inputs.shape[1]
-        host = torch.zeros(2, num_rows, dtype=torch.int64)
-        host[0, : len(ids)] = torch.tensor(ids)
-        host[1] = torch.arange(first, first + num_rows)
-        self._inputs.copy_(on_device(host, self._device))
-        self._graph.replay()
-        return {at: (q[: len(ids)], k[: len(ids)]) for at, (q, k) in self._found.items()}
-
-
-def _nobody() -> None:
+def _nothing() -> None:
     return None
 
 
@@ -147,10 +156,3 @@ def _question(
         )
         h = decoder.finish(layer, h, o[0].transpose(0, 1))
     return found
-
-
-_recordings: WeakKeyDictionary[FusionDecoder, ProbeRecordings] = WeakKeyDictionary()
-
-
-def recordings_of(decoder: FusionDecoder) -> ProbeRecordings:
-    return _recordings.setdefault(decoder, ProbeRecordings())

@@ -7,7 +7,7 @@ Positions count tokens of the whole prompt. Pure data: no tensors, no model.
 
 import math
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvweave.errors import RequestError
 from kvweave.kv.keys import ChunkKey
 
 MANY = 8  # packing all token ids takes about as long as looking up one of so many
@@ -27,6 +28,14 @@ class State(StrEnum):
     REUSED = "reused"  # chunk KV as stored, turned to its place
     RECOMPUTED = "recomputed"  # stored, but computed again because it matters here
     COMPUTED = "computed"  # question and missing chunks
+
+
+class PromptChunk(NamedTuple):
+    """A chunk of a prompt and the names of its stored KV."""
+
+    token_ids: tuple[int, ...]
+    key: ChunkKey  # behind its encoding context
+    exact_key: ChunkKey  # isolated; the same as `key` if that is the encoding context
 
 
 class ChunkSpan(NamedTuple):
@@ -83,20 +92,19 @@ class FuseRequest:
 
     @property
     def to_compute(self) -> list[range]:
-        """Positions nobody has, as runs: missing chunks and the question."""
+        """Positions without KV, as runs: missing chunks and the question."""
         question = range(self.question_start, len(self.prompt_ids))
         return [*self.runs(State.COMPUTED), question]
 
     @property
     def hits(self) -> list[int]:
         """Positions that may be chosen for recomputation: reused and not exact."""
-        return list(_positions(self.spans, State.REUSED))
+        return [position for run in self.runs(State.REUSED) for position in run]
 
     @property
     def must_compute(self) -> list[int]:
-        """Positions nobody has: missing chunks and the question."""
-        missing = _positions(self.spans, State.COMPUTED)
-        return [*missing, *range(self.question_start, len(self.prompt_ids))]
+        """Positions without KV: missing chunks and the question."""
+        return [position for run in self.to_compute for position in run]
 
 
 def classify(
@@ -135,14 +143,14 @@ def classify(
     return FuseRequest(tuple(ids), len(preamble_ids), tuple(spans), question_start, words)
 
 
+def check_ratio(ratio: float) -> None:
+    """Raise RequestError unless it is a share."""
+    if not 0.0 <= ratio <= 1.0:
+        raise RequestError(f"ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
+
+
 def budget(num_hits: int, ratio: float) -> int:
     """Rows that a ratio of `num_hits` allows: none at 0, at least one above it."""
     if num_hits == 0 or ratio <= 0.0:
         return 0
     return min(num_hits, max(1, math.floor(ratio * num_hits + 1e-9)))
-
-
-def _positions(spans: Sequence[ChunkSpan], state: State) -> Iterator[int]:
-    for span in spans:
-        if span.state is state:
-            yield from range(span.start, span.end)

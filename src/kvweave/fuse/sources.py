@@ -5,7 +5,7 @@ RoPE. It may block until the bytes are there. For the one thread that runs the p
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ class ChunkLost(Exception):
 class ChunkSource(Protocol):
     """Layers of the placed chunks."""
 
+    @property
+    def placer(self) -> "LayerPlacer | None":
+        """Writes layers where they belong; None: this source only gives them."""
+        ...
+
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         """[N, Hk, D] each on the decoder's device, N tokens of all placed chunks. Read-only.
 
@@ -36,25 +41,25 @@ class ChunkSource(Protocol):
         """
         ...
 
-    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
-        """What was stored beside the chunk KV under `name`; chunks without it are left out."""
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
+        """The extra `name`, stored beside the chunk KV; chunks without it are left out."""
         ...
 
 
-@runtime_checkable
-class LaysItself(Protocol):
-    """A source that writes layers where they belong, keys turned. See pipeline.py."""
+class LayerPlacer(Protocol):
+    """Writes layers into the request's own KV, keys turned. See transfer/pipeline.py."""
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write all placed chunks into one layer of the request's KV [T, Hk, D]. As `layer`."""
+        """Write all placed chunks into one layer of the request's KV [T, Hk, D]. Blocks and raises
+        as `ChunkSource.layer`."""
         ...
 
     def begin(self) -> None:
         """Let layers come. What a selector wants to have first was asked for before."""
         ...
 
-    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        """As `beside`, as uint8 tensors in host memory to copy from, not to write to."""
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        """As `extras`, as uint8 tensors in host memory to copy from, not to write to."""
         ...
 
     def stalled_s(self) -> float:
@@ -62,7 +67,7 @@ class LaysItself(Protocol):
         ...
 
 
-class Layers(Protocol):
+class LayerTransfer(Protocol):
     """The part of a transfer that a source reads. See kv/transfers.py."""
 
     def is_ready(self, layer: int) -> bool: ...
@@ -79,7 +84,11 @@ class Layers(Protocol):
 class StoredChunks:
     """Chunks on their way from the store, decoded as they are laid."""
 
-    def __init__(self, decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: Layers) -> None:
+    placer = None
+
+    def __init__(
+        self, decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: LayerTransfer
+    ) -> None:
         self._decoder = decoder
         self._placed = placed
         self._layers = layers
@@ -97,7 +106,7 @@ class StoredChunks:
             )
         return decode_joined([arrived[span.key] for span in self._placed], out)
 
-    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}
 
 
@@ -119,6 +128,8 @@ def check_arrived(
 class ComputedChunks:
     """Chunk KV that was just computed and never stored: calibration and benches use it."""
 
+    placer = None
+
     def __init__(
         self,
         chunks: Sequence[Sequence[LayerKV]],
@@ -134,5 +145,5 @@ class ComputedChunks:
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         return self._layers[layer]
 
-    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
         return self._extras.get(name, {})

@@ -1,7 +1,7 @@
 """Stitched KV: chunk KV turned to its place and laid into the request's own buffer.
 
-A layer is laid once, when somebody first asks for it: the pass in order, a selector that scores at
-the last layer before that. Bytes that were loaded for scoring are therefore never fetched twice.
+A layer is laid once, when it is first asked for: by the pass in order, before that by a selector
+that scores at the last layer. Bytes that were loaded for scoring are therefore never fetched twice.
 """
 
 import time
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
-from kvweave.fuse.sources import ChunkSource, LaysItself
+from kvweave.fuse.sources import ChunkSource
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, per_head, rotate
 from kvweave.kv.format.codec import LayerKV
@@ -24,6 +24,7 @@ from kvweave.kv.keys import ChunkKey
 class Stitched:
     """The KV of one request before anything is recomputed. Owned by the request's thread.
 
+    Holds what every step of fusion works on: the `decoder`, the `request` and its buffer `kv`.
     Layers that were laid may be overwritten by the pass, row by row; `lay` never writes them again.
     """
 
@@ -36,11 +37,12 @@ class Stitched:
         kv: KVBuffer,
     ) -> None:
         assert len(preamble.token_ids) == request.preamble_len, "the preamble is the request's"
-        self._decoder = decoder
+        self.decoder = decoder
+        self.request = request
+        self.kv = kv
         self._preamble = preamble
         self._source = source
-        self._lays = source if isinstance(source, LaysItself) else None
-        self._kv = kv
+        self._placer = source.placer
         self._laid: set[int] = set()
         self._is_preamble_laid = False
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
@@ -53,15 +55,15 @@ class Stitched:
         """Bring a layer into the buffer unless it is there. Blocks for its bytes; ChunkLost.
 
         `change` may write to what is laid before its keys are turned, as `unturned` has it. Returns
-        whether it was asked: only where that is the request's own memory, and nobody else's.
+        whether it was asked: only where that memory is the request's own.
         """
         if layer in self._laid:
             return False
         self.lay_preamble()
-        keys, values = self._kv.keys(layer), self._kv.values(layer)
+        keys, values = self.kv.keys(layer), self.kv.values(layer)
         changes = False
-        if self._runs and self._lays is not None:
-            self._lays.lay(layer, keys, values)
+        if self._runs and self._placer is not None:
+            self._placer.lay(layer, keys, values)
         elif self._runs:
             room = self._memory(keys, values)
             stored = self.unturned(layer, room)
@@ -74,13 +76,13 @@ class Stitched:
 
     def lay_preamble(self) -> None:
         """The preamble of every layer, unless it is there: on a GPU two orders instead of two per
-        layer. The first layer needs it; whoever finds the device busy before that may call it."""
+        layer. The first layer needs it; a caller may order it earlier, while the device is busy."""
         stored = self._preamble.layers
         if not stored or self._is_preamble_laid:
             return
         end, layers = len(self._preamble.token_ids), range(len(stored))
-        torch._foreach_copy_([self._kv.keys(i)[:end] for i in layers], [kv.k for kv in stored])
-        torch._foreach_copy_([self._kv.values(i)[:end] for i in layers], [kv.v for kv in stored])
+        torch._foreach_copy_([self.kv.keys(i)[:end] for i in layers], [kv.k for kv in stored])
+        torch._foreach_copy_([self.kv.values(i)[:end] for i in layers], [kv.v for kv in stored])
         self._is_preamble_laid = True
 
     def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
@@ -96,23 +98,23 @@ class Stitched:
     @cached_property
     def _turn(self) -> Angles:
         """Angles of everything placed."""
-        turn = self._decoder.angles(on_device(self.placed, self._decoder.device))
-        return per_head(turn, self._decoder.spec.num_kv_heads)
+        turn = self.decoder.angles(on_device(self.placed, self.decoder.device))
+        return per_head(turn, self.decoder.spec.num_kv_heads)
 
     @property
     def load_s(self) -> float:
         """Spent waiting for chunk KV so far and, on a CPU, decoding it."""
-        return self._waited_s + (0.0 if self._lays is None else self._lays.stalled_s())
+        return self._waited_s + (0.0 if self._placer is None else self._placer.stalled_s())
 
     def keys(self, layer: int) -> Tensor:
         """[T, Hk, D] of the whole prompt; garbage where nothing is placed or computed yet."""
         self.lay(layer)
-        return self._kv.keys(layer)
+        return self.kv.keys(layer)
 
     def values(self, layer: int) -> Tensor:
         """[T, Hk, D], as `keys`."""
         self.lay(layer)
-        return self._kv.values(layer)
+        return self.kv.values(layer)
 
     def unturned(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
@@ -130,18 +132,18 @@ class Stitched:
         """The preamble's keys (turned) and values; None if it is empty."""
         return self._preamble.layers[layer] if self._preamble.layers else None
 
-    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
-        """What stands beside the chunk KV under `name`."""
-        return self._source.beside(name)
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
+        """The extra `name` of the placed chunks that have it."""
+        return self._source.extras(name)
 
-    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
         """The same as tensors to copy to the device; None: the source has bytes only."""
-        return None if self._lays is None else self._lays.tensors_beside(name)
+        return None if self._placer is None else self._placer.extra_tensors(name)
 
     def begin(self) -> None:
         """Let layers come ahead, if the source waits to be told."""
-        if self._lays is not None:
-            self._lays.begin()
+        if self._placer is not None:
+            self._placer.begin()
 
     def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
         """Where a source may decode to: values into their place, keys where they wait to be turned.

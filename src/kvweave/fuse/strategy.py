@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.drift import STRENGTH
-from kvweave.fuse.fuse import check_ratio
 from kvweave.fuse.fused_pass import Mask
+from kvweave.fuse.request import check_ratio
 from kvweave.fuse.selectors import fusionrag
 from kvweave.fuse.selectors.base import InFlightSelector, Needs, Selector
 from kvweave.fuse.selectors.cacheblend import CacheBlend
@@ -32,13 +32,13 @@ AnySelector = Selector | InFlightSelector
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A named way to prefill a prompt whose chunks are stored."""
+    """How to prefill a prompt whose chunks are stored: which rows are recomputed, and how."""
 
     name: str
     selector: AnySelector | None  # None: nothing is recomputed
     ratio: float  # the default
-    drift: float = 0.0
-    taper: Taper | None = None  # most rows leave before the last layers
+    drift: float = 0.0  # the rest of each chunk moves by that part of the mean change (drift.py)
+    taper: Taper | None = None  # most rows leave before the last layers; wants a RankingSelector
     mask: Mask = "exact"
     reuses: str = "all"  # "all" stored chunks, only the "exact" ones, or "none"
 
@@ -46,7 +46,8 @@ class Strategy:
     def can_be_sliced(self) -> bool:
         """Whether its rows are known before the pass and see only what stands before them, so that
         they may be computed a few at a time."""
-        return not hasattr(self.selector, "begin") and self.mask == "exact"
+        chooses_early = self.selector is None or not self.selector.in_flight
+        return chooses_early and self.mask == "exact"
 
     def depth(self, num_layers: int) -> float:
         """Layers that a recomputed row runs through on average, as a share of all."""
@@ -78,10 +79,11 @@ def _qcfuse(facts: ModelFacts) -> AnySelector:
     return qcfuse(facts.critical_layers)
 
 
+REUSE = Strategy("reuse", None, 0.0)
 _WITHOUT_SELECTOR = {
     "full": Strategy("full", None, 0.0, reuses="none"),
     "prefix": Strategy("prefix", None, 0.0, reuses="exact"),
-    "reuse": Strategy("reuse", None, 0.0),
+    "reuse": REUSE,
 }
 _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
     "random": (lambda _: Random(), 0.15),

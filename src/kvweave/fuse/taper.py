@@ -8,13 +8,9 @@ most: what they tell about the rest of their chunks (drift.py) counts up to the 
     behind the keys of layer  a share of them, missing chunks, the question
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
-
-from kvweave.fuse.protocol import KVBuffer, Projected
-from kvweave.kv.format.codec import LayerKV
 
 
 class Taper(NamedTuple):
@@ -44,39 +40,3 @@ class TaperedRows(NamedTuple):
     layer: int
     stay: Tensor  # [C] chosen hits that go on: positions on the host, ascending
     rows: Tensor  # [R] these and every row that was not chosen: missing chunks, the question
-
-
-class Mover(Protocol):
-    """Moves what is not computed, from what is. See drift.py."""
-
-    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
-        """Change one layer of `kv` before the fresh rows are written: those at `positions` [R]."""
-        ...
-
-    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        """The same to a layer on its way there, keys before they are turned."""
-        ...
-
-
-class Relay:
-    """One mover up to `layer`, another behind it, made when it is its turn: by then the device is
-    busy and the host is not waited for."""
-
-    def __init__(self, mover: Mover, layer: int, behind: Callable[[], Mover]) -> None:
-        self._mover = mover
-        self._layer = layer
-        self._behind = behind
-        self._later: Mover | None = None
-
-    def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
-        self._at(layer).move(layer, positions, fresh, kv)
-
-    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        self._at(layer).change(layer, positions, fresh, stored)
-
-    def _at(self, layer: int) -> Mover:
-        if layer <= self._layer:
-            return self._mover
-        if self._later is None:
-            self._later = self._behind()
-        return self._later

@@ -7,12 +7,14 @@ In both cases nothing is lost but time: what is not recorded is computed by the 
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PAUSE = 1024  # wishes for a size that had no memory, before it is tried again
 
 
@@ -38,6 +40,16 @@ class Refusals:
             return False
         self.num_tried += 1
         return True
+
+    def attempt(self, num_rows: int, record: Callable[[], T]) -> T | None:
+        """What `record` makes. None: it failed, or this size is not to be tried now."""
+        if not self.may_record(num_rows):
+            return None
+        try:
+            return record()
+        except RuntimeError as error:  # torch's word for every CUDA error
+            self.failed(num_rows, error)
+            return None
 
     def failed(self, num_rows: int, error: Exception) -> None:
         """Recording this size failed. Said in one line: once for a size, once for the kind."""

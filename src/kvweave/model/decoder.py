@@ -55,12 +55,12 @@ class Decoder:
         return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
     @property
-    def can_capture(self) -> bool:
+    def can_record(self) -> bool:
         """Whether passes can be recorded as CUDA graphs: experts are chosen on the host."""
         return self.device.type == "cuda" and self.spec.experts is None
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Record a pass in here: it takes scratch memory of its own, from the recording's pool.
 
         One recording each, and no pass before it: what that took is given back at the end.

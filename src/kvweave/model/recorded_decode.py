@@ -61,7 +61,7 @@ def padded_rows(num_rows: int) -> int:
 def open_recorded(decoder: Decoder, pool: KVPool, most_rows: int) -> "RecordedDecode | None":
     """Recordings of steps of up to `most_rows` sequences over `pool`; None where steps cannot be
     recorded: off a GPU, without Triton, in precisions without a kernel, or with experts."""
-    if not (most_rows and decoder.can_capture and has_triton() and decoder.dtype in KERNEL_DTYPES):
+    if not (most_rows and decoder.can_record and has_triton() and decoder.dtype in KERNEL_DTYPES):
         return None
     return RecordedDecode(decoder, pool, most_rows)
 
@@ -216,14 +216,14 @@ class StepGraph:
     def __init__(
         self, decoder: Decoder, compute: Callable[[], StepResult], shared: "StepGraph | None"
     ) -> None:
-        with decoder.capturing():
+        with decoder.recording():
             compute()  # what is made on first use is made here
             torch.cuda.synchronize(decoder.device)
         self._graph = torch.cuda.CUDAGraph()
         memory = None if shared is None else shared.memory_pool
         # scratch memory anew: taken inside it is the recording's own, and replays write there
         with (
-            decoder.capturing(),
+            decoder.recording(),
             # other threads go on locking memory and the like
             torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"),
         ):

@@ -31,7 +31,7 @@ from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.record import FuseRecord
-from kvweave.fuse.recorded_layers import recordings_of
+from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
 from kvweave.kv.config import (
@@ -239,7 +239,7 @@ def test_an_answer_that_recorded_something_says_nothing_of_what_loading_costs(
         # so slow that its load is seen beside the work, and taken all the same
         links[link] = TierLink(weave.plan(QUESTION).chosen.load_bytes / 1.0, seen_s=time.time())
         record = StoredPrompt._record
-        refusals = recordings_of(world.decoder).refusals
+        refusals = recordings_of(world.decoder).layers.refusals
 
         def recording(*args: Any) -> FuseRecord:
             assert refusals.may_record(64)

@@ -144,7 +144,7 @@ def test_a_chunk_deleted_while_it_is_being_stored_is_not_left_behind(
     weave, _ = world
     seen, encoder = weave.library.promotion, weave.library.encoder
     token_ids = weave.build_prompt("x", ["A quota limits pods."]).chunks[0]
-    name, compute = make_chunk_id(token_ids), encoder.alone
+    name, compute = make_chunk_id(token_ids), encoder.run_alone
 
     def interrupted(job: Callable[[], T]) -> T:
         made = compute(job)
@@ -157,7 +157,7 @@ def test_a_chunk_deleted_while_it_is_being_stored_is_not_left_behind(
 
     assert seen is not None
     if when == "before it is saved":
-        encoder.alone = interrupted
+        encoder.run_alone = interrupted
     else:
         monkeypatch.setattr(weave.runtime.client.answers, "wait_for_none", deleted_first)
     seen.saw([token_ids], at_once={name}, as_of=weave.engine.tombstones.generation)

@@ -21,10 +21,9 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
-from kvweave.fuse.prefill import prefill_from_store
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.record import FuseRecord
-from kvweave.fuse.request import State
+from kvweave.fuse.request import PromptChunk, State
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.format.header import parse_header
 from kvweave.kv.keys import parse_key
@@ -36,6 +35,7 @@ from kvweave.model.rows import Rows
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
 from worlds import killed_removal
+from worlds.fuse import prefill_stored
 from worlds.killing import kill_at
 from worlds.running import Run, run  # noqa: F401  (a fixture)
 from worlds.tiny_corpus import WordEmbedder
@@ -139,16 +139,9 @@ def prefill(
         PromptChunk(c.token_ids, encoder.key(c.token_ids), encoder.exact_key(c.token_ids))
         for c in chunks
     ]
-    made = prefill_from_store(
-        decoder,
-        encoder.preamble,
-        prompt,
-        question,
-        library.store,
-        decoder.new_kv(1),
-        open_strategy(strategy, ModelFacts(decoder.spec.num_layers)),
-        ratio,
-    )
+    opened = open_strategy(strategy, ModelFacts(decoder.spec.num_layers))
+    frame = PromptFrame(encoder.preamble, question)
+    made = prefill_stored(decoder, library.store, prompt, frame, opened, ratio)
     ids = [*encoder.preamble_ids, *(i for c in chunks for i in c.token_ids), *question]
     return made.logits, made.record, ids
 

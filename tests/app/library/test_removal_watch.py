@@ -191,7 +191,7 @@ def test_a_chunk_removed_elsewhere_while_it_is_being_stored_is_not_left_behind(
         (hit,) = weave.search("drain", 1)
         seen, encoder = weave.library.promotion, weave.library.encoder
         assert seen is not None
-        alone = encoder.alone
+        alone = encoder.run_alone
 
         def interrupted(job: Callable[[], object]) -> object:
             made = alone(job)
@@ -200,7 +200,7 @@ def test_a_chunk_removed_elsewhere_while_it_is_being_stored_is_not_left_behind(
                     remove_with_kv(kb, [kb.documents()[0].id])
             return made
 
-        encoder.alone = interrupted  # type: ignore[assignment]
+        encoder.run_alone = interrupted  # type: ignore[assignment]
         now = weave.engine.tombstones.generation
         seen.saw([hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
         assert seen.wait(30)

@@ -1,4 +1,4 @@
-"""Chunk KV behind neighbours: what is computed, what it is called, and who remembers."""
+"""Chunk KV behind neighbours: what is computed, what it is called, and the table of neighbours."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,10 @@ import torch
 from kvweave.errors import ConfigError, CorpusError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import encode_chunks
+from kvweave.fuse.encode.extras import EXTRAS
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
-from kvweave.fuse.encode.preparation import EXTRAS, Preparation
+from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kernels.rope import rotate
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import LayerKV
@@ -227,7 +228,9 @@ def test_a_key_names_the_neighbours_in_their_order(decoder: Decoder, store: KVSt
     assert context_of(encoder.key(ids)) == context_of(encoder.key(CHUNKS["c"].token_ids))
 
 
-def test_a_chunk_whose_neighbours_nobody_chose_is_a_miss(decoder: Decoder, store: KVStore) -> None:
+def test_a_chunk_whose_neighbours_were_not_chosen_is_a_miss(
+    decoder: Decoder, store: KVStore
+) -> None:
     encoder = make_encoder(decoder, store)
     encoder.encode(list(CHUNKS.values()))
     encode_all(encoder)
@@ -277,8 +280,10 @@ def test_a_change_that_is_interrupted_changes_nothing(table: NeighbourTable) -> 
     assert table.users_of([b]) == {a}
 
 
-def test_a_table_of_another_process_is_read_while_it_changes(table: NeighbourTable) -> None:
-    reader = NeighbourTable(table._path)
+def test_a_table_of_another_process_is_read_while_it_changes(
+    table: NeighbourTable, tmp_path: Path
+) -> None:
+    reader = NeighbourTable(tmp_path / "kv" / "neighbours.sqlite")
     a, b = map(ChunkId, "ab")
     table.put(2, {a: [b]})
     assert reader.get(2, a) == (b,)

@@ -8,8 +8,8 @@ import torch
 
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.prefill import Prefilled, StoredPrompt, prefill_from_store
-from kvweave.fuse.prompt_chunks import PromptChunk
+from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt
+from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.header import ALIGN
@@ -18,6 +18,7 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.types import Chunk, ChunkId
+from worlds.fuse import prefill_stored
 from worlds.kv import make_context
 from worlds.tiny_models import make_model_folder
 
@@ -55,12 +56,10 @@ class World:
         return ChunkEncoder(self.decoder, store, context, preparation, Texts(repeat=(3, 4, 5)))
 
     def answer(self, name: str) -> Prefilled:
-        return prefill_from_store(
-            self.decoder, self.encoder.preamble, self.named, QUESTION, self.store,
-            self.decoder.new_kv(1), self.way(name), 0.3,
-        )  # fmt: skip
+        frame = PromptFrame(self.encoder.preamble, QUESTION)
+        return prefill_stored(self.decoder, self.store, self.named, frame, self.strategy(name), 0.3)
 
-    def way(self, name: str) -> Strategy:
+    def strategy(self, name: str) -> Strategy:
         return open_strategy(name, ModelFacts(self.decoder.spec.num_layers, (1, 2)))
 
     def plain_bytes(self, root: Path) -> int:
@@ -106,8 +105,10 @@ def test_a_prompt_has_arrived_when_its_extras_have(decoder: Decoder, tmp_path: P
     world = World(decoder, tmp_path)
     with world.store as store:
         world.answer("reuse")
-        way = world.way("qcfuse")
-        with StoredPrompt(decoder.spec.num_layers, world.named, store, way) as stored:
+        strategy, kv = world.strategy("qcfuse"), decoder.new_kv(1)
+        with StoredPrompt(decoder.spec.num_layers, world.named, store, strategy) as stored:
             stored.arrive()
             assert stored.has_arrived
-            assert stored._transfer.has_extras()
+            loaded = store.metrics.value("kv_bytes_loaded_total")
+            stored.prefill(decoder, PromptFrame(world.encoder.preamble, QUESTION), kv, 0.3)
+            assert store.metrics.value("kv_bytes_loaded_total") == loaded, "nothing is awaited"

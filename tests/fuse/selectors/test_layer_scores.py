@@ -37,7 +37,7 @@ def test_scores_of_every_layer_are_the_attention_of_transformers(
     request = case.request(case.keys, first_is_exact=False)
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)
     stitched = Stitched(decoder, request, prefixes.of(case.preamble), source, kv)
-    scene = Scene(decoder, request, stitched, torch.tensor(request.hits))
+    scene = Scene(stitched, torch.tensor(request.hits))
     whole = QueryAttention(view="full", layers=(0, 1, 2), rows="mean", heads="mean")
     scores = whole.layer_scores(scene)  # [L, H]
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from kvweave.errors import ConfigError, ModelError, RequestError
 from kvweave.fuse.encode.anchors import Anchors, choose_anchors, pack_anchors, sink_scores
+from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import budget
 from kvweave.fuse.selectors import fusionrag
-from kvweave.fuse.selectors.base import Narrowing, Needs, Scene, top_positions
+from kvweave.fuse.selectors.base import InFlightChoice, Needs, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
-from kvweave.fuse.selectors.cachecraft import INTER, CacheCraftInter
+from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
 from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.prophetkv import prophetkv
@@ -29,12 +30,11 @@ from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
+from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.model.sequence_kv import SequenceKV
 from worlds.fuse import CHUNKS, QUESTION, SELECTING, World, key_of, make_ids
 from worlds.tiny_models import make_model_folder
 
@@ -67,14 +67,14 @@ def stored_rows(world: World, positions: list[int]) -> Tensor:
     return torch.searchsorted(world.stitched().placed, torch.tensor(positions))
 
 
-def over_garbage(world: World) -> tuple[SequenceKV, Stitched]:
-    """A request's buffer that is full of NaN, and its stitching, still to be laid."""
+def over_garbage(world: World) -> Stitched:
+    """A stitching over a buffer that is full of NaN, still to be laid."""
     kv = world.decoder.new_kv(1)
     stitched = world.stitched(kv)
     for layer in range(NUM_LAYERS):
         kv.keys(layer).fill_(torch.nan)
         kv.values(layer).fill_(torch.nan)
-    return kv, stitched
+    return stitched
 
 
 # ── the contract ────────────────────────────────────────────────────────────────────────────────
@@ -118,6 +118,8 @@ def test_budgets(num_hits: int, ratio: float, count: int) -> None:
 class Untouchable:
     """A selector that must not be asked."""
 
+    in_flight = False
+
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
@@ -126,10 +128,12 @@ class Untouchable:
 
 
 class UntouchableInFlight:
+    in_flight = True
+
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
-    def begin(self, scene: Scene, count: int) -> Narrowing:
+    def begin(self, scene: Scene, count: int) -> InFlightChoice:
         raise AssertionError("asked although there is nothing to choose")
 
 
@@ -137,13 +141,11 @@ class UntouchableInFlight:
 def test_ratio_0_ratio_1_and_no_hits_never_reach_a_selector(
     decoder: Decoder, selector: Untouchable | UntouchableInFlight
 ) -> None:
-    single = World(decoder, chunks=[CHUNKS[0]])
+    single, strategy = World(decoder, chunks=[CHUNKS[0]]), Strategy("any", selector, 0.5)
     for world, ratio in ((World(decoder), 0.0), (World(decoder), 1.0), (single, 0.5)):
-        kv = decoder.new_kv(1)
-        fuse(decoder, world.request, world.stitched(kv), kv, selector, ratio)
-    kv = decoder.new_kv(1)
+        fuse(world.stitched(), strategy, ratio)
     with pytest.raises(AssertionError, match="nothing to choose"):
-        fuse(decoder, World(decoder).request, World(decoder).stitched(kv), kv, selector, 0.5)
+        fuse(World(decoder).stitched(), strategy, 0.5)
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, math.inf, math.nan])
@@ -403,8 +405,8 @@ def test_kvshare_weighs_deviation_with_attention_at_layer_0(world: World) -> Non
 def test_kvshare_counts_the_keys_of_missing_chunks(decoder: Decoder) -> None:
     """A miss has no stitched key at layer 0; its fresh one takes part, garbage never does."""
     gap = World(decoder, chunks=LONG, missing={2})
-    kv, stitched = over_garbage(gap)
-    fused = fuse(decoder, gap.request, stitched, kv, gap.strategy("kvshare").selector, 0.25)
+    stitched = over_garbage(gap)
+    fused = fuse(stitched, gap.strategy("kvshare"), 0.25)
     assert fused.recomputed == gap.fuse("kvshare", 0.25)[0].recomputed
     assert bool(fused.logits.isfinite().all())
 
@@ -684,11 +686,8 @@ def test_missing_chunks_are_neither_seen_nor_scored(decoder: Decoder) -> None:
     """Whatever lies in the buffer where a chunk is missing changes no choice."""
     gap = World(decoder, chunks=LONG, missing={2}, asked=(1, 4))
     for name in QUERY_AWARE:
-        kv, stitched = over_garbage(gap)
-        strategy = gap.strategy(name)
-        fused = fuse(
-            decoder, gap.request, stitched, kv, strategy.selector, 0.3, drift=strategy.drift
-        )
+        stitched = over_garbage(gap)
+        fused = fuse(stitched, replace(gap.strategy(name), taper=None), 0.3)
         assert fused.recomputed == gap.fuse(name, 0.3)[0].recomputed
         assert bool(fused.logits.isfinite().all())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.transfer import pipeline
-from kvweave.fuse.transfer.groups import GROUP_BYTES, Ahead, group_for
+from kvweave.fuse.transfer.groups import GROUP_BYTES, LayerQueue, group_for
 from kvweave.fuse.transfer.pipeline import PipelinedChunks
 from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.format.objects import EncodedLayer, pack_chunk
@@ -77,24 +77,24 @@ def pipelined(
     return PipelinedChunks(world.decoder, world.request.placed, stored(world), ring, order, start_s)
 
 
-def drained(ahead: Ahead) -> Iterator[list[int]]:
-    while ahead:
-        group = ahead.next_group()
-        ahead.took(group)
+def drained(queue: LayerQueue) -> Iterator[list[int]]:
+    while queue:
+        group = queue.next_group()
+        queue.took(group)
         yield list(group)
 
 
 def test_groups_grow_from_one_and_shrink_towards_the_end() -> None:
-    ahead = Ahead(range(LAYERS))
-    ahead.most = 4
-    assert list(map(len, drained(ahead))) == [1, 2, 4, 3, 2, 1]
+    queue = LayerQueue(range(LAYERS))
+    queue.most = 4
+    assert list(map(len, drained(queue))) == [1, 2, 4, 3, 2, 1]
 
 
 def test_layers_taken_out_of_order_come_alone_and_leave_gaps_that_no_group_spans() -> None:
-    ahead = Ahead([5, 6, 12, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11])
-    ahead.most = 4
+    queue = LayerQueue([5, 6, 12, 0, 1, 2, 3, 4, 7, 8, 9, 10, 11])
+    queue.most = 4
     groups = [[5], [6], [12], [0], [1, 2], [3, 4], [7, 8, 9], [10], [11]]
-    assert list(drained(ahead)) == groups
+    assert list(drained(queue)) == groups
 
 
 def test_a_group_is_no_larger_than_its_bytes_and_a_third_of_the_ring() -> None:

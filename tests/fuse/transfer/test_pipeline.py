@@ -31,7 +31,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @dataclass
 class Arriving(Packed):
-    """Chunks of which only the first `there` layers have arrived before anybody waits.
+    """Chunks of which only the first `there` layers have arrived before any is waited for.
 
     Never whole: layers come one by one. Groups are tested in test_groups.py.
     """
@@ -132,7 +132,7 @@ def test_a_ring_is_cut_anew_for_each_request() -> None:
         assert ring.slot(range(1)) is None
 
 
-def test_a_slot_is_units_side_by_side_that_nobody_else_has() -> None:
+def test_a_slot_is_units_side_by_side_that_no_other_has() -> None:
     ring = Ring(CPU)
     ring.cut(10, 6)
     taken = [ring.slot(range(n)) for n in (1, 2, 2)]

@@ -11,8 +11,8 @@ from kvweave.errors import ConfigError
 from kvweave.fuse.encode.anchors import SHARE
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.contexts import ISOLATED
+from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.selectors.base import Needs
-from kvweave.fuse.selectors.cachecraft import INTER
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import open_codec
 from kvweave.kv.format.header import LayerShape, plan_header

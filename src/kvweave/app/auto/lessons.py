@@ -3,8 +3,8 @@
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import Ticket
-from kvweave.fuse import recorded_layers, recorded_probe
 from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder
@@ -19,8 +19,7 @@ class Lessons:
     def __init__(
         self, decoder: Decoder, machine: MachineProfile, tiers: TierProbes, planner: Planner
     ) -> None:
-        of_layers = recorded_layers.recordings_of(decoder)
-        self._recordings = of_layers, recorded_probe.recordings_of(decoder)
+        self._refusals = recordings_of(decoder).refusals
         self._num_layers = decoder.spec.num_layers
         self._machine = machine
         self._tiers = tiers
@@ -28,7 +27,7 @@ class Lessons:
 
     def num_recorded(self) -> int:
         """Recordings of what fused prompts play that were tried so far."""
-        return sum(recordings.refusals.num_tried for recordings in self._recordings)
+        return sum(refusals.num_tried for refusals in self._refusals)
 
     def learn(
         self, plan: Plan, strategy: Strategy, record: FuseRecord, ticket: Ticket, num_recorded: int

@@ -17,7 +17,7 @@ from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_encoder import Alone, ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, Texts, run_at_once
 from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
@@ -82,11 +82,10 @@ class LibraryKV:
         tokenizer: Tokenizer,
         options: KVOptions | None = None,
         *,
-        run_alone: Alone | None = None,
+        run_alone: RunAlone = run_at_once,
         say: Callable[[str], None] = log.info,
     ) -> Self:
-        """`run_alone` runs what needs the decoder where no one else uses it; None: at once. `say`
-        hears of a number of neighbours that calibration chose."""
+        """`run_alone` runs what needs the decoder while nothing else uses it. `say` hears of a number of neighbours that calibration chose."""
         options = options or KVOptions()
         preparation = choose_preparation(kb.folder / KV_FOLDER, options.encoding, options.extras)
         if options.encoding == "neighbours":  # without a number
@@ -108,9 +107,8 @@ class LibraryKV:
                 preparation,
                 Texts.of(tokenizer, preparation, closing),
                 neighbours_of=neighbours,
+                run_alone=run_alone,
             )
-            if run_alone is not None:
-                encoder.alone = run_alone
             stack.pop_all()
         return cls(kb, store, encoder, table, decoder.spec.max_context)
 

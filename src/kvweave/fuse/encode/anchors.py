@@ -152,7 +152,7 @@ def _halved(x: Tensor) -> Tensor:
     return x.float().clamp(-largest, largest).to("cpu", torch.float16)
 
 
-def look_into(blob: Tensor) -> Anchors:
+def view_anchors(blob: Tensor) -> Anchors:
     """As `unpack_anchors`, keys and values as views of the blob: uint8 [n] on the host."""
     num_layers, count, heads, dim = _sizes(blob[: HEADER.size].numpy().tobytes(), len(blob))
     num_indices, num_values = num_layers * count, num_layers * count * heads * dim
@@ -174,13 +174,4 @@ def _sizes(start: bytes, num_bytes: int) -> tuple[int, int, int, int]:
 
 def unpack_anchors(blob: bytes) -> Anchors:
     """The inverse of `pack_anchors`, float16. Raises ValueError if the blob is none."""
-    data = memoryview(blob)
-    num_layers, count, heads, dim = _sizes(bytes(data[: HEADER.size]), len(data))
-    num_indices, num_values = num_layers * count, num_layers * count * heads * dim
-    at = HEADER.size
-    indices = np.frombuffer(data, np.int32, num_indices, at).reshape(num_layers, count)
-    at += 4 * num_indices
-    shape = (num_layers, count, heads, dim)
-    keys = np.frombuffer(data, np.float16, num_values, at).reshape(shape)
-    values = np.frombuffer(data, np.float16, num_values, at + 2 * num_values).reshape(shape)
-    return Anchors(*(torch.from_numpy(a.copy()) for a in (indices.astype(np.int64), keys, values)))
+    return view_anchors(torch.from_numpy(np.frombuffer(blob, np.uint8).copy()))

@@ -20,7 +20,7 @@ from kvweave.fuse.encode.contexts import (
 )
 from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.encode.save_log import SaveBook, Saves
+from kvweave.fuse.encode.save_log import SaveLog, Saves
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.objects import pack_chunk
@@ -35,7 +35,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
-# Token ids of a chunk to the ids of its neighbours, nearest first; None if nobody chose any yet.
+# Token ids of a chunk to the ids of its neighbours, nearest first; None: none were chosen yet.
 NeighboursOf = Callable[[Sequence[int]], Sequence[ChunkId] | None]
 
 
@@ -60,13 +60,14 @@ class Texts:
         return cls(filler, repeat, tuple(accumulate(lengths)))
 
 
-class Alone(Protocol):
-    """Runs a job where nobody else uses the decoder, and gives its result."""
+class RunAlone(Protocol):
+    """Runs a job while nothing else uses the decoder, and returns its result."""
 
     def __call__(self, job: Callable[[], T]) -> T: ...
 
 
-def _at_once(job: Callable[[], T]) -> T:
+def run_at_once(job: Callable[[], T]) -> T:
+    """A `RunAlone` for a decoder that nothing else uses: on the calling thread, at once."""
     return job()
 
 
@@ -75,7 +76,7 @@ class ChunkEncoder:
 
     Each chunk is stored isolated, and behind its encoding context if there is one. Idempotent by
     key, so a run that was killed goes on where it stopped. For one thread; the decoder is used
-    through `alone`, a batch at a time. Holds no lock on the store: others may read meanwhile.
+    through `run_alone`, a batch at a time. Holds no lock on the store: others may read meanwhile.
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class ChunkEncoder:
         texts: Texts | None = None,
         *,
         neighbours_of: NeighboursOf | None = None,
-        on_saved: Callable[[int], None] | None = None,
+        run_alone: RunAlone = run_at_once,
     ) -> None:
         """`neighbours_of` knows what each chunk was or will be computed behind, for the encoding
-        context of that name. `on_saved` hears how many chunks were handled each time some were."""
+        context of that name. `run_alone` does all computing: where an engine shares the decoder it
+        is `Engine.run_alone`."""
         self.preparation = preparation or Preparation.parse(ISOLATED)
         self.texts = texts or Texts()
         variant = self.preparation.variant
@@ -110,9 +112,8 @@ class ChunkEncoder:
         self._context = replace(context, variant=name + beside)
         if variant.kind == "neighbours":  # what they bring is used with every pass, never served
             store.give_way(self._filled.context_id())
-        self._on_saved = on_saved
-        self.alone: Alone = _at_once  # where computing is done; whoever shares the decoder sets it
-        self._saves = SaveBook(store)
+        self.run_alone = run_alone
+        self._saves = SaveLog(store)
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
 
     @property
@@ -185,18 +186,16 @@ class ChunkEncoder:
         todo = self.absent(chunks, key_of)
         for run in passes([len(chunk.token_ids) for chunk in todo]):
             batch = [todo[i] for i in run]
-            made, extras, seconds = self.alone(partial(self._compute, batch, context_ids))
+            made, extras, seconds = self.run_alone(partial(self._compute, batch, context_ids))
             per_row_s = seconds / sum(len(chunk.token_ids) for chunk in batch)
-            for chunk, layers, beside in zip(batch, made, extras, strict=True):
+            for chunk, layers, each in zip(batch, made, extras, strict=True):
                 cost_s = per_row_s * len(chunk.token_ids)
-                self.save(chunk, key_of(chunk.token_ids), layers, beside, cost_s)
-            if self._on_saved is not None:
-                self._on_saved(len(batch))
+                self.save(chunk, key_of(chunk.token_ids), layers, each, cost_s)
 
     def _compute(
         self, batch: Sequence[Chunk], context_ids: tuple[int, ...]
     ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], float]:
-        """KV of a batch, what lies beside it, and how long it took. All that the decoder does."""
+        """KV of a batch, its extras, and how long it took. All that the decoder does."""
         started_s = time.perf_counter()
         prefix = self._prefix(context_ids)
         made = encode_chunks(self.decoder, prefix, [chunk.token_ids for chunk in batch])
@@ -208,13 +207,13 @@ class ChunkEncoder:
         chunk: Chunk,
         key: ChunkKey,
         layers: Sequence[LayerKV],
-        beside: dict[str, bytes],
+        extras: dict[str, bytes],
         cost_s: float,
     ) -> None:
-        """Save one chunk's KV with its id and what lies beside it."""
+        """Save one chunk's KV with its id and its extras."""
         try:
-            extras = {CHUNK: chunk.id.encode(), **beside}
-            packed = pack_chunk(key, layers, self._context.codec, extras)
+            beside = {CHUNK: chunk.id.encode(), **extras}
+            packed = pack_chunk(key, layers, self._context.codec, beside)
         except ValueError as error:
             log.warning("chunk %s is not saved: %s", chunk.id, error)
             self.store.metrics.count("kv_saves_dropped_total", reason="not representable")
@@ -235,7 +234,7 @@ class ChunkEncoder:
     def extras(
         self, prefix: Prefix, batch: Sequence[Chunk], made: Sequence[Sequence[LayerKV]]
     ) -> list[dict[str, bytes]]:
-        """What lies beside each chunk's KV."""
+        """The extras of each chunk, which lie beside its KV."""
         ids = [chunk.token_ids for chunk in batch]
         names, repeat_ids = self.preparation.extras, self.texts.repeat
         return compute_extras(self.decoder, names, prefix, ids, made, repeat_ids)

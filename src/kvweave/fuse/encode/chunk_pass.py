@@ -81,7 +81,9 @@ def encode_chunks(
             break  # nothing behind the last keys and values is kept
         turned = rotate(projected.k, angles)
         segments = [
-            Segment(start, end, *behind(before, layer, turned[start:end], projected.v[start:end]))
+            Segment(
+                start, end, *with_prefix(before, layer, turned[start:end], projected.v[start:end])
+            )
             for before, (start, end) in zip(prefixes, bounds, strict=True)
         ]
         h = decoder.finish(layer, h, attend(rotate(projected.q, angles), positions, segments))
@@ -96,8 +98,8 @@ def _bounds(chunks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     return bounds
 
 
-def behind(prefix: Prefix, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values that the rows of one chunk look at."""
+def with_prefix(prefix: Prefix, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values that the rows of one chunk look at: the prefix in front, then its own."""
     if not prefix.layers:
         return k, v
     front = prefix.layers[layer]

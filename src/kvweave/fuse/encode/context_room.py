@@ -68,10 +68,10 @@ def check_room(encoder: ChunkEncoder, max_context: int, chunk_tokens: int) -> No
     if short is None:
         return
     if short.chunk_tokens is not None:
-        way_out = "give --extras without it, or" if repeats else "make"
-        way_out += f" a new knowledge base with --chunk-tokens {short.chunk_tokens} or fewer"
+        advice = "give --extras without it, or" if repeats else "make"
+        advice += f" a new knowledge base with --chunk-tokens {short.chunk_tokens} or fewer"
     else:
-        way_out = "give " + (
+        advice = "give " + (
             f"{short.encoding} or less" if short.encoding else f"--encoding {short.less}"
         )
-    raise ConfigError(f"{short.says}; {way_out}")
+    raise ConfigError(f"{short.says}; {advice}")

@@ -30,7 +30,7 @@ from kvweave.text.tokenizer import Tokenizer
 
 ISOLATED = "isolated"
 # Filler: about half of a prompt of 1,000 tokens. Neighbours: FusionRAG takes 10; how many are good
-# depends on the documents, and calibration says (`profiles.calibrated_neighbours`).
+# depends on the documents, and calibration says (`calibrate.profiles`).
 DEFAULT_SIZES = {ISOLATED: 0, "filler": 4, "neighbours": 3}
 
 
@@ -45,8 +45,8 @@ class Variant(NamedTuple):
 
 
 def parse_variant(text: str) -> Variant:
-    """Read "filler:4" and the like; a kind alone takes its default size. Whoever knows a model's
-    profile may know a better number of neighbours: `profiles.calibrated_neighbours`."""
+    """Read "filler:4" and the like; a kind alone takes its default size. A model's profile may know
+    a better number of neighbours: `calibrate.profiles.calibrated_neighbours`."""
     kind, colon, size = text.partition(":")
     if kind not in DEFAULT_SIZES or (
         colon and (kind == ISOLATED or not size.isdecimal() or int(size) == 0)

@@ -35,8 +35,8 @@ Filled = tuple[Chunk, list[LayerKV]]  # a chunk and its KV behind the filler
 class NeighbourEncoder:
     """Computes and saves what is absent. Idempotent by key; for the thread of its encoder.
 
-    Neighbours must be chosen and noted before: what this saves carries their text, and whoever
-    deletes one of them must be able to find it.
+    Neighbours must be chosen and noted before: what this saves carries their text, and deleting one
+    of them must find it (`NeighbourTable.users_of`).
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class NeighbourEncoder:
         """One pass."""
         encoder = self._encoder
         started_s = time.perf_counter()
-        made, besides, fresh = encoder.alone(partial(self._compute, batch, behind))
+        made, extras, fresh = encoder.run_alone(partial(self._compute, batch, behind))
         num_rows = sum(len(chunk.token_ids) for chunk in batch)
         num_rows += sum(packed.header.shape.num_tokens for packed in fresh)
         per_row_s = (time.perf_counter() - started_s) / num_rows
         for packed in fresh:
             # it gives way (`ChunkEncoder`); where it finds no room no chunk lacks KV: it is no save
             encoder.store.save(packed, wait_s=SAVE_WAIT_S)
-        for chunk, others, layers, beside in zip(batch, behind, made, besides, strict=True):
+        for chunk, others, layers, each in zip(batch, behind, made, extras, strict=True):
             cost_s = per_row_s * len(chunk.token_ids)
             key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
-            encoder.save(chunk, key, layers, beside, cost_s)
+            encoder.save(chunk, key, layers, each, cost_s)
 
     def _compute(
         self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]
     ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], list[PackedChunk]]:
-        """All that the decoder does for one pass: KV, what lies beside it, and the KV of neighbours
-        that is to be stored."""
+        """All that the decoder does for one pass: KV, its extras, and the KV of neighbours that is
+        to be stored."""
         encoder = self._encoder
         chunks = {other.id: other for others in behind for other in others}
         filled = self._stored_filled(chunks)
@@ -111,13 +111,13 @@ class NeighbourEncoder:
             for others in behind
         ]
         made = encode_chunks(encoder.decoder, prefixes, [chunk.token_ids for chunk in batch])
-        besides = [
-            self._beside(chunk, others, prefix, layers)
+        extras = [
+            self._extras(chunk, others, prefix, layers)
             for chunk, others, prefix, layers in zip(batch, behind, prefixes, made, strict=True)
         ]
-        return made, besides, fresh
+        return made, extras, fresh
 
-    def _beside(
+    def _extras(
         self,
         chunk: Chunk,
         others: Sequence[Chunk],

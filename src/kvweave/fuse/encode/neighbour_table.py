@@ -5,8 +5,8 @@
 An entry is written before any KV that follows it and dropped before that KV is deleted. So a chunk
 with KV behind neighbours has an entry, KV that saw a deleted chunk has none, and a kill in between
 leaves at worst an entry without KV (a miss) or KV that nothing names. The table remembers up to
-which generation of the catalogue KV and documents agree; whoever finds another one cleans up first
-(see `kvweave/upkeep.py`).
+which generation of the catalogue KV and documents agree; a process that finds another generation
+cleans up first (app/library/kv_sync.py).
 """
 
 import json

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.anchors import RULES, extra_name
 from kvweave.fuse.encode.contexts import Variant, parse_variant
-from kvweave.fuse.selectors.cachecraft import INTER
+from kvweave.fuse.encode.extras import EXTRAS
 
 FILE = "preparation.json"
 DEFAULT_ENCODING = "filler"
-EXTRAS = (INTER, *(extra_name(rule) for rule in RULES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Saves(NamedTuple):
     reasons: tuple[str, ...] = ()  # of what was dropped, in words
 
 
-class SaveBook:
+class SaveLog:
     """Counts answered promises. For one thread, the encoder's."""
 
     def __init__(self, store: KVStore) -> None:

@@ -1,1 +1,20 @@
-"""Who picks the rows to recompute: one file per published idea, all behind one contract."""
+"""Selectors pick the rows to recompute: one file per published idea, one contract (`base.py`).
+
+Add a selector:
+
+1. Write `selectors/chunk_tails.py`. These three members are all that is asked of it:
+
+       @dataclass(frozen=True, slots=True)
+       class ChunkTails:
+           in_flight: ClassVar[Literal[False]] = False  # chooses before the pass, not inside it
+
+           def needs(self, num_layers: int) -> Needs:
+               return Needs()  # nothing is loaded or probed before it chooses
+
+           def select(self, scene: Scene, count: int) -> Tensor:
+               return scene.hits[-count:]  # positions, ascending, on the host
+
+2. Name it in `_SELECTORS` of `fuse/strategy.py`, with its default ratio:
+   `"chunk-tails": (lambda _: ChunkTails(), 0.15),`. CLI, API, planner and calibration know it then.
+3. Run `pytest tests/fuse`: the contract tests take every name in that table.
+"""

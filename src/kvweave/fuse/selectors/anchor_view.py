@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import RequestError
-from kvweave.fuse.encode.anchors import Anchors, extra_name, look_into, unpack_anchors
-from kvweave.fuse.probe import Whole
+from kvweave.fuse.encode.anchors import Anchors, extra_name, unpack_anchors, view_anchors
+from kvweave.fuse.probe import LaidContext
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selectors.base import Scene
 from kvweave.kernels.host import on_device
@@ -64,7 +64,7 @@ class AnchorView:
             return None
         return self._keys[layer, :end], self._values[layer, :end], self._positions[layer]
 
-    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> Whole | None:
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> LaidContext | None:
         """All anchors stand before the question: laid side by side, a row sees what is left of it,
         wherever the anchors of a layer come from."""
         if len(fresh.k) != self._question:
@@ -74,17 +74,17 @@ class AnchorView:
             rows = torch.arange(self._positions.shape[1], len(keys))
             self._at = rows, on_device(rows, keys.device)
         q = place(fresh.q, fresh.k, fresh.v, turn, self._at[1], keys, values)
-        return Whole(q, keys[-self._question :], keys, values, self._at[0])
+        return LaidContext(q, keys[-self._question :], keys, values, self._at[0])
 
 
 def _stored(scene: Scene, rule: str) -> dict[ChunkKey, Anchors]:
     """The anchors of every placed chunk. Raises RequestError if some have none."""
     name = extra_name(rule)
-    blobs = scene.stitched.tensors_beside(name)
+    blobs = scene.stitched.extra_tensors(name)
     if blobs is None:
-        found = {key: unpack_anchors(blob) for key, blob in scene.stitched.beside(name).items()}
+        found = {key: unpack_anchors(blob) for key, blob in scene.stitched.extras(name).items()}
     else:
-        found = {key: look_into(blob) for key, blob in blobs.items()}
+        found = {key: view_anchors(blob) for key, blob in blobs.items()}
     if any(span.key not in found for span in scene.request.placed):
         raise RequestError(
             f"strategy 'qcfuse' needs {rule} anchors beside the chunk KV; "

@@ -13,7 +13,7 @@ Called on the thread that owns the device. Selectors hold no state between reque
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,10 +41,16 @@ class Needs:
 class Scene:
     """One request, as a selector sees it."""
 
-    decoder: FusionDecoder
-    request: FuseRequest
     stitched: Stitched
     hits: Tensor  # [H] positions on the host, ascending
+
+    @property
+    def decoder(self) -> FusionDecoder:
+        return self.stitched.decoder
+
+    @property
+    def request(self) -> FuseRequest:
+        return self.stitched.request
 
     @property
     def fused(self) -> tuple[ChunkSpan, ...]:
@@ -54,6 +60,8 @@ class Scene:
 
 class Selector(Protocol):
     """Chooses before the pass, from positions, stored KV or a probe."""
+
+    in_flight: ClassVar[Literal[False]]
 
     def needs(self, num_layers: int) -> Needs: ...
 
@@ -74,14 +82,16 @@ class RankingSelector(Protocol):
 class InFlightSelector(Protocol):
     """Chooses inside the pass: every hit starts, and check layers narrow them down."""
 
+    in_flight: ClassVar[Literal[True]]
+
     def needs(self, num_layers: int) -> Needs: ...
 
-    def begin(self, scene: Scene, count: int) -> "Narrowing":
+    def begin(self, scene: Scene, count: int) -> "InFlightChoice":
         """What decides during one pass. May probe first."""
         ...
 
 
-class Narrowing(Protocol):
+class InFlightChoice(Protocol):
     """The state of one in-flight selection."""
 
     def choose(self, look: LayerLook) -> Tensor | None:
@@ -101,7 +111,7 @@ def ranked_positions(scores: Tensor, positions: Tensor, counts: Sequence[int]) -
     """As `top_positions`, for several counts at once: the host waits for all of them together."""
     scores = scores.float()
     best = torch.sort(scores, descending=True, stable=True).indices
-    # sorted here, where the scores are: the host has the longer way to it
+    # sorted here, where the scores are: on the host it would take longer
     orders = [best[:count].sort().values for count in counts]
     # the number of NaN rides along: asked for by itself it would make the host wait twice
     answer = torch.cat([scores.isnan().sum()[None], *orders]).cpu()

@@ -7,13 +7,13 @@ several check layers the candidates shrink step by step (gradual filtering).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
-from kvweave.fuse.selectors.base import Narrowing, Needs, Scene, top_positions
+from kvweave.fuse.selectors.base import InFlightChoice, Needs, Scene, top_positions
 
 Signal = Literal["v", "k", "kv"]
 
@@ -27,6 +27,7 @@ class CacheBlend:
 
     signal: Signal = "v"
     checks: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    in_flight: ClassVar[Literal[True]] = True
 
     def __post_init__(self) -> None:
         layers = [layer for layer, _ in self.checks]
@@ -42,15 +43,15 @@ class CacheBlend:
             full_width_layers=layers[0],
         )
 
-    def begin(self, scene: Scene, count: int) -> Narrowing:
+    def begin(self, scene: Scene, count: int) -> InFlightChoice:
         last_layer = scene.decoder.spec.num_layers - 1  # nothing runs on behind it
         checks = {layer: times for layer, times in self.checks if layer < last_layer}
         if checks:
             checks[max(checks)] = 1.0
-        return _Deviating(scene, count, self.signal, checks)
+        return _DeviationChoice(scene, count, self.signal, checks)
 
 
-class _Deviating:
+class _DeviationChoice:
     def __init__(self, scene: Scene, count: int, signal: Signal, checks: dict[int, float]) -> None:
         self._hits = scene.hits
         self._count = count

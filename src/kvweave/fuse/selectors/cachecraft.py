@@ -6,26 +6,28 @@ contexts as well; that is not in our sources and not here.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvweave.errors import RequestError
+from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.selectors.base import Needs, Scene, top_positions
-
-INTER = "inter"  # the extra: float16 [T], attention to keys outside the chunk, summed over heads
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCraftInter:
     """Highest inter-chunk attention first."""
 
+    in_flight: ClassVar[Literal[False]] = False
+
     def needs(self, num_layers: int) -> Needs:
         return Needs(extras=(INTER,))
 
     def select(self, scene: Scene, count: int) -> Tensor:
-        stored = scene.stitched.beside(INTER)
+        stored = scene.stitched.extras(INTER)
         parts = []
         for span in scene.fused:
             # of another size it would shift the scores of all chunks behind it

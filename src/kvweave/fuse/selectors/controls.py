@@ -4,6 +4,7 @@ import hashlib
 import math
 import struct
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ class Random:
     """Uniform rows, the same for the same prompt."""
 
     seed: int = 0
+    in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         return Needs()
@@ -31,6 +33,8 @@ class Random:
 @dataclass(frozen=True, slots=True)
 class Stride:
     """Every n-th row."""
+
+    in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         return Needs()

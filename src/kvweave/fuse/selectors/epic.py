@@ -5,6 +5,7 @@ are none. Recomputing them repairs the seams, whatever the question.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from kvweave.fuse.stitched import positions_of
 @dataclass(frozen=True, slots=True)
 class Epic:
     """The same share of every chunk's head, so that ratios compare."""
+
+    in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         return Needs()

@@ -5,11 +5,12 @@ that the prompt looks at. The attention is that of all rows at layer 0, which al
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
-from kvweave.fuse.selectors.base import Narrowing, Needs, Scene, top_positions
+from kvweave.fuse.selectors.base import InFlightChoice, Needs, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import deviation, rows_of
 from kvweave.kernels.column_scores import causal_column_mass
 from kvweave.kernels.rope import rotate
@@ -21,14 +22,16 @@ CHECK_LAYER = 1
 class KVShareLike:
     """score = squared value deviation at layer 1 × attention received at layer 0."""
 
+    in_flight: ClassVar[Literal[True]] = True
+
     def needs(self, num_layers: int) -> Needs:
         return Needs(value_layers=(CHECK_LAYER,), full_width_layers=CHECK_LAYER)
 
-    def begin(self, scene: Scene, count: int) -> Narrowing:
-        return _Watching(scene, count)
+    def begin(self, scene: Scene, count: int) -> InFlightChoice:
+        return _WeightedChoice(scene, count)
 
 
-class _Watching:
+class _WeightedChoice:
     def __init__(self, scene: Scene, count: int) -> None:
         self._scene = scene
         self._count = count

@@ -7,12 +7,12 @@ the layers, the keys that share a softmax, and how rows, heads and layers are pu
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvweave.fuse.probe import ContextView, FrontOnly, Probed, Whole, probe
+from kvweave.fuse.probe import ContextView, FrontOnly, LaidContext, ProbedLayer, probe
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State
 from kvweave.fuse.selectors.anchor_view import AnchorView
@@ -48,6 +48,7 @@ class QueryAttention:
     anchors: str = "kvzip"  # which anchors the "anchors" view takes
     # a row at the end of the prompt counts for 1 / (1 + late) of one at its front: it costs more
     late: float = 0.0
+    in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         layers = resolve_layers(self.layers, num_layers)
@@ -102,7 +103,9 @@ class QueryAttention:
         deepest = max(resolve_layers(self.layers, scene.decoder.spec.num_layers))
         return AnchorView(scene, self.anchors, deepest)
 
-    def _columns(self, scene: Scene, layers: Sequence[int], probed: Mapping[int, Probed]) -> Tensor:
+    def _columns(
+        self, scene: Scene, layers: Sequence[int], probed: Mapping[int, ProbedLayer]
+    ) -> Tensor:
         """Scores of all placed tokens at some layers, [layers, N]."""
         request, at_zero = scene.request, self.keys_at == "encoding"
         first = request.asked.start if at_zero else request.question_start
@@ -120,7 +123,7 @@ class QueryAttention:
         )
 
     def _others(
-        self, scene: Scene, layers: Sequence[int], probed: Mapping[int, Probed], asked: slice
+        self, scene: Scene, layers: Sequence[int], probed: Mapping[int, ProbedLayer], asked: slice
     ) -> list[tuple[list[Tensor], Tensor | None]]:
         """Keys besides the chunks' that a full softmax runs over: preamble and question."""
         if self.normaliser != "full":
@@ -162,7 +165,7 @@ class FullView:
         at = on_device(self._positions, keys.device)
         return keys[at], values[at], self._positions
 
-    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> Whole | None:
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> LaidContext | None:
         start, end = len(self._positions), self._num_tokens
         if not self._whole or len(fresh.k) != end - start:
             return None
@@ -171,7 +174,7 @@ class FullView:
             rows = torch.arange(start, end)
             self._at = rows, on_device(rows, keys.device)
         q = place(fresh.q, fresh.k, fresh.v, turn, self._at[1], keys, values)
-        return Whole(q, keys[start:end], keys, values, self._at[0])
+        return LaidContext(q, keys[start:end], keys, values, self._at[0])
 
 
 def placed_keys(scene: Scene, layer: int) -> Tensor:

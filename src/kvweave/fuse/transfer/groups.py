@@ -29,11 +29,11 @@ def taking_order(needs: Needs, num_layers: int) -> list[int]:
     return [*first, *(layer for layer in range(num_layers) if layer not in first)]
 
 
-class Ahead:
+class LayerQueue:
     """Layers of one request that are still to be brought, in the order they will be taken.
 
-    For the thread that runs the pass. `most` is how many a group may have: 1 until somebody knows
-    that all of them are there.
+    For the thread that runs the pass. `most` is how many a group may have: 1 until all of them are
+    known to be in host memory.
     """
 
     def __init__(self, order: Sequence[int]) -> None:

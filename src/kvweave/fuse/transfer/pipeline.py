@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
-from kvweave.fuse.sources import ChunkSource, Layers, StoredChunks, check_arrived
+from kvweave.fuse.sources import ChunkSource, LayerTransfer, StoredChunks, check_arrived
 from kvweave.fuse.strategy import Strategy
-from kvweave.fuse.transfer.groups import Ahead, group_for, taking_order
+from kvweave.fuse.transfer.groups import LayerQueue, group_for, taking_order
 from kvweave.fuse.transfer.placement import Placement, parts_of, strides_of
 from kvweave.fuse.transfer.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
 from kvweave.kv.format.codec import LayerKV
@@ -34,7 +34,7 @@ AT_A_TIME = 2  # groups of layers
 
 @contextmanager
 def open_source(
-    decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: Layers, strategy: Strategy
+    decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: LayerTransfer, strategy: Strategy
 ) -> Iterator[ChunkSource]:
     """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else."""
     if decoder.device.type != "cuda" or not placed:
@@ -68,16 +68,16 @@ def open_source(
 
 
 class PipelinedChunks:
-    """A ChunkSource that lays its layers itself. For the thread that runs the pass.
+    """A ChunkSource that is its own LayerPlacer. For the thread that runs the pass.
 
-    Whoever lends the ring finishes it before the bytes may go: see `open_source`.
+    The ring must be finished before the bytes may go: `open_source` sees to that.
     """
 
     def __init__(
         self,
         decoder: FusionDecoder,
         placed: Sequence[ChunkSpan],
-        layers: Layers,
+        layers: LayerTransfer,
         ring: Ring,
         order: Sequence[int] | None = None,
         start_s: float = float("inf"),
@@ -92,7 +92,7 @@ class PipelinedChunks:
         self._layers = layers
         self._ring = ring
         self._num_layers = decoder.spec.num_layers
-        self._ahead = Ahead(range(self._num_layers) if order is None else order)
+        self._queue = LayerQueue(range(self._num_layers) if order is None else order)
         self._start_s = start_s
         self._strides: dict[ChunkKey, int] | None = None  # once the first layer is there
         self._placement: Placement | None = None
@@ -104,6 +104,10 @@ class PipelinedChunks:
         self._begun = False
         if begins:
             self.begin()
+
+    @property
+    def placer(self) -> "PipelinedChunks":
+        return self
 
     def begin(self) -> None:
         self._begun = True
@@ -127,10 +131,10 @@ class PipelinedChunks:
         self._give_back(slot)
         return out
 
-    def beside(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}
 
-    def tensors_beside(self, name: str) -> Mapping[ChunkKey, Tensor]:
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
         return self._layers.extra_tensors(name)
 
     def stalled_s(self) -> float:
@@ -154,7 +158,7 @@ class PipelinedChunks:
             began, ended = (new_event() for _ in range(2))
             began.record()
         if layer not in self._brought:
-            self._ahead.without(layer)
+            self._queue.without(layer)
             self._bring(layer)
         slot = self._brought[layer]
         if on_device:
@@ -179,16 +183,16 @@ class PipelinedChunks:
         device may have run out of other orders.
         """
         for _ in range(AT_A_TIME):
-            if not self._ahead:
+            if not self._queue:
                 return
-            group = self._ahead.next_group()
+            group = self._queue.next_group()
             if self._whole is None and not self._layers.is_ready(group.start):
                 return
             arrived = self._open(group.start) if self._strides is None else None
             slot = self._ring.slot(group)
             if slot is None:
                 return
-            self._ahead.took(group)
+            self._queue.took(group)
             self._fill(slot, arrived)
 
     def _bring(self, layer: int) -> None:
@@ -200,7 +204,7 @@ class PipelinedChunks:
             back = [other for other in last.layers if self._brought.get(other) is last]
             for other in back:
                 del self._brought[other]
-            self._ahead.put_back(back)
+            self._queue.put_back(back)
             self._ring.release(last)
             slot = self._ring.slot(range(layer, layer + 1))
             assert slot is not None, "there is room now"
@@ -216,8 +220,8 @@ class PipelinedChunks:
         lengths = [self._num_layers * stride for stride in strides.values()]
         if whole is not None and [data.numel() for data in whole] == lengths:
             self._whole = whole
-            self._ahead.most = group_for(size, ring.ring_bytes)
-        group, num_layers = self._ahead.most, self._num_layers
+            self._queue.most = group_for(size, ring.ring_bytes)
+        group, num_layers = self._queue.most, self._num_layers
         speed, most_bytes = ring.bytes_per_s, ring.ring_bytes
         ring.cut(size, depth_for(size, speed, self._start_s, num_layers, most_bytes, group))
         return arrived
@@ -241,7 +245,7 @@ class PipelinedChunks:
         self._brought.update(dict.fromkeys(slot.layers, slot))
         if self._placement is None:  # while the first bytes travel
             assert arrived is not None, "it is the first layer"
-            most = self._ahead.most
+            most = self._queue.most
             self._placement = Placement(self._decoder, self._placed, arrived, most)
 
 

@@ -1,4 +1,4 @@
-"""Where the bytes of a request's chunks lie in one buffer, and where their tokens go.
+"""Where the bytes of a request's chunks lie in one slot of the ring, and where their tokens go.
 
 Made once per request, when the shapes are known; every layer is laid by it. Chunks that stand twice
 in a prompt travel once.
@@ -38,8 +38,8 @@ def packing_of(codec: Codec, model: torch.dtype) -> Packing:
     raise AssertionError(f"codec {codec.name!r} has no packing")
 
 
-class _Group(NamedTuple):
-    """Tokens whose bytes are read in one way."""
+class _PackingGroup(NamedTuple):
+    """Tokens whose bytes have the same packing."""
 
     packing: Packing
     rows: list[StoredRows]  # by `_number` of a layer in its group
@@ -100,7 +100,7 @@ class Placement:
 
     def _group(
         self, decoder: FusionDecoder, packing: Packing, spans: Sequence[tuple[int, ChunkSpan]]
-    ) -> _Group:
+    ) -> _PackingGroup:
         """Chunks are described on the host and spread over their tokens on the device."""
         counts = np.array([span.num_tokens for _, span in spans])
         first = np.cumsum(counts) - counts  # token of the group
@@ -118,7 +118,7 @@ class Placement:
         of_token[:3] += torch.arange(num_tokens, device=self._device)
         nth, row, compact, length, *bases = of_token.unbind()
         rows = [StoredRows(base, nth, length, row) for base in bases]
-        return _Group(packing, rows, compact, decoder.angles(row))
+        return _PackingGroup(packing, rows, compact, decoder.angles(row))
 
     def _bases(self, spans: Sequence[tuple[int, ChunkSpan]]) -> np.ndarray:
         """[places in groups, spans] first byte of a chunk's layer, in the order of `_number`."""

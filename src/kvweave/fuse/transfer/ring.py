@@ -3,7 +3,7 @@
 A ring is one piece of memory, cut into units of one layer for each request. A slot is some units
 side by side, for a group of layers that travel together. Copies run on a stream of their own, in
 the order they are asked for; a copy into a slot waits on the device until what lay there was taken
-out, and whoever takes layers out waits on the device until they are in. The host waits for nobody.
+out, and the stream of the request waits on the device until layers are in. The host never waits.
 
 On a CPU the same calls copy at once: the order of things is tested there.
 """

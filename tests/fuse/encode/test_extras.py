@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
-from kvweave.fuse.encode.inter_attention import inter_attention
+from kvweave.fuse.encode.extras import inter_attention
 from kvweave.kernels.rope import rotate
 from kvweave.model.load import load_decoder
 from worlds.fuse import CHUNKS, PREAMBLE
