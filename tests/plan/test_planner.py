@@ -133,8 +133,8 @@ def test_what_lies_beside_the_layers_is_priced_for_strategies_that_read_it() -> 
         ((anchored,), plain_bytes + 600 * 7.5),
     ):
         gate = OpenGate(epic=0.1, anchored=0.1)
-        plan = make_planner(stored=stored, strategies=strategies, gate=gate).plan(
-            ask("a300", "b300")
+        plan = make_planner(stored=stored, gate=gate).plan(
+            ask("a300", "b300", strategies=strategies)
         )
         assert plan.strategy == strategies[0].name
         assert plan.chosen.load_bytes == load_bytes
@@ -149,11 +149,6 @@ def test_what_lies_beside_the_layers_is_priced_for_strategies_that_read_it() -> 
         ({"gate": OpenGate(epic=1.0)}, Reason.BOUND_NOT_MET),
         ({"limits": FusionLimits(row_bytes=1000, free_bytes=100)}, Reason.NO_MEMORY),
         ({"links": {"host": FAST}}, Reason.TIER_UNKNOWN),
-        (
-            {"strategies": (StrategyInfo("epic", needs=frozenset({"anchors"})),)},
-            Reason.NEEDS_MISSING,
-        ),
-        ({"strategies": (StrategyInfo("epic", variants=("filler",)),)}, Reason.NEEDS_MISSING),
     ],
 )
 def test_every_refusal_has_its_reason(change: dict[str, object], reason: Reason) -> None:
@@ -161,6 +156,20 @@ def test_every_refusal_has_its_reason(change: dict[str, object], reason: Reason)
     plan = planner.plan(ask("a300", "b300"))
     assert plan.strategy is None
     assert why(plan, "fused epic") is reason
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        StrategyInfo("epic", needs=frozenset({"anchors"})),
+        StrategyInfo("epic", variants=("filler",)),
+    ],
+)
+def test_a_strategy_that_cannot_use_what_is_stored_says_so(strategy: StrategyInfo) -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"))
+    plan = planner.plan(ask("a300", "b300", strategies=(strategy,)))
+    assert plan.strategy is None
+    assert why(plan, "fused epic") is Reason.NEEDS_MISSING
 
 
 def test_a_gain_below_ten_percent_or_twenty_milliseconds_is_left() -> None:
@@ -184,10 +193,9 @@ def test_the_cheapest_of_several_strategies_is_taken() -> None:
     planner = make_planner(
         stored=on_disk("a300", "b300"),
         links={"disk": 5e6},
-        strategies=(slow, EPIC),
         gate=OpenGate(epic=0.3, prophet=0.3),
     )
-    plan = planner.plan(ask("a300", "b300"))
+    plan = planner.plan(ask("a300", "b300", strategies=(slow, EPIC)))
     assert plan.strategy == "epic"
     assert why(plan, "fused prophet") in (Reason.DEARER, Reason.GAIN_TOO_SMALL)
 

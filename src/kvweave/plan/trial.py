@@ -9,9 +9,9 @@ clearly were loading as cheap as it can be. The plan says that it is a trial.
 from collections.abc import Collection, Sequence
 
 from kvweave.plan.loading_cost import Load
-from kvweave.plan.one_order import OneOrder, price_of
 from kvweave.plan.options import Candidate
 from kvweave.plan.plan import Option, Reason
+from kvweave.plan.pricing import OrderPricing, price_of
 
 EVERY = 50  # requests, of which one at most is a trial
 MOST_LOSS = 0.05  # of the chosen price: what `auto` may cost beyond full prefill
@@ -32,7 +32,7 @@ class TrialBudget:
         self._since = 0 if trial else self._since + 1
 
 
-def find_trial(order: OneOrder, unsure: Collection[str], busy: bool) -> Candidate | None:
+def find_trial(order: OrderPricing, unsure: Collection[str], busy: bool) -> Candidate | None:
     """The cheapest way that is worth a trial; None if none is, or the chosen one tells as much.
 
     `unsure` are links of which too few requests have told what loading costs. `busy`: others run,
