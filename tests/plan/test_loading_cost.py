@@ -1,5 +1,7 @@
 """What a request pays for its loading: nothing is assumed hidden, requests tell, time forgets."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvweave.plan.cost import CostModel, StrategyInfo
@@ -129,7 +131,7 @@ def optimistic() -> Planner:
 
 def test_a_price_that_is_too_low_is_corrected_after_two_requests() -> None:
     planner, request = optimistic(), ask("a300", "b300")
-    planner.now_s = lambda: 0.0
+    planner = replace(planner, now_s=lambda: 0.0)
     for _ in range(2):
         plan = planner.plan(request)
         assert fused(plan)
@@ -142,7 +144,7 @@ def test_a_price_that_is_too_low_is_corrected_after_two_requests() -> None:
 def test_a_tier_that_was_shut_out_is_tried_again_and_stays_if_it_recovered() -> None:
     planner, request = optimistic(), ask("a300", "b300")
     now_s = 0.0
-    planner.now_s = lambda: now_s
+    planner = replace(planner, now_s=lambda: now_s)
     for _ in range(WINDOW):
         planner.took(planner.plan(request), 1.5)
     for _ in range(7):

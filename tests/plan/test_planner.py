@@ -1,5 +1,7 @@
 """The planner: exact before approximate, cheap before clever, and always with a reason."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -274,7 +276,7 @@ def test_requests_ahead_hide_loading() -> None:
     stored, links = on_disk("a300", "b300"), {"disk": 2e6}
     planner = make_planner(stored=stored, links=links)
     alone = planner.plan(ask("a300", "b300"))
-    planner.queue_s = lambda: 5.0
+    planner = replace(planner, queue_s=lambda: 5.0)
     queued = planner.plan(ask("a300", "b300"))
     full = next(option for option in queued.options if option.name == "full")
     assert full.predicted_s == pytest.approx(5.0 + 0.614, abs=0.01)
@@ -284,7 +286,7 @@ def test_requests_ahead_hide_loading() -> None:
 def test_bytes_that_others_wait_for_make_a_tier_slow() -> None:
     planner = make_planner(stored=on_disk("a300", "b300"))
     assert planner.plan(ask("a300", "b300")).strategy == "epic"
-    planner.pending_bytes = lambda: {"disk": int(10 * FAST)}
+    planner = replace(planner, pending_bytes=lambda: {"disk": int(10 * FAST)})
     plan = planner.plan(ask("a300", "b300"))
     assert plan.strategy is None
     assert why(plan, "fused epic") is Reason.TIER_TOO_SLOW
@@ -302,7 +304,7 @@ def test_bytes_of_each_codec_come_at_their_own_pace() -> None:
 
 def test_a_strategy_that_cannot_run_is_listed_with_its_reason() -> None:
     planner = make_planner(stored=on_disk("a300"))
-    planner.unavailable = {"qcfuse": Reason.NO_LAYERS}
+    planner = replace(planner, unavailable={"qcfuse": Reason.NO_LAYERS})
     assert why(planner.plan(ask("a300")), "fused qcfuse") is Reason.NO_LAYERS
 
 

@@ -1,10 +1,11 @@
-"""What a way to answer costs, in seconds to the first token, from measured profiles.
+"""What an option costs, in seconds to the first token, from measured profiles.
 
-Bytes arrive layer by layer while layers before them compute (`pipe.py`). A queue ahead delays
-compute but not loading.
+Bytes arrive layer by layer while layers before them compute. A queue ahead delays compute but not
+loading.
 
 That is the least it can take. What is paid is more, by the share of loading that nothing hides
-(`paid.py`). Bytes from a tier behind host memory load twice: into it, and from there to the device.
+(`loading_cost.py` has both). Bytes from a tier behind host memory load twice: into it, and from
+there to the device.
 
     price = max(done, work + share · load)
 """
@@ -38,7 +39,7 @@ class SlowestLoad(NamedTuple):
 
 
 class LoadSet(NamedTuple):
-    """Stored tokens and how they come: the same for every way to compute with them."""
+    """Stored tokens and how they come: the same for every option that computes with them."""
 
     num_tokens: int  # of the hits among them
     loads: Mapping[str, int]  # by link, exact parts included
@@ -237,5 +238,5 @@ class CostModel:
 
 
 def _unchecked(link: str) -> float:
-    """Copies from host memory need nobody on the host: they are hidden until seen otherwise."""
+    """Copies from host memory need no thread of the host: they are hidden until seen otherwise."""
     return 0.0 if tier_of(link) == HOST else UNCHECKED

@@ -78,7 +78,7 @@ def measure_cross(
 
 
 def grid_of(cross: CrossSamples, xs: Sequence[int], *, in_slices: bool) -> Grid:
-    """A cross as a grid, with `xs` gone on by doubling.
+    """A cross as a grid, with `xs` continued by doubling.
 
     `in_slices`: more rows than were measured run in slices, each behind the one before, and their
     price is the slices' together. Otherwise a grid goes on along its last slope.

@@ -23,9 +23,9 @@ class StoredHits(NamedTuple):
     loads: dict[str, int]  # bytes per link with every hit loaded, exact parts included
     rows_besides: int  # tokens that are neither exact nor hits
     extra_bytes: float  # per token, of what lies beside the layers
-    dear: tuple[UnhiddenLink, ...]  # links whose loading is not hidden
+    unhidden: tuple[UnhiddenLink, ...]  # links whose loading nothing hides
     known: dict[frozenset[int], LoadSet]  # what is loaded without these, for all strategies
-    instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too dear
+    instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too slow
 
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> StoredHits:
@@ -72,12 +72,12 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Store
 def hits_to_compute(hits: StoredHits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
     """Hits that are computed, because loading takes longer and nothing hides it. Those of the links
     in `tried` are loaded whatever it takes."""
-    if not hits.dear:
+    if not hits.unhidden:
         return NONE
     instead = hits.instead.get(ratio)
     if instead is None:
-        dear = too_slow_links(hits.dear, ratio)
-        instead = frozenset([i for i, link in hits.links.items() if link in dear] if dear else ())
+        slow = too_slow_links(hits.unhidden, ratio)
+        instead = frozenset([i for i, link in hits.links.items() if link in slow] if slow else ())
         hits.instead[ratio] = instead
     return frozenset(i for i in instead if hits.links[i] not in tried) if tried else instead
 

@@ -1,7 +1,7 @@
 """Loading that nothing hides, held against computing instead.
 
 Where loading and computing add up there is no best mixture of the two: of each tier it is all
-chunks or none, and which can be said from a few numbers per tier, before any way is priced.
+chunks or none, and which can be said from a few numbers per tier, before any option is priced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ def too_slow_links(links: Sequence[UnhiddenLink], ratio: float) -> set[str]:
 
 
 class FusedLowerBound:
-    """What fused ways cannot be below, before it is known which copies a strategy can use.
+    """What fused options cannot cost less than, before it is known which copies a strategy can use.
 
     The stored chunks of a tier are loaded and paid for, or computed.
     """
@@ -90,7 +90,7 @@ class FusedLowerBound:
                 self._paid.append((share * load_s, tokens[link]))
 
     def is_below(self, strategy: StrategyInfo, ratio: float, limit_s: float) -> bool:
-        """Whether a way may take less than `limit_s`."""
+        """Whether an option may take less than `limit_s`."""
         ratio *= strategy.depth
         rows = self._besides + row_budget(self._most, ratio)
         loaded_s = self._at_least_s(strategy, rows)

@@ -100,7 +100,7 @@ class LinkArrival(NamedTuple):
 
 
 class LoadPipe(NamedTuple):
-    """Some bytes, cut into layers, on their way over some links at once."""
+    """Some bytes, cut into layers, coming over some links at once."""
 
     num_layers: int
     num_loaded: int  # layers that need bytes: all, or all but the first

@@ -1,4 +1,4 @@
-"""The ways to answer, each priced: exact prefix, and fused behind it.
+"""The options of a request, each priced: exact prefix, and fused behind it.
 
 Where a tier is slow, single chunks are computed instead of loaded. Which: those nearest behind the
 exact prefix, because computed there they are exact too and push the frontier of exactness on.

@@ -7,8 +7,8 @@ it, then with the earliest of that dropped, and so on down to the chunk alone:
     request S A B C      C:  S A B C → S B C → S C → the copy kept by content
 
 Only the first of these is exact. The others are chunk KV in another encoding context. The tree is
-read and never changed; what is kept by content is one copy per unique chunk, whoever computed it
-first: the chunk store is its book.
+read and never changed; what is kept by content is one copy per unique chunk, of whichever
+request computed it first: the chunk store keeps account of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class AlternativePaths:
         return [self._find_one(chunk_ids, place) for place in range(len(chunk_ids))]
 
     def only_elsewhere(self, chunk_ids: Sequence[ChunkId]) -> set[ChunkId]:
-        """Chunks that the tree has behind other paths alone, and nobody by content: computed once
+        """Chunks that the tree has behind other paths alone, and no store by content: computed once
         already, and to be computed again in every other context."""
         found = zip(chunk_ids, self.find(chunk_ids), strict=True)
         return {

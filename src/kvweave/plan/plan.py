@@ -71,7 +71,7 @@ class Span(NamedTuple):  # quicker to make than a frozen dataclass, and a plan m
 
 
 class Option(NamedTuple):
-    """One way to answer, with its price."""
+    """One option for answering, with its price."""
 
     name: str  # "full", "prefix", "fused epic" or "mixed epic"
     predicted_s: float | None  # to the first token; None: not priced

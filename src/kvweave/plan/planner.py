@@ -34,7 +34,7 @@ def _never() -> bool:
     return False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Planner:
     """Plans requests of one model and preamble. `plan` is pure; `begun`, `finished` and `took`
     learn.
@@ -54,7 +54,7 @@ class Planner:
     accesses: AccessTable = field(default_factory=AccessTable)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     queue_s: Callable[[], float] = _none  # compute promised to requests ahead, now
-    pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # on the way for others, by tier
+    pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # being loaded for others, by tier
     is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
     now_s: Callable[[], float] = time.time
     trials: TrialBudget = field(default_factory=TrialBudget)

@@ -43,13 +43,13 @@ class PlanFacts(NamedTuple):
 
 
 class PricedOrder(NamedTuple):
-    """One order with every way to answer priced and one of them taken."""
+    """One order with every option priced and one of them taken."""
 
     layout: Layout
     candidates: list[Candidate]
     declined: list[Option]
     chosen: Candidate
-    exact: Candidate  # the cheapest way that is exact
+    exact: Candidate  # the cheapest option that is exact
     needed_s: float  # by which an approximation must beat it
 
     def options(self) -> list[Option]:
@@ -58,7 +58,7 @@ class PricedOrder(NamedTuple):
 
 
 class OrderPricing:
-    """The ways to answer in one order. Lives as long as its request is planned."""
+    """The options in one order. Lives as long as its request is planned."""
 
     def __init__(
         self, request: PlanRequest, order: tuple[ChunkRef, ...], full_s: float, facts: PlanFacts
@@ -90,14 +90,14 @@ class OrderPricing:
         self._priced: PricedOrder | None = None
 
     def fused(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
-        """The best way with this strategy, or why there is none."""
+        """The best option with this strategy, or why there is none."""
         outcome = self._fused.get(strategy.name)
         if outcome is None:
             outcome = self._fused[strategy.name] = self._price_fused(strategy, ratio)
         return outcome
 
     def loading(self, links: Collection[str]) -> Iterator[Candidate]:
-        """The fused ways in which hits that come over these links are loaded whatever it takes."""
+        """The fused options that load what comes over these links, whatever it takes."""
         for strategy, ratio in self._facts.allowed:
             outcome = self._price_fused(strategy, ratio, links)
             if isinstance(outcome, Candidate):
@@ -114,8 +114,8 @@ class OrderPricing:
         return price_fused(costs, layout, hits, strategy, ratio, limits, tried)
 
     def priced(self) -> PricedOrder:
-        """Every way, and the cheapest of them; but an approximation must win clearly, or the best
-        exact way is taken."""
+        """Every option, and the cheapest; but an approximation must win clearly, or the best exact
+        one is taken."""
         if self._priced is None:
             self._priced = self._price()
         return self._priced
@@ -177,7 +177,7 @@ class RequestPricing:
     def costs_more(self, order: tuple[ChunkRef, ...], given: tuple[ChunkRef, ...]) -> bool:
         """Whether the given order would be answered faster, by the same rules of choice.
 
-        Ways that cannot be faster are not priced: most of those of the given order.
+        Options that cannot be faster are not priced: most of those of the given order.
         """
         limit_s = price_of(self.price(order).chosen)
         other = self.at(given)
@@ -194,7 +194,7 @@ class RequestPricing:
         return False
 
     def price(self, order: tuple[ChunkRef, ...]) -> PricedOrder:
-        """Every way to answer in this order, and the one to take."""
+        """Every option in this order, and the one to take."""
         return self.at(order).priced()
 
     def at(self, order: tuple[ChunkRef, ...]) -> OrderPricing:

@@ -72,7 +72,7 @@ class Grid:
 
 @dataclass(slots=True)
 class TierLink:
-    """A way for bytes from one tier, as it has been lately."""
+    """The path of bytes from one tier, as it has been lately."""
 
     bytes_per_s: float
     latency_s: float = 0.0  # per layer asked for
@@ -112,7 +112,7 @@ class MachineProfile:
     version: int = VERSION
 
     def link(self, name: str) -> TierLink | None:
-        """The way called `name`, or its tier's for any codec; None when neither was measured."""
+        """The link called `name`, or its tier's for any codec; None when neither was measured."""
         return self.links.get(name) or self.links.get(tier_of(name))
 
     def save(self, path: Path) -> None:

@@ -20,8 +20,8 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
 from kvweave.plan.retrieval import (
-    Retrieved,
-    Speculated,
+    RetrievalResult,
+    SpeculationLog,
     SpeculationRecord,
     Speculator,
     ids_of,
@@ -124,7 +124,7 @@ class Speculation:
 
     def _speculate(
         self, stages: Iterator[list[Hit]], way_of: WayOf, num_stages: int
-    ) -> Retrieved[Attempt]:
+    ) -> RetrievalResult[Attempt]:
         engine, boundary_s = self._asking.engine, self._boundary_s
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:
@@ -159,7 +159,7 @@ class Speculation:
 
         return hear
 
-    def _noting(self, way: Submission, said: Speculated[Attempt]) -> OnFirst:
+    def _noting(self, way: Submission, said: SpeculationLog[Attempt]) -> OnFirst:
         """Also note what speculation did for an answer. By its first token wrong guesses are over:
         they were ended before it was submitted."""
         learn = self._learning(way.on_first)
@@ -171,7 +171,7 @@ class Speculation:
         return hear
 
 
-def _record(said: Speculated[Attempt], ticket: Ticket) -> SpeculationRecord:
+def _record(said: SpeculationLog[Attempt], ticket: Ticket) -> SpeculationRecord:
     right, computed_s = said.right, ticket.timeline.prefilled_s
     hidden_s = said.ahead_s
     if right is not None and computed_s is not None:  # it was through before the search was
