@@ -7,6 +7,9 @@ Also a bench of its own: how far off is bilinear interpolation at points between
 
 import argparse
 import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +22,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from kvweave.plan.profile import Grid, MachineProfile, TierLink, measure_grid, profile_from
+from kvweave.plan.profile import Grid, MachineProfile, TierLink, profile_from
 
 CACHED = (0, 256, 512, 1024, 2048)
 NEW = (32, 128, 512, 1024)
@@ -54,6 +57,31 @@ def recompute(decoder: Decoder, total: int, rows: int) -> None:
         kv.values(layer).zero_()
     places = [i * total // rows for i in range(rows)]
     decoder.forward([Rows([1] * rows, places, kv, [rows - 1])])
+
+
+def measure_grid(
+    run: Callable[[int, int], object],
+    xs: Sequence[int],
+    ys: Sequence[int],
+    repeats: int = 5,
+    now_s: Callable[[], float] = time.perf_counter,
+) -> Grid:
+    """Median seconds of `run(x, y)` at each point.
+
+    One round over all points to warm up, then `repeats` rounds: a slow spell of the machine costs
+    each point one sample instead of one point all of them. `run` must wait for the device before
+    it returns; points that cannot be run are the caller's to avoid.
+    """
+    points = [(x, y) for x in xs for y in ys]
+    times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    for number in range(-1, repeats):
+        for x, y in points:
+            start = now_s()
+            run(x, y)
+            if number >= 0:
+                times[x, y].append(now_s() - start)
+    seconds = [[statistics.median(times[x, y]) for y in ys] for x in xs]
+    return Grid(tuple(xs), tuple(ys), seconds)
 
 
 def host_link(megabytes: int = 64) -> TierLink:

@@ -40,11 +40,13 @@ from kvweave.plan.dedup import ChunkMap
 from kvweave.plan.ordering import (
     AccessTable,
     OrderPermission,
+    OrderRules,
+    OrderWorth,
     choose_order,
     frequency_order,
     num_promotable,
 )
-from kvweave.plan.overlap import overlap
+from overlap import overlap
 from streams import Ask, conversation_stream, question_stream
 
 Chunks = tuple[ChunkRef, ...]
@@ -89,15 +91,9 @@ class Planned(Way):
     common_tail = False
 
     def order(self, chunks: Chunks) -> Chunks:
-        free = OrderPermission.FREE
-        return choose_order(
-            self.tree.root,
-            chunks,
-            self.table,
-            free,
-            self._matched,
-            common_tail=self.common_tail,
-        ).chunks
+        rules = OrderRules(OrderPermission.FREE, common_tail=self.common_tail)
+        worth = OrderWorth(self._matched)
+        return choose_order(self.tree.root, chunks, self.table, rules, worth).chunks
 
     def _matched(self, order: Sequence[ChunkRef]) -> int:
         return self.tree.match([chunk.id for chunk in order]).num_tokens

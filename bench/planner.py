@@ -23,7 +23,7 @@ from common import commit, cpu_device, finish
 from counting_owner import CountingOwner
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.gate import Verdict
+from kvweave.plan.inputs import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import PlanRequest
@@ -118,8 +118,11 @@ def main() -> None:
     )
     tree.install_preamble(Pages(32 * TOKEN_BYTES, None))
     grow(tree, draw, args.nodes)
-    planner = Planner(tree, CostModel(make_profile()), Store(draw.sizes()), STRATEGIES, OpenGate())
-    requests = [PlanRequest(draw.request(), 20, OrderPermission.FREE) for _ in range(args.requests)]
+    planner = Planner(tree, CostModel(make_profile()), Store(draw.sizes()), OpenGate())
+    requests = [
+        PlanRequest(draw.request(), 20, OrderPermission.FREE, strategies=STRATEGIES)
+        for _ in range(args.requests)
+    ]
     for request in requests[:200]:  # warm up, and fill the access table
         planner.finished(request, planner.plan(request))
     gc.collect()

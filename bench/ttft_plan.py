@@ -15,7 +15,7 @@ from counting_owner import CountingOwner
 from kvweave.fuse.request import budget
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.gate import Verdict
+from kvweave.plan.inputs import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Plan, PlanRequest, Reason
 from kvweave.plan.planner import Planner
@@ -121,13 +121,13 @@ class Case:
             tree,
             CostModel(self._profile, layer0_free=False),
             lambda asked: {chunk: [copy] for chunk in asked},
-            tuple(StrategyInfo(way) for way in ratios),
             OpenGate(ratios),
             now_s=lambda: self._now_s,
         )
         self._now_s = 0.0
         chunks = tuple(ChunkRef(name, tokens) for name in names)
-        self._request = PlanRequest(chunks, question)
+        strategies = tuple(StrategyInfo(way) for way in ratios)
+        self._request = PlanRequest(chunks, question, strategies=strategies)
 
     def play(self) -> dict[str, Any]:
         full_ms = self._full["ttft_ms"]
@@ -167,7 +167,8 @@ class Case:
         rows, total = question + budget(tokens, ratio), self._profile.prefill.ys[0]
         loads = {self._link: self._bytes}
         costs = self._planner.costs
-        return costs.fused(StrategyInfo(way), rows, total, question, tokens, loads).seconds
+        loaded = costs.loaded(tokens, loads)
+        return costs.fused(StrategyInfo(way), rows, total, question, loaded).seconds
 
     def _cell(self, way: str) -> Cell:
         return self._full if way == "full" else self._runs[way]

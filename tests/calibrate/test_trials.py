@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvweave.calibrate.case import Case
+from kvweave.calibrate.encodings import ContextPrefixes
 from kvweave.calibrate.trials import Trials, judge
 from kvweave.fuse.fuse import fuse
+from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -19,7 +22,7 @@ from worlds.fuse import World
 from worlds.tiny_models import make_model_folder
 
 ANSWER = [4, 8, 15, 16, 23, 42]
-WAYS = [("reuse", 0.0), ("epic", 0.3), ("fusionrag", 1.0)]
+SETTINGS = [("reuse", 0.0), ("epic", 0.3), ("fusionrag", 1.0)]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "mixtral"])
@@ -29,11 +32,11 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def run(world: World, room: int) -> tuple[Trials, Tensor, list[SequenceKV]]:
-    """The same three ways twice: in one batch, and each in a buffer of its own."""
+    """The same three settings twice: in one batch, and each in a buffer of its own."""
     decoder, request = world.decoder, world.request
-    trials = Trials(decoder, len(WAYS), len(request.prompt_ids), room)
+    trials = Trials(decoder, len(SETTINGS), len(request.prompt_ids), room)
     logits, alone = [], []
-    for i, (name, ratio) in enumerate(WAYS):
+    for i, (name, ratio) in enumerate(SETTINGS):
         kv = trials.kv(i)
         stitched = Stitched(decoder, request, world.prefix, world.source, kv)
         strategy = replace(world.strategy(name), drift=0.0, taper=None)
@@ -51,7 +54,7 @@ def step(decoder: Decoder, kv: SequenceKV, token: int, at: int) -> Tensor:
 def test_following_an_answer_equals_feeding_it_token_by_token(world: World) -> None:
     trials, first, alone = run(world, len(ANSWER))
     ours = trials.follow(first, ANSWER)
-    assert ours.shape == (len(WAYS), len(ANSWER), first.shape[1])
+    assert ours.shape == (len(SETTINGS), len(ANSWER), first.shape[1])
     start = len(world.request.prompt_ids)
     for i, kv in enumerate(alone):
         logits = [first[i]]
@@ -133,3 +136,65 @@ def test_full_prefill_judged_against_itself_is_perfect() -> None:
     assert (judged.kl_mean, judged.kl_first, judged.kl_max) == (0.0, 0.0, 0.0)
     assert judged.top1 == 1.0
     assert not judged.first_flips
+
+
+ROOM = 6
+
+
+@pytest.fixture(scope="module")
+def decoder(chat_model_folder: Path) -> Decoder:
+    return load_decoder(chat_model_folder, device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prefilled(decoder: Decoder) -> tuple[Trials, torch.Tensor]:
+    """Two prompts of one length, as two trials."""
+    trials, logits = Trials(decoder, 2, 9, ROOM), []
+    for number, chunk in enumerate(((5, 6, 7, 8), (9, 10, 11, 12))):
+        case = Case((1, 2), (chunk,), (13, 14, 15), (0, 3))
+        request = case.request((), first_is_exact=False)
+        kv, preamble = trials.kv(number), ContextPrefixes(decoder).of(case.preamble)
+        stitched = Stitched(decoder, request, preamble, ComputedChunks([]), kv)
+        logits.append(fuse(decoder, request, stitched, kv).logits)
+    return trials, torch.stack(logits)
+
+
+def test_a_trial_can_be_prefilled_by_a_plain_forward_pass(decoder: Decoder) -> None:
+    ids = (1, 2, 5, 6, 7, 8, 13, 14, 15)
+    whole = [len(ids) - 1]
+    trial, own = Trials(decoder, 1, len(ids), ROOM).kv(0), decoder.new_kv(len(ids))
+    got = decoder.forward([Rows(ids, range(len(ids)), trial, whole)])
+    assert torch.equal(got, decoder.forward([Rows(ids, range(len(ids)), own, whole)]))
+    assert torch.equal(trial.keys(1), own.keys(1))
+
+
+def test_without_end_tokens_every_answer_has_full_length(
+    prefilled: tuple[Trials, torch.Tensor],
+) -> None:
+    trials, first = prefilled
+    answers = trials.greedy(first, (), ROOM)
+    assert [len(answer) for answer in answers] == [ROOM, ROOM]
+    assert answers[0] != answers[1]
+
+
+def test_an_answer_ends_with_its_first_end_token_and_the_others_go_on(
+    prefilled: tuple[Trials, torch.Tensor],
+) -> None:
+    trials, first = prefilled
+    one, other = trials.greedy(first, (), ROOM)
+    end = one[1]
+    cut, whole = trials.greedy(first, (end,), ROOM)
+    assert cut == one[: one.index(end) + 1]
+    assert whole == (other[: other.index(end) + 1] if end in other else other)
+
+
+def test_decoding_stops_when_every_answer_has_ended(
+    prefilled: tuple[Trials, torch.Tensor], decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials, first = prefilled
+    steps: list[int] = []
+    whole = decoder.logits
+    monkeypatch.setattr(decoder, "logits", lambda h: steps.append(len(h)) or whole(h))
+    ended = trials.greedy(first, range(decoder.spec.vocab_size), ROOM)
+    assert [len(answer) for answer in ended] == [1, 1]
+    assert steps == []

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from kvweave.corpus.chunker import Chunker
-from kvweave.corpus.creating import CHUNK_TOKENS
 from kvweave.corpus.index import FLAT_LIMIT, HNSW_LIMIT
+from kvweave.corpus.kb_folder import CHUNK_TOKENS
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.search import MODES
 

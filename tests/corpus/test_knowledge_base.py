@@ -8,6 +8,7 @@ import pytest
 
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.lexical import WORD
 from kvweave.errors import ConfigError, CorpusError, RequestError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
@@ -49,7 +50,12 @@ def test_a_staged_search_ends_with_the_plain_answer(
 
 def test_words_are_never_read_as_operators(kb: KnowledgeBase) -> None:
     for query in ('"', "AND OR NOT", "a* NEAR(b)", "-pods", "text:pods", "", "?!", "the of"):
-        kb.search(query, 3, mode="words")
+        asked = set(WORD.findall(query.lower()))
+        for hit in kb.search(query, 3, mode="words"):
+            assert asked & set(WORD.findall(hit.chunk.text.lower())), query
+    plain = kb.search("pods", 3, mode="words")
+    assert plain
+    assert kb.search("-pods", 3, mode="words") == plain
 
 
 def test_a_removed_document_is_gone_from_every_search_at_once(kb: KnowledgeBase) -> None:

@@ -35,13 +35,13 @@ def settle(kb: KnowledgeBase) -> None:
 
 
 def num_notes(kb: KnowledgeBase) -> int:
-    (count,) = kb.catalogue._db.execute("SELECT count(*) FROM removals").fetchone()
+    (count,) = kb.catalogue.database.connection.execute("SELECT count(*) FROM removals").fetchone()
     return int(count)
 
 
 def age(kb: KnowledgeBase, seconds: float) -> None:
     """All notes are that much older."""
-    with kb.catalogue._transaction() as db:
+    with kb.catalogue.database.transaction() as db:
         db.execute("UPDATE removals SET removed_at = removed_at - ?", (seconds,))
 
 
@@ -75,7 +75,7 @@ def test_an_old_note_stays_with_younger_ones_that_came_before_it(kb: KnowledgeBa
     for title in ("drain", "taint", "volume"):
         remove(kb, title)
     settle(kb)
-    with kb.catalogue._transaction() as db:  # its clock was wrong
+    with kb.catalogue.database.transaction() as db:  # its clock was wrong
         db.execute("UPDATE removals SET removed_at = 1 WHERE vector_id = 2")
     assert kb.catalogue.prune_removals(keep_s=3600) == 0, "who is told by name is told of all"
     assert kb.catalogue.prune_removals(keep_s=0) == 3
@@ -136,7 +136,9 @@ def test_notes_of_an_older_schema_are_as_old_as_the_day_it_grew(tmp_path: Path) 
         db.execute("UPDATE state SET generation = 1, kv_generation = 1")
     db.close()
     catalogue = Catalogue(path)
-    (removed_at,) = catalogue._db.execute("SELECT removed_at FROM removals").fetchone()
+    (removed_at,) = catalogue.database.connection.execute(
+        "SELECT removed_at FROM removals"
+    ).fetchone()
     assert abs(time.time() - removed_at) < 3600
     assert catalogue.prune_removals() == 0
     catalogue.close()

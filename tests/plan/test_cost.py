@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
+from worlds.plan import price_fused
 
 EPIC = StrategyInfo("epic")
 
@@ -60,7 +61,7 @@ def test_three_lines_equal_the_loop_over_layers(
 ) -> None:
     costs = make_costs(layers, 1e7, 0.001, latency, pending, queue, free)
     c = 0.001 * rows / layers
-    price = costs.fused(EPIC, rows, 4000, 1, 1000, {"disk": size})
+    price = price_fused(costs, EPIC, rows, 4000, 1, 1000, {"disk": size})
     first = 1 if free and layers > 1 else 0
     layer_bytes = [0.0] * first + [size / (layers - first)] * (layers - first)
     expected = loop(layers, queue, pending / 1e7, layer_bytes, 1e7, latency, c)
@@ -93,31 +94,41 @@ def test_bytes_others_wait_for_come_first() -> None:
 def test_a_probe_and_its_evidence_delay_the_start() -> None:
     costs = make_costs(bytes_per_s=1e6)
     loads = {"disk": 1000}
-    plain = costs.fused(EPIC, 100, 1000, 50, 800, loads).seconds
+    plain = price_fused(costs, EPIC, 100, 1000, 50, 800, loads).seconds
     probing = StrategyInfo("q", probe_layers=5)
-    assert costs.fused(probing, 100, 1000, 50, 800, loads).seconds == pytest.approx(plain + 0.025)
+    assert price_fused(costs, probing, 100, 1000, 50, 800, loads).seconds == pytest.approx(
+        plain + 0.025
+    )
     looking = StrategyInfo("f", selection_bytes_per_token=1000.0)
-    assert costs.fused(looking, 100, 1000, 50, 800, loads).seconds == pytest.approx(0.8 + 0.1)
+    assert price_fused(costs, looking, 100, 1000, 50, 800, loads).seconds == pytest.approx(
+        0.8 + 0.1
+    )
     scoring = StrategyInfo("s", score_s_per_token=0.001)
-    assert costs.fused(scoring, 100, 1000, 50, 800, loads).seconds == pytest.approx(plain + 0.8)
+    assert price_fused(costs, scoring, 100, 1000, 50, 800, loads).seconds == pytest.approx(
+        plain + 0.8
+    )
 
 
 def test_a_full_view_loses_the_overlap() -> None:
     """What the papers see: on a slow link the difference is the whole fused compute."""
     costs = make_costs(bytes_per_s=1e6)
     loads = {"disk": 900_000}
-    overlapped = costs.fused(EPIC, 500, 1000, 10, 800, loads).seconds
-    waiting = costs.fused(StrategyInfo("p", waits_for_all=True), 500, 1000, 10, 800, loads).seconds
+    overlapped = price_fused(costs, EPIC, 500, 1000, 10, 800, loads).seconds
+    waiting = price_fused(
+        costs, StrategyInfo("p", waits_for_all=True), 500, 1000, 10, 800, loads
+    ).seconds
     assert waiting == pytest.approx(0.9 + 0.5)
     full_view = StrategyInfo("p", waits_for_all=True)
-    assert costs.fused(full_view, 500, 1000, 10, 800, loads).waits_for == "disk"
+    assert price_fused(costs, full_view, 500, 1000, 10, 800, loads).waits_for == "disk"
     assert overlapped < waiting - 0.3
 
 
 def test_selection_inside_the_pass_pays_for_whole_layers() -> None:
     costs = make_costs(layers=10)
-    plain = costs.fused(EPIC, 100, 1000, 10, 800, {}).seconds
-    blend = costs.fused(StrategyInfo("b", full_width_layers=1.3), 100, 1000, 10, 800, {}).seconds
+    plain = price_fused(costs, EPIC, 100, 1000, 10, 800, {}).seconds
+    blend = price_fused(
+        costs, StrategyInfo("b", full_width_layers=1.3), 100, 1000, 10, 800, {}
+    ).seconds
     assert blend == pytest.approx(plain + 0.13)
 
 
@@ -138,8 +149,8 @@ def test_break_even_of_the_reference() -> None:
     for bytes_per_s, wins in ((1e10, True), (3e9, True), (5e8, False)):
         grid = Grid((0,), (1, 10_240), [[1e-4, 1.0]])
         profile = MachineProfile("m", "t", 36, grid, grid, {"disk": TierLink(bytes_per_s)})
-        fused = CostModel(profile).fused(
-            EPIC, 3072 + 64, 10_304, 64, 10_240, {"disk": 1_470_000_000}
+        fused = price_fused(
+            CostModel(profile), EPIC, 3072 + 64, 10_304, 64, 10_240, {"disk": 1_470_000_000}
         )
         assert (fused.seconds < CostModel(profile).full(10_304).seconds) is wins
 
@@ -148,6 +159,6 @@ def test_what_comes_ahead_of_the_layers_is_counted_once() -> None:
     costs = replace(make_costs(bytes_per_s=1e6), shares={"disk": 0.0})
     ahead = StrategyInfo("a", extra_bytes_per_token=100.0)  # 80,000 of the bytes that are loaded
     loads = {"disk": 900_000}
-    plain = costs.fused(EPIC, 100, 1000, 10, 800, loads).seconds
-    assert costs.fused(ahead, 100, 1000, 10, 800, loads).seconds == pytest.approx(plain)
+    plain = price_fused(costs, EPIC, 100, 1000, 10, 800, loads).seconds
+    assert price_fused(costs, ahead, 100, 1000, 10, 800, loads).seconds == pytest.approx(plain)
     assert plain == pytest.approx(0.9 + 0.1 / costs.profile.num_layers)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvweave.plan.grid_sampling import SAMPLES, Cross, grid_of, measure_cross
+from kvweave.plan.grid_sampling import SAMPLES, CrossSamples, grid_of, measure_cross
 
 XS, YS = (0, 512, 2048), (16, 64, 256, 1024)
 
@@ -29,7 +29,7 @@ class Machine:
         return self.now_s
 
 
-def measure(machine: Machine, budget_s: float = 1e9) -> Cross:
+def measure(machine: Machine, budget_s: float = 1e9) -> CrossSamples:
     return measure_cross(machine, XS, YS, 0, budget_s, machine.clock)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.hits import find_hits
 from kvweave.plan.layout import lay_out
-from kvweave.plan.load_or_compute import AtLeast, dear_links, too_dear
+from kvweave.plan.load_or_compute import FusedLowerBound, too_slow_links, unhidden_links
 from kvweave.plan.options import Candidate, FusionLimits, price_fused
 from kvweave.plan.plan import Option, Reason
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
@@ -28,25 +28,25 @@ def make_costs(shares: dict[str, float] | None = None, **speeds: float) -> CostM
 
 def test_a_link_is_too_dear_when_loading_costs_more_than_the_rows_it_saves() -> None:
     costs = make_costs(disk=1.25e7)  # 0.08 s for a megabyte, paid for with a quarter more
-    dear = dear_links(costs, 1000, 10, {"disk": 100}, {"disk": 1_000_000})
+    dear = unhidden_links(costs, 1000, 10, {"disk": 100}, {"disk": 1_000_000})
     assert dear[0].times == pytest.approx(1.0)
-    assert too_dear(dear, 0.0) == set(), "the same: loaded"
-    assert too_dear(dear, 0.1) == {"disk"}, "a tenth of its rows is computed anyway"
+    assert too_slow_links(dear, 0.0) == set(), "the same: loaded"
+    assert too_slow_links(dear, 0.1) == {"disk"}, "a tenth of its rows is computed anyway"
 
 
 def test_a_link_that_is_hidden_is_never_too_dear() -> None:
     costs = make_costs({"disk": 0.9}, disk=1.0)
-    assert dear_links(costs, 1000, 10, {"disk": 100}, {"disk": 1_000_000}) == ()
+    assert unhidden_links(costs, 1000, 10, {"disk": 100}, {"disk": 1_000_000}) == ()
 
 
 def test_without_the_slowest_link_the_next_one_is_waited_for() -> None:
     """Each alone is too dear; to compute the slowest alone saves next to nothing."""
     costs = make_costs(disk=5e6, remote=4.9e6)
     tokens, loads = dict.fromkeys(("disk", "remote"), 100), {"disk": 10**6, "remote": 10**6}
-    dear = dear_links(costs, 1000, 10, tokens, loads)
+    dear = unhidden_links(costs, 1000, 10, tokens, loads)
     assert [each.link for each in dear] == ["remote", "disk"]
     assert dear[0].times < 0.1 < 1 < dear[1].times
-    assert too_dear(dear, 0.15) == set()
+    assert too_slow_links(dear, 0.15) == set()
 
 
 @given(
@@ -85,7 +85,7 @@ def test_no_way_is_priced_below_what_it_cannot_be_below(
         if isinstance(outcome, Candidate):
             assert outcome.option.predicted_s is not None
             above_s = outcome.option.predicted_s + 1e-9
-            assert AtLeast(costs, layout).is_below(strategy, ratio, above_s)
+            assert FusedLowerBound(costs, layout).is_below(strategy, ratio, above_s)
 
 
 def test_rows_that_leave_early_are_paid_for_as_parts_of_rows() -> None:
@@ -107,7 +107,7 @@ def test_rows_that_leave_early_are_paid_for_as_parts_of_rows() -> None:
     ours, plain = priced(half, 0.4, FusionLimits()), priced(whole, 0.2, FusionLimits())
     assert ours.predicted_s == pytest.approx(plain.predicted_s)
     assert ours.rows == priced(whole, 0.4, FusionLimits()).rows > plain.rows
-    least = AtLeast(costs, layout)
+    least = FusedLowerBound(costs, layout)
     limit_s = plain.predicted_s or 0.0
     assert least.is_below(half, 0.4, limit_s + 1e-9)
     assert not least.is_below(whole, 0.4, limit_s + 1e-9)

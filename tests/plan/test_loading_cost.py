@@ -1,27 +1,29 @@
 """What a request pays for its loading: nothing is assumed hidden, requests tell, time forgets."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.loading_cost import FORGET_S, MOST, UNCHECKED, WINDOW, Load, Paid
+from kvweave.plan.loading_cost import FORGET_S, MOST, UNCHECKED, WINDOW, Load, PaidShares
 from kvweave.plan.plan import Plan, Reason
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
-from worlds.plan import EPIC, OpenGate, ask, make_planner, on_disk, why
+from worlds.plan import EPIC, OpenGate, ask, make_planner, on_disk, price_fused, why
 
 LOAD = Load("disk", 1.0, UNCHECKED, 0.5, 1.0)  # a second of loading, half a second of work
 
 
-def told(*shares: float, at_s: float = 0.0) -> Paid:
+def told(*shares: float, at_s: float = 0.0) -> PaidShares:
     """After requests that paid these shares of LOAD."""
-    paid = Paid()
+    paid = PaidShares()
     for share in shares:
         paid.observe(LOAD, LOAD.work_s + share * LOAD.seconds, at_s)
     return paid
 
 
 def test_what_nobody_told_is_dearer_than_no_overlap() -> None:
-    assert Paid().share(UNCHECKED, 0.0) == UNCHECKED > 1
+    assert PaidShares().share(UNCHECKED, 0.0) == UNCHECKED > 1
 
 
 def test_one_outlier_changes_nothing_and_two_slow_loads_do() -> None:
@@ -41,13 +43,13 @@ def test_only_the_last_requests_count() -> None:
 
 def test_a_stall_counts_as_much_as_the_slowest_pace_and_a_gain_as_nothing_paid() -> None:
     assert told(100.0, 100.0).shares == [MOST, MOST]
-    paid = Paid()
+    paid = PaidShares()
     paid.observe(LOAD, 0.1, 0.0)  # faster than its work alone
     assert paid.shares == [0.0]
 
 
 def test_a_small_load_says_nothing() -> None:
-    paid = Paid()
+    paid = PaidShares()
     paid.observe(LOAD._replace(seconds=0.05), 2.0, 0.0)
     assert paid.shares == []
 
@@ -84,15 +86,15 @@ LOADS = {"disk": 1_000_000}
 
 
 def test_an_unchecked_tier_is_priced_as_if_nothing_overlapped_and_more() -> None:
-    price = costs().fused(EPIC, 500, 1000, 10, 800, LOADS)
+    price = price_fused(costs(), EPIC, 500, 1000, 10, 800, LOADS)
     assert price.seconds == pytest.approx(0.5 + UNCHECKED * (1.0 + 0.1))
     assert price.load == ("disk", pytest.approx(1.1), UNCHECKED, 0.5, pytest.approx(1.05))
 
 
 def test_a_share_of_nothing_is_perfect_overlap_and_no_price_is_below_it() -> None:
-    assert costs(0.0).fused(EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.05)
-    assert costs(0.1).fused(EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.05)
-    assert costs(0.9).fused(EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.49)
+    assert price_fused(costs(0.0), EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.05)
+    assert price_fused(costs(0.1), EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.05)
+    assert price_fused(costs(0.9), EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.49)
 
 
 def test_a_queue_hides_what_nothing_else_does() -> None:
@@ -129,7 +131,7 @@ def optimistic() -> Planner:
 
 def test_a_price_that_is_too_low_is_corrected_after_two_requests() -> None:
     planner, request = optimistic(), ask("a300", "b300")
-    planner.now_s = lambda: 0.0
+    planner = replace(planner, now_s=lambda: 0.0)
     for _ in range(2):
         plan = planner.plan(request)
         assert fused(plan)
@@ -142,7 +144,7 @@ def test_a_price_that_is_too_low_is_corrected_after_two_requests() -> None:
 def test_a_tier_that_was_shut_out_is_tried_again_and_stays_if_it_recovered() -> None:
     planner, request = optimistic(), ask("a300", "b300")
     now_s = 0.0
-    planner.now_s = lambda: now_s
+    planner = replace(planner, now_s=lambda: now_s)
     for _ in range(WINDOW):
         planner.took(planner.plan(request), 1.5)
     for _ in range(7):
@@ -183,10 +185,9 @@ def test_between_equal_prices_the_one_that_could_hide_more_is_taken() -> None:
     planner = make_planner(
         stored=on_disk("a300", "b300"),
         links={"disk": 5e6},
-        strategies=(waiting, EPIC),
         gate=OpenGate(epic=0.3, prophet=0.3),
     )
-    plan = planner.plan(ask("a300", "b300"))
+    plan = planner.plan(ask("a300", "b300", strategies=(waiting, EPIC)))
     prices = {o.name: o.predicted_s for o in plan.options}
     assert prices["fused prophet"] == prices["fused epic"]
     assert fused(plan)

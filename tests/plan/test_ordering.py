@@ -13,12 +13,13 @@ from kvweave.plan.ordering import (
     AccessTable,
     Ordering,
     OrderPermission,
+    OrderRules,
+    OrderWorth,
     choose_order,
     frequency_order,
     num_promotable,
     tree_order,
 )
-from kvweave.plan.overlap import overlap
 from kvweave.types import ChunkId
 from worlds.tree import World, refs
 
@@ -36,13 +37,18 @@ def make_table(*requests: str, window: int = 1000) -> AccessTable:
     return table
 
 
+def matching(world: World) -> OrderWorth:
+    """An order is worth the tokens that the tree matches of it."""
+    return OrderWorth(lambda order: world.tree.match([chunk.id for chunk in order]).num_tokens)
+
+
 def choose(world: World, chunks: list[ChunkRef], table: AccessTable | None = None) -> Ordering:
     return choose_order(
         world.tree.root,
         chunks,
         table or AccessTable(),
-        FREE,
-        lambda order: world.tree.match([chunk.id for chunk in order]).num_tokens,
+        OrderRules(FREE),
+        matching(world),
     )
 
 
@@ -106,9 +112,8 @@ def test_a_common_tail_stands_behind_the_match_in_frequency_order() -> None:
         world.tree.root,
         chunks,
         make_table(),
-        FREE,
-        lambda o: world.tree.match([c.id for c in o]).num_tokens,
-        common_tail=True,
+        OrderRules(FREE, common_tail=True),
+        matching(world),
     )
     assert names(order.chunks) == ["b70", "a9", "c9", "x9"]
     assert order.how == "frequency"
@@ -118,7 +123,9 @@ def test_without_permission_nothing_moves() -> None:
     world = World(device_tokens=200)
     world.ask("b90")
     chunks = refs(["x", "b90"])
-    kept = choose_order(world.tree.root, chunks, AccessTable(), KEEP, lambda order: 0)
+    kept = choose_order(
+        world.tree.root, chunks, AccessTable(), OrderRules(KEEP), OrderWorth(lambda order: 0)
+    )
     assert (kept.chunks, kept.how) == (tuple(chunks), "given")
 
 
@@ -126,9 +133,8 @@ def test_with_an_empty_tree_the_longest_chunk_that_is_exact_first_leads() -> Non
     world = World(device_tokens=200)
     chunks = refs(["x50", "a70", "b90"])
     first = {chunk.id: chunk.num_tokens for chunk in chunks[1:]}
-    order = choose_order(
-        world.tree.root, chunks, AccessTable(), FREE, lambda o: first.get(o[0].id, 0), first
-    )
+    worth = OrderWorth(lambda o: first.get(o[0].id, 0), first.keys())
+    order = choose_order(world.tree.root, chunks, AccessTable(), OrderRules(FREE), worth)
     assert (names(order.chunks), order.how) == (["b90", "x50", "a70"], "first hit")
 
 
@@ -140,9 +146,8 @@ def test_fixed_places_stay_fixed() -> None:
         world.tree.root,
         chunks,
         AccessTable(),
-        FREE,
-        lambda o: world.tree.match([c.id for c in o]).num_tokens,
-        fixed={0},
+        OrderRules(FREE, fixed={0}),
+        matching(world),
     )
     assert names(order.chunks) == ["p70", "b70", "a70"]
     assert names(tree_order(world.tree.root, refs(["a70", "b70", "p70"]), fixed={0})) == [
@@ -168,10 +173,9 @@ def test_an_order_is_a_permutation_with_fixed_points_and_never_matches_less(
         table.push([chunk.id for chunk in refs(earlier)])
     chunks = refs(request)
 
-    def match(order: Sequence[ChunkRef]) -> int:
-        return world.tree.match([chunk.id for chunk in order]).num_tokens
-
-    order = choose_order(world.tree.root, chunks, table, FREE, match, None, fixed, common_tail)
+    worth, rules = matching(world), OrderRules(FREE, fixed, common_tail)
+    match = worth.exact_tokens
+    order = choose_order(world.tree.root, chunks, table, rules, worth)
     assert sorted(order.chunks) == sorted(chunks)
     assert all(order.chunks[p] == chunks[p] for p in fixed if p < len(chunks))
     assert order.exact_tokens == match(order.chunks) >= match(chunks) == order.given_tokens
@@ -187,14 +191,3 @@ def test_a_walk_through_a_bushy_tree_ends() -> None:
     assert len(world.tree) > MAX_VISITS
     order = tree_order(world.tree.root, refs(POOL))
     assert sorted(order) == sorted(refs(POOL))
-
-
-def test_overlap_of_the_papers_example() -> None:
-    requests = [[ChunkId(str(i)) for i in r] for r in ([1, 4, 5, 6, 7], [1, 2, 3, 4, 5])]
-    assert overlap(requests) == (0.2, 0.6, 0.6)
-    assert overlap(requests[:1]) == (0.0, 0.0, 0.0)
-
-
-def test_overlap_parts_one_earlier_request_from_all_of_them() -> None:
-    requests = [[ChunkId(c) for c in r] for r in ("ab", "cd", "ac")]
-    assert overlap(requests) == (pytest.approx(0.25), pytest.approx(0.25), pytest.approx(0.5))

@@ -1,5 +1,7 @@
 """The planner: exact before approximate, cheap before clever, and always with a reason."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,8 +135,8 @@ def test_what_lies_beside_the_layers_is_priced_for_strategies_that_read_it() -> 
         ((anchored,), plain_bytes + 600 * 7.5),
     ):
         gate = OpenGate(epic=0.1, anchored=0.1)
-        plan = make_planner(stored=stored, strategies=strategies, gate=gate).plan(
-            ask("a300", "b300")
+        plan = make_planner(stored=stored, gate=gate).plan(
+            ask("a300", "b300", strategies=strategies)
         )
         assert plan.strategy == strategies[0].name
         assert plan.chosen.load_bytes == load_bytes
@@ -149,11 +151,6 @@ def test_what_lies_beside_the_layers_is_priced_for_strategies_that_read_it() -> 
         ({"gate": OpenGate(epic=1.0)}, Reason.BOUND_NOT_MET),
         ({"limits": FusionLimits(row_bytes=1000, free_bytes=100)}, Reason.NO_MEMORY),
         ({"links": {"host": FAST}}, Reason.TIER_UNKNOWN),
-        (
-            {"strategies": (StrategyInfo("epic", needs=frozenset({"anchors"})),)},
-            Reason.NEEDS_MISSING,
-        ),
-        ({"strategies": (StrategyInfo("epic", variants=("filler",)),)}, Reason.NEEDS_MISSING),
     ],
 )
 def test_every_refusal_has_its_reason(change: dict[str, object], reason: Reason) -> None:
@@ -161,6 +158,20 @@ def test_every_refusal_has_its_reason(change: dict[str, object], reason: Reason)
     plan = planner.plan(ask("a300", "b300"))
     assert plan.strategy is None
     assert why(plan, "fused epic") is reason
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        StrategyInfo("epic", needs=frozenset({"anchors"})),
+        StrategyInfo("epic", variants=("filler",)),
+    ],
+)
+def test_a_strategy_that_cannot_use_what_is_stored_says_so(strategy: StrategyInfo) -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"))
+    plan = planner.plan(ask("a300", "b300", strategies=(strategy,)))
+    assert plan.strategy is None
+    assert why(plan, "fused epic") is Reason.NEEDS_MISSING
 
 
 def test_a_gain_below_ten_percent_or_twenty_milliseconds_is_left() -> None:
@@ -184,10 +195,9 @@ def test_the_cheapest_of_several_strategies_is_taken() -> None:
     planner = make_planner(
         stored=on_disk("a300", "b300"),
         links={"disk": 5e6},
-        strategies=(slow, EPIC),
         gate=OpenGate(epic=0.3, prophet=0.3),
     )
-    plan = planner.plan(ask("a300", "b300"))
+    plan = planner.plan(ask("a300", "b300", strategies=(slow, EPIC)))
     assert plan.strategy == "epic"
     assert why(plan, "fused prophet") in (Reason.DEARER, Reason.GAIN_TOO_SMALL)
 
@@ -266,7 +276,7 @@ def test_requests_ahead_hide_loading() -> None:
     stored, links = on_disk("a300", "b300"), {"disk": 2e6}
     planner = make_planner(stored=stored, links=links)
     alone = planner.plan(ask("a300", "b300"))
-    planner.queue_s = lambda: 5.0
+    planner = replace(planner, queue_s=lambda: 5.0)
     queued = planner.plan(ask("a300", "b300"))
     full = next(option for option in queued.options if option.name == "full")
     assert full.predicted_s == pytest.approx(5.0 + 0.614, abs=0.01)
@@ -276,7 +286,7 @@ def test_requests_ahead_hide_loading() -> None:
 def test_bytes_that_others_wait_for_make_a_tier_slow() -> None:
     planner = make_planner(stored=on_disk("a300", "b300"))
     assert planner.plan(ask("a300", "b300")).strategy == "epic"
-    planner.pending_bytes = lambda: {"disk": int(10 * FAST)}
+    planner = replace(planner, pending_bytes=lambda: {"disk": int(10 * FAST)})
     plan = planner.plan(ask("a300", "b300"))
     assert plan.strategy is None
     assert why(plan, "fused epic") is Reason.TIER_TOO_SLOW
@@ -294,7 +304,7 @@ def test_bytes_of_each_codec_come_at_their_own_pace() -> None:
 
 def test_a_strategy_that_cannot_run_is_listed_with_its_reason() -> None:
     planner = make_planner(stored=on_disk("a300"))
-    planner.unavailable = {"qcfuse": Reason.NO_LAYERS}
+    planner = replace(planner, unavailable={"qcfuse": Reason.NO_LAYERS})
     assert why(planner.plan(ask("a300")), "fused qcfuse") is Reason.NO_LAYERS
 
 

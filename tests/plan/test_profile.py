@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.errors import ConfigError
-from kvweave.plan.loading_cost import Paid
-from kvweave.plan.profile import Grid, MachineProfile, TierLink, load_profile, measure_grid
+from kvweave.plan.loading_cost import PaidShares
+from kvweave.plan.profile import Grid, MachineProfile, TierLink, load_profile
 
 XS, YS = (0, 128, 512), (32, 64, 256)
 
@@ -112,26 +112,14 @@ def test_a_share_or_a_time_that_is_no_number_is_named(
     tmp_path: Path, paid: tuple[list[float], float], name: str
 ) -> None:
     path = tmp_path / "profile.json"
-    links = {"disk": replace(TierLink(5e8), **{name: Paid(*paid)})}
+    links = {"disk": replace(TierLink(5e8), **{name: PaidShares(*paid)})}
     MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links).save(path)
     with pytest.raises(ConfigError, match="share of loading"):
         load_profile(path)
 
 
-def test_measuring_goes_round_and_takes_medians_after_a_warm_up() -> None:
-    rounds = [[9.0, 99.0], [1.0, 10.0], [50.0, 60.0], [2.0, 20.0], [1.5, 15.0], [1.0, 10.0]]
-    durations = iter([seconds for each in rounds for seconds in each])
-    now = 0.0
-
-    def run(x: int, y: int) -> None:
-        nonlocal now
-        now += next(durations)
-
-    assert measure_grid(run, (0,), (8, 16), now_s=lambda: now).seconds == [[1.5, 15.0]]
-
-
 def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
-    alone, beside = Paid([1.5, 0.25], 99.0), Paid([2.0], 98.0)
+    alone, beside = PaidShares([1.5, 0.25], 99.0), PaidShares([2.0], 98.0)
     links = {
         "disk": TierLink(5e8, 1e-4),
         "disk/int8": TierLink(3e8, paid=alone, paid_beside=beside),

@@ -1,5 +1,7 @@
 """A tier that loses at the price of the unknown is tried: rarely, at little risk, and said so."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvweave.plan.loading_cost import WINDOW
@@ -16,8 +18,7 @@ def make(load_s: float, codec: str = "") -> Planner:
     """Full prefill takes 0.61 s; fused is 0.07 s of work and a load of `load_s` by itself."""
     stored = {n: copy._replace(codec=codec) for n, copy in on_disk(*NAMES).items()}
     planner = make_planner(stored=stored, links={"disk": 600_000 / load_s})
-    planner.now_s = lambda: 0.0
-    return planner
+    return replace(planner, now_s=lambda: 0.0)
 
 
 def answer(planner: Planner, share: float = 1.0, request: PlanRequest | None = None) -> Plan:
@@ -123,13 +124,13 @@ def test_what_requests_beside_others_pay_is_a_number_of_its_own() -> None:
     for _ in range(WINDOW):
         answer(planner, share=0.2)
     assert planner.plan(ask(*NAMES)).chosen.load.share == pytest.approx(0.2)  # type: ignore[union-attr]
-    planner.is_busy = lambda: True
+    planner = replace(planner, is_busy=lambda: True)
     beside = planner.plan(ask(*NAMES))
     assert beside.chosen.load.share == pytest.approx(0.2), "until one tells"  # type: ignore[union-attr]
     for _ in range(2):
         planner.took(beside, beside.chosen.load.work_s + 0.1, beside=True)  # type: ignore[union-attr]
     assert planner.plan(ask(*NAMES)).chosen.load.share == pytest.approx(1.0)  # type: ignore[union-attr]
-    planner.is_busy = lambda: False
+    planner = replace(planner, is_busy=lambda: False)
     assert planner.plan(ask(*NAMES)).chosen.load.share == pytest.approx(0.2)  # type: ignore[union-attr]
 
 
@@ -140,7 +141,7 @@ def test_beside_others_only_a_load_that_wins_with_nothing_hidden_is_tried(
     """0.07 + 0.42 s wins clearly against 0.61 s, 0.07 + 0.482 s does not. Both lose a little at the
     share that those who were alone paid."""
     planner = make(load_s)
-    planner.is_busy = lambda: True
+    planner = replace(planner, is_busy=lambda: True)
     planner.costs.profile.links["disk"].paid.shares = [alone] * WINDOW
     plans = [answer(planner) for _ in range(EVERY)]
     assert any(map(is_trial, plans)) == tried
@@ -151,7 +152,7 @@ def test_a_host_load_too_small_to_tell_anything_keeps_no_tier_from_its_trial() -
     """One chunk in host memory: the chosen way loads it in no time and will never be told apart."""
     stored = on_disk(*NAMES) | on_disk("c300", tier="host")
     planner = make_planner(stored=stored, links={"disk": 600_000 / 0.44, "host": 1e9})
-    planner.now_s = lambda: 0.0
+    planner = replace(planner, now_s=lambda: 0.0)
     request = ask(*NAMES, "c300")
     plans = [answer(planner, 0.3, request) for _ in range((WINDOW - 1) * EVERY)]
     loads = [plan.chosen.load for plan in plans if not is_trial(plan)]

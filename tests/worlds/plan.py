@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.gate import Verdict
+from kvweave.plan.cost import CostModel, Price, StrategyInfo
+from kvweave.plan.inputs import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.plan import Plan, PlanRequest, Reason
@@ -31,7 +31,6 @@ def make_planner(
     world: World | None = None,
     stored: Mapping[str, Stored] | None = None,
     links: Mapping[str, float] | None = None,
-    strategies: tuple[StrategyInfo, ...] = (EPIC,),
     gate: OpenGate | None = None,
     limits: FusionLimits | None = None,
     queue_s: float = 0.0,
@@ -51,7 +50,6 @@ def make_planner(
         (world or World(device_tokens=5000)).tree,
         CostModel(profile, queue_s=queue_s),
         peek,
-        strategies,
         gate or OpenGate(epic=0.1),
         limits or FusionLimits(),
     )
@@ -61,8 +59,23 @@ def on_disk(*names: str, tier: str = "disk", first: bool = False) -> dict[str, S
     return {name: Stored("isolated", tier, int(name[1:]) * TOKEN_BYTES, first) for name in names}
 
 
-def ask(*names: str, **more: object) -> PlanRequest:
-    return PlanRequest(tuple(refs(names)), 10, **more)  # type: ignore[arg-type]
+def ask(*names: str, strategies: tuple[StrategyInfo, ...] = (EPIC,), **more: object) -> PlanRequest:
+    chunks = tuple(refs(names))
+    return PlanRequest(chunks, 10, strategies=strategies, **more)  # type: ignore[arg-type]
+
+
+def price_fused(
+    costs: CostModel,
+    strategy: StrategyInfo,
+    rows: int,
+    total: int,
+    question: int,
+    hit_tokens: int,
+    loads: Mapping[str, int],
+) -> Price:
+    """`rows` of `total` tokens computed; `hit_tokens` come as `loads` bytes per link."""
+    loaded = costs.loaded(hit_tokens, loads, strategy.extra_bytes_per_token)
+    return costs.fused(strategy, rows, total, question, loaded)
 
 
 def kinds(plan: Plan) -> list[str]:

@@ -76,6 +76,9 @@ class WordEmbedder:
     def embed_query(self, text: str) -> Vectors:
         return self._embed(text)
 
+    def num_tokens(self, text: str) -> int:
+        return len(text.split())
+
     def _embed(self, text: str) -> Vectors:
         total = np.zeros(self.dim, np.float32)
         for word in re.findall(r"\w+", text.lower()):

@@ -1,7 +1,7 @@
 """Intervals for means over questions, by resampling the questions.
 
-The same resamples serve every row, so differences between rows are paired: a question that is hard
-for all strategies widens no difference between them.
+The same resamples serve every row, so rows compare pairwise: a question that is hard for all
+strategies moves all of them alike.
 """
 
 from typing import NamedTuple
@@ -38,10 +38,6 @@ class Bootstrap:
     def mean(self, values: Values) -> Interval:
         """The mean of one value per question."""
         return _interval(float(values.mean()), self._weights @ values)
-
-    def difference(self, values: Values, others: Values) -> Interval:
-        """The mean of `values` less that of `others`, question by question."""
-        return self.mean(values - others)
 
     def recovered(self, values: Values, worst: Values) -> Interval | None:
         """1 - mean / mean of `worst`; None where there is next to nothing to recover."""

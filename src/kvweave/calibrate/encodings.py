@@ -1,11 +1,14 @@
 """Chunk KV of a case, computed on the spot behind one encoding context.
 
-Calibration and the layer profile take chunk KV through the `Encoding` protocol, so that whoever has
-another source (neighbours from a knowledge base, stored KV with its codec's rounding) brings it.
-One thread, the one that owns the decoder.
+    FixedContext        preamble ‖ nothing, or filler ‖ chunk
+    NeighbourContext    preamble ‖ filler ‖ nearest ‖ … ‖ farthest ‖ chunk
+
+Equal to what ingest stores, but for the rounding of its codec. Calibration takes chunk KV through
+the `Encoding` protocol, so that a caller may bring another source (stored KV with its codec's
+rounding, for example). All of it runs on one thread, the one that owns the decoder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvweave.calibrate.case import Case
@@ -17,13 +20,18 @@ from kvweave.fuse.encode.anchors import (
     pack_anchors,
 )
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
-from kvweave.fuse.encode.contexts import parse_variant, variant_name
+from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, variant_name
+from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
 
 KVZIP = extra_name("kvzip")
+
+TokenIds = tuple[int, ...]
+# Token ids of chunks to those of each one's neighbours, nearest first. May be none.
+Nearest = Callable[[Sequence[TokenIds]], Sequence[Sequence[TokenIds]]]
 
 
 class Encoding(Protocol):
@@ -100,3 +108,72 @@ class FixedContext:
                         anchors[keys[i]] = packed
                 made += layers
         return ComputedChunks(made, {KVZIP: anchors} if anchors else None)
+
+
+class NeighbourContext:
+    """Behind every chunk's own neighbours; the first chunk, and one that has none, isolated.
+
+    The first stands right behind the preamble, where its isolated KV is exact. Nothing of a case is
+    kept for the next but the KV of preamble and filler.
+    """
+
+    def __init__(
+        self,
+        decoder: FusionDecoder,
+        prefixes: ContextPrefixes,
+        name: str,
+        filler_ids: Sequence[int],
+        repeat_ids: Sequence[int],
+        nearest: Nearest,
+    ) -> None:
+        """`filler_ids` stand between preamble and neighbours; `repeat_ids` as in FixedContext.
+        `nearest` is called once for a case, from `prepare`."""
+        self.name = name
+        self.context = variant_name(parse_variant(name), filler_ids)
+        self._decoder = decoder
+        self._prefixes = prefixes
+        self._filler = tuple(filler_ids)
+        self._repeat = tuple(repeat_ids)
+        self._nearest = nearest
+
+    def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
+        unknown = set(extras) - {KVZIP}
+        assert not unknown, f"{sorted(unknown)} cannot be computed on the spot"
+        behind: list[Sequence[TokenIds]] = [(), *self._nearest(case.chunks[1:])]
+        front = self._prefixes.of((*case.preamble, *self._filler))
+        brought = self._brought(front, behind)
+        # what is held at a time: each chunk has a stitched copy of all that stands in front of it
+        lengths = [
+            len(front.token_ids) + sum(map(len, others)) + len(chunk)
+            for chunk, others in zip(case.chunks, behind, strict=True)
+        ]
+        made: list[list[LayerKV]] = []
+        anchors: dict[ChunkKey, bytes] = {}
+        for run in passes(lengths):
+            prefixes = [
+                neighbour_prefix(self._decoder, front, [(ids, brought[ids]) for ids in behind[i]])
+                if behind[i]
+                else self._prefixes.of(case.preamble)
+                for i in run
+            ]
+            layers = encode_chunks(self._decoder, prefixes, [case.chunks[i] for i in run])
+            if KVZIP in extras:
+                for i, prefix, kv in zip(run, prefixes, layers, strict=True):
+                    anchors[case.keys[i]] = self._anchors(prefix, case.chunks[i], kv)
+            made += layers
+        return ComputedChunks(made, {KVZIP: anchors} if anchors else None)
+
+    def _brought(
+        self, front: Prefix, behind: Sequence[Sequence[TokenIds]]
+    ) -> dict[TokenIds, list[LayerKV]]:
+        """KV of every neighbour right behind the filler: a chunk's never depends on chunks that it
+        does not name. Each once, as the chunks of a prompt resemble each other and share them."""
+        unique = list(dict.fromkeys(ids for others in behind for ids in others))
+        made: list[list[LayerKV]] = []
+        for run in passes([len(ids) for ids in unique]):
+            made += encode_chunks(self._decoder, front, [unique[i] for i in run])
+        return dict(zip(unique, made, strict=True))
+
+    def _anchors(self, prefix: Prefix, chunk: TokenIds, layers: list[LayerKV]) -> bytes:
+        (found,) = compute_extras(self._decoder, [KVZIP], prefix, [chunk], [layers], self._repeat)
+        return found[KVZIP]

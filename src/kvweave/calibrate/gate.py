@@ -5,7 +5,7 @@ gate is `choose`: the cheapest cell whose mean KL is surely below a bound and th
 changes a first token. Pure data: no tensors, no model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 BOUND = 0.02  # nats per token
@@ -56,27 +56,15 @@ class Table:
     cells: tuple[Cell, ...]
 
 
-def by_work(cell: Cell) -> float:
-    """The price of a cell where nobody has measured seconds."""
-    return cell.work
-
-
-def choose(
-    cells: Sequence[Cell],
-    bound: float = BOUND,
-    *,
-    cost: Callable[[Cell], float] = by_work,
-    exact_cost: float = 1.0,
-) -> Cell | None:
-    """The cheapest cell within `bound`; None: compute exactly.
+def choose(cells: Sequence[Cell], bound: float = BOUND) -> Cell | None:
+    """The cell with the least work within `bound`; None: compute exactly.
 
     Within means: the upper end of the 95 % interval of mean KL is at most `bound`, and at most
-    MAX_FLIPS of the first tokens change. `cost` prices a cell in the unit of `exact_cost`, which
-    is the price of full prefill; a cell that costs as much is no shortcut. Among equals the one
-    with the lower KL wins.
+    MAX_FLIPS of the first tokens change. A cell that works as much as full prefill is no shortcut.
+    Among equals the one with the lower KL wins.
     """
-    allowed = [cell for cell in cells if is_within(cell, bound) and cost(cell) < exact_cost]
-    return min(allowed, key=lambda cell: (cost(cell), cell.kl), default=None)
+    allowed = [cell for cell in cells if is_within(cell, bound) and cell.work < 1.0]
+    return min(allowed, key=_rank, default=None)
 
 
 def cheapest(choices: Mapping[str, Cell | None]) -> str | None:
@@ -85,8 +73,12 @@ def cheapest(choices: Mapping[str, Cell | None]) -> str | None:
     As in `choose`, among equals the lower KL wins.
     """
     chosen = {name: cell for name, cell in choices.items() if cell is not None}
-    return min(chosen, key=lambda name: (by_work(chosen[name]), chosen[name].kl), default=None)
+    return min(chosen, key=lambda name: _rank(chosen[name]), default=None)
 
 
 def is_within(cell: Cell, bound: float) -> bool:
     return cell.kl_high <= bound and cell.flips <= MAX_FLIPS
+
+
+def _rank(cell: Cell) -> tuple[float, float]:
+    return cell.work, cell.kl

@@ -44,7 +44,7 @@ class Setting(NamedTuple):
     ratio: float
 
 
-class Gold(NamedTuple):
+class GoldScores(NamedTuple):
     """Against a known answer."""
 
     nll: float  # nats per token
@@ -58,14 +58,14 @@ class Outcome(NamedTuple):
     judged: TrialScore
     nll_gap: float  # to full prefill, on its own greedy answer
     work: float  # rows through layers as a share of full prefill's
-    gold: Gold | None
+    gold: GoldScores | None
 
 
-class Answered(NamedTuple):
+class CaseOutcomes(NamedTuple):
     """One question: full prefill's own scores, and every encoding's outcomes and noise."""
 
     num_tokens: int
-    gold: Gold | None
+    gold: GoldScores | None
     outcomes: dict[str, list[Outcome]]  # encoding → one per setting, in their order
     noise: dict[str, float]  # encoding → mean KL with everything recomputed
 
@@ -82,7 +82,7 @@ def measure(
     *,
     bound: float = BOUND,
     on_case: Callable[[int], None] | None = None,
-) -> list[Answered]:
+) -> list[CaseOutcomes]:
     """Try every setting behind every encoding on every case. `on_case` hears how many are done.
 
     Raises ModelError as soon as recomputing everything is not full prefill: nothing measured on
@@ -91,9 +91,9 @@ def measure(
     """
     prefixes = ContextPrefixes(decoder)
     cases = list(cases)
-    answered: list[Answered] = []
+    answered: list[CaseOutcomes] = []
     for case in cases:
-        answered.append(_Asking(decoder, tokenizer, prefixes, case).run(encodings, settings))
+        answered.append(_CaseRun(decoder, tokenizer, prefixes, case).run(encodings, settings))
         _check_precision(answered, len(cases), _dtype_of(decoder), bound)
         if on_case is not None:
             on_case(len(answered))
@@ -105,8 +105,8 @@ def extras_needed(settings: Iterable[Setting], num_layers: int) -> list[str]:
     return sorted({name for each in settings for name in each.strategy.needs(num_layers).extras})
 
 
-class _Asking:
-    """One question on its way through all settings."""
+class _CaseRun:
+    """One question, tried with every setting."""
 
     def __init__(
         self, decoder: FusionDecoder, tokenizer: Tokenizer, prefixes: ContextPrefixes, case: Case
@@ -124,7 +124,7 @@ class _Asking:
         self._known = known[:MAX_ANSWER_TOKENS]
         self._gold = self._against_gold(trials, first[None], [self._greedy])[0]
 
-    def run(self, encodings: Sequence[Encoding], settings: Sequence[Setting]) -> Answered:
+    def run(self, encodings: Sequence[Encoding], settings: Sequence[Setting]) -> CaseOutcomes:
         outcomes, noise = {}, {}
         for encoding in encodings:
             extras = extras_needed(settings, self._decoder.spec.num_layers)
@@ -132,7 +132,7 @@ class _Asking:
             check, *rest = self._try(source, [RECOMPUTE_ALL, *settings])
             noise[encoding.name] = self._check_noise(check)
             outcomes[encoding.name] = rest
-        return Answered(self._case.num_tokens, self._gold, outcomes, noise)
+        return CaseOutcomes(self._case.num_tokens, self._gold, outcomes, noise)
 
     def _try(self, source: ComputedChunks, settings: Sequence[Setting]) -> list[Outcome]:
         request = self._case.request(self._case.keys, first_is_exact=True)
@@ -168,7 +168,7 @@ class _Asking:
 
     def _against_gold(
         self, trials: Trials, first: Tensor, answers: list[list[int]] | None
-    ) -> list[Gold | None]:
+    ) -> list[GoldScores | None]:
         """Scores of each trial against the known answer; `answers` if they are decoded already."""
         if not self._known:
             return [None] * len(first)
@@ -176,11 +176,11 @@ class _Asking:
         nlls = [judge(one, one, self._known).nll for one in followed]
         if answers is None:
             answers = trials.greedy(first, self._tokenizer.eos_ids, MAX_ANSWER_TOKENS)
-        scores: list[Gold | None] = []
+        scores: list[GoldScores | None] = []
         for nll, ids in zip(nlls, answers, strict=True):
             text = self._tokenizer.decode(ids, skip_special=True)
             golds = self._case.answers
-            scores.append(Gold(nll, token_f1(text, golds), exact_match(text, golds)))
+            scores.append(GoldScores(nll, token_f1(text, golds), exact_match(text, golds)))
         return scores
 
     def _check_noise(self, check: Outcome) -> float:
@@ -208,7 +208,7 @@ def _dtype_of(decoder: FusionDecoder) -> torch.dtype:
 
 
 def _check_precision(
-    answered: Sequence[Answered], num_cases: int, dtype: torch.dtype, bound: float
+    answered: Sequence[CaseOutcomes], num_cases: int, dtype: torch.dtype, bound: float
 ) -> None:
     """Float32 is held to its own limit, question by question, which no sane bound comes near."""
     if dtype == torch.float32:
@@ -229,6 +229,6 @@ def _batches(settings: Sequence[Setting], size: int) -> Iterator[Sequence[Settin
         yield settings[start : start + size]
 
 
-def noise_of(answered: Collection[Answered], encoding: str) -> float:
+def noise_of(answered: Collection[CaseOutcomes], encoding: str) -> float:
     """The highest noise of any question."""
     return max(each.noise[encoding] for each in answered)

@@ -9,9 +9,9 @@ from datetime import date
 
 import numpy as np
 
-from kvweave.calibrate.bootstrap import Bootstrap, Interval, Values
+from kvweave.calibrate.bootstrap import Bootstrap, Values
 from kvweave.calibrate.gate import Cell, Table
-from kvweave.calibrate.measure import Answered, Gold, Outcome, Setting, noise_of
+from kvweave.calibrate.measure import CaseOutcomes, GoldScores, Outcome, Setting, noise_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,10 @@ class TableOrigin:
 
 
 def tabulate(
-    answered: Sequence[Answered], settings: Sequence[Setting], encoding: str, origin: TableOrigin
+    answered: Sequence[CaseOutcomes],
+    settings: Sequence[Setting],
+    encoding: str,
+    origin: TableOrigin,
 ) -> Table:
     """The table of one encoding. "reuse" among the settings is what recovery counts from."""
     boot = Bootstrap(len(answered))
@@ -60,17 +63,11 @@ def tabulate(
     )
 
 
-def compare(answered: Sequence[Answered], encoding: str, setting: int, other: int) -> Interval:
-    """How much higher the KL of one setting is than that of another, question by question."""
-    columns = [_kl([each.outcomes[encoding][i] for each in answered]) for i in (setting, other)]
-    return Bootstrap(len(answered)).difference(*columns)
-
-
 def _cell(
     boot: Bootstrap,
     setting: Setting,
     column: Sequence[Outcome],
-    full: Sequence[Gold | None],
+    full: Sequence[GoldScores | None],
     reused: Values | None,
 ) -> Cell:
     kl = _kl(column)

@@ -1,4 +1,4 @@
-"""Many ways to prefill one prompt, judged side by side on the same answer.
+"""Many prefills of one prompt, judged side by side on the same answer.
 
 Each trial fills its own KV; then one answer is fed behind all of them at once (teacher forcing) and
 the distributions are compared with those of full prefill, KL(full ‖ trial). All trials of a prompt
@@ -50,7 +50,7 @@ class TrialKV:
 
 
 class Trials:
-    """Room for `num_trials` ways to prefill a prompt of `num_tokens`. One thread."""
+    """Room for `num_trials` prefills of a prompt of `num_tokens`. One thread."""
 
     def __init__(
         self, decoder: FusionDecoder, num_trials: int, num_tokens: int, answer_room: int

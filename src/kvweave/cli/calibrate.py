@@ -2,32 +2,22 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvweave.cli.asked_kb import open_asked_kb
-from kvweave.cli.calibrating import Subject, load_subject, progress_bar
-from kvweave.cli.calibration_choices import (
-    read_asked,
-    settings_for,
-    shares_of,
-    strategy_names,
-    variants_of,
-)
-from kvweave.cli.calibration_room import check_contexts
-from kvweave.cli.calibration_view import show_layers, show_tables
+from kvweave.cli.calibration_view import progress_bar, show_layers, show_tables
 from kvweave.cli.loading import model_options
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
-    from kvweave.calibrate.case import Case
-    from kvweave.calibrate.encodings import FixedContext
     from kvweave.calibrate.gate import Table
-    from kvweave.calibrate.measure import Setting
-    from kvweave.calibrate.neighbour_context import NeighbourContext
+    from kvweave.calibrate.questions import QuestionRecord
+    from kvweave.calibrate.subject import Subject
+    from kvweave.fuse.encode.contexts import Variant
 
 STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave,weave-deep"
 RATIOS = "0.05,0.15,0.3,0.5"
@@ -87,59 +77,76 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     from which the gate takes the cheapest strategy within the bound.
     """
     if ctx.invoked_subcommand is None:
-        _calibrate(**options)
+        asked = _Asked(**{field.name: options.pop(field.name) for field in fields(_Asked)})
+        _calibrate(asked, options)
 
 
-def _calibrate(
-    questions_file: Path | None,
-    kb_folder: Path | None,
-    k: int,
-    qa_file: Path | None,
-    strategies: str,
-    ratios: str,
-    encodings: str | None,
-    limit: int | None,
-    context_tokens: int | None,
-    bound: float | None,
-    profile_file: Path | None,
-    as_json: bool,
-    **model: str,
-) -> None:
-    from kvweave.calibrate.gate import BOUND, cheapest, choose
-    from kvweave.calibrate.questions import add_distractors
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The options of `kvweave calibrate`, as they were given."""
 
-    if (qa_file is None) == (questions_file is None):
-        raise RequestError("give --qa FILE, or --questions FILE with --kb DIR")
-    if (questions_file is None) != (kb_folder is None):
-        raise RequestError("--questions are asked of a knowledge base; give --kb DIR with them")
-    shares = shares_of(ratios)
-    names = strategy_names(strategies)
-    variants = variants_of(encodings, kb_folder)
-    bound = BOUND if bound is None else bound
+    questions_file: Path | None
+    kb_folder: Path | None
+    k: int
+    qa_file: Path | None
+    strategies: str
+    ratios: str
+    encodings: str | None
+    limit: int | None
+    context_tokens: int | None
+    bound: float | None
+    profile_file: Path | None
+    as_json: bool
+
+    @property
+    def source(self) -> Path:
+        """The file that the questions come from. Raises RequestError unless there is one."""
+        if (self.qa_file is None) == (self.questions_file is None):
+            raise RequestError("give --qa FILE, or --questions FILE with --kb DIR")
+        if (self.questions_file is None) != (self.kb_folder is None):
+            raise RequestError("--questions are asked of a knowledge base; give --kb DIR with them")
+        source = self.qa_file or self.questions_file
+        assert source is not None, "one of them was given"
+        return source
+
+
+def _calibrate(asked: _Asked, model: dict[str, str]) -> None:
+    """`model` has the options of the model."""
+    from kvweave.calibrate.gate import BOUND
+
+    source = asked.source
+    shares = _shares(asked.ratios)
+    names = _strategy_names(asked.strategies)
+    variants = _variants(asked.encodings, asked.kb_folder)
+    bound = BOUND if asked.bound is None else asked.bound
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
-    records = read_asked(qa_file, questions_file)
-    subject = load_subject(profile_file, **model)
-    if qa_file is not None:
-        if context_tokens is not None:
-            records = add_distractors(records, subject.tokenizer, context_tokens)
-        # a context of one chunk is exact: there is nothing to reuse in it
-        records = [record for record in records if len(record.passages) > 1]
-        if not records:
-            raise CorpusError(f"{qa_file.name} has one passage per question; add --context-tokens")
-    records = records[:limit]
+    records = _read(source, with_passages=asked.qa_file is not None)
+
+    from kvweave.calibrate.experiment import Experiment, check_room, run_experiment, settings_for
+    from kvweave.calibrate.subject import load_subject
+
+    subject = load_subject(asked.profile_file, _say, **model)
+    if asked.qa_file is not None:
+        records = _with_enough_passages(subject, records, asked)
+    records = records[: asked.limit]
     settings = settings_for(subject, names, shares)
-    source = qa_file or questions_file
-    assert source is not None, "checked above"
-    with open_asked_kb(kb_folder, subject.tokenizer) as kb:
-        if kb is not None:
-            cases = subject.fitting(kb.cases(records, k))
-        else:
-            cases = subject.fitting(subject.case(record) for record in records)
-        check_contexts(subject, variants, kb, cases, settings)
-        contexts = [subject.encoding(variant, kb) for variant in variants]
-        tables = _measure(subject, source.name, cases, contexts, settings, bound)
-    path = subject.save(subject.profile.with_tables(*tables), profile_file)
+    with open_asked_kb(asked.kb_folder, subject.tokenizer) as kb:
+        every = map(subject.case, records) if kb is None else kb.cases(records, asked.k)
+        cases = subject.fitting(every, _say)
+        experiment = Experiment(source.name, cases, variants, settings, bound, kb)
+        check_room(subject, experiment)
+        with progress_bar("questions", len(cases)) as advance:
+            tables = run_experiment(subject, experiment, advance)
+    path = subject.save(subject.profile.with_tables(*tables), asked.profile_file)
+    _show(subject, path, tables, bound, as_json=asked.as_json)
+
+
+def _show(
+    subject: "Subject", path: Path, tables: "Sequence[Table]", bound: float, *, as_json: bool
+) -> None:
+    from kvweave.calibrate.gate import cheapest, choose
+
     choices = {table.encoding: choose(table.cells, bound) for table in tables}
     if as_json:
         chosen = {name: None if c is None else asdict(c) for name, c in choices.items()}
@@ -187,13 +194,14 @@ def layers_command(
     marked = [r for r in read_records(qa_file) if any(p.answer_spans for p in r.passages)]
     if not marked:
         raise CorpusError(f"{qa_file.name} marks no answers; its passages need answer_spans")
-    subject = load_subject(profile_file, **model)
 
     from kvweave.calibrate.layer_profile import profile_layers
     from kvweave.calibrate.questions import add_distractors, repeat_ids
+    from kvweave.calibrate.subject import load_subject
 
+    subject = load_subject(profile_file, _say, **model)
     padded = add_distractors(marked, subject.tokenizer, context_tokens)[:limit]
-    cases = subject.fitting(subject.case(record) for record in padded)
+    cases = subject.fitting(map(subject.case, padded), _say)
     with progress_bar("samples", len(cases)) as advance:
         found = profile_layers(
             subject.decoder, cases, repeat_ids(subject.tokenizer), on_sample=advance
@@ -207,40 +215,82 @@ def layers_command(
     click.secho(f"written to {path}", dim=True, err=True)
 
 
-def _measure(
-    subject: Subject,
-    data: str,
-    cases: "Sequence[Case]",
-    contexts: "Sequence[FixedContext | NeighbourContext]",
-    settings: "Sequence[Setting]",
-    bound: float,
-) -> "list[Table]":
-    """One table per encoding context. `data` names the questions."""
-    from kvweave.calibrate.case import hash_cases
-    from kvweave.calibrate.measure import measure
-    from kvweave.calibrate.tabulate import TableOrigin, tabulate
-    from kvweave.fuse.encode.contexts import digest_ids
+def _read(source: Path, *, with_passages: bool) -> "list[QuestionRecord]":
+    from kvweave.calibrate.questions import read_questions, read_records
 
-    with progress_bar("questions", len(cases)) as advance:
-        answered = measure(
-            subject.decoder,
-            subject.tokenizer,
-            cases,
-            contexts,
-            settings,
-            bound=bound,
-            on_case=advance,
-        )
-    origin = TableOrigin(
-        subject.revision,
-        subject.dtype,
-        data,
-        hash_cases(cases),
-        contexts[0].context,
-        digest_ids(cases[0].preamble),
-        sum(case.num_chunk_tokens for case in cases),
-    )
-    return [
-        tabulate(answered, settings, each.name, replace(origin, context=each.context))
-        for each in contexts
-    ]
+    found = list(read_records(source) if with_passages else read_questions(source))
+    if not found:
+        raise CorpusError(f"{source.name} holds no question")
+    return found
+
+
+def _with_enough_passages(
+    subject: "Subject", records: "list[QuestionRecord]", asked: _Asked
+) -> "list[QuestionRecord]":
+    from kvweave.calibrate.questions import add_distractors
+
+    if asked.context_tokens is not None:
+        records = add_distractors(records, subject.tokenizer, asked.context_tokens)
+    # a context of one chunk is exact: there is nothing to reuse in it
+    records = [record for record in records if len(record.passages) > 1]
+    if not records:
+        name = asked.source.name
+        raise CorpusError(f"{name} has one passage per question; add --context-tokens")
+    return records
+
+
+def _variants(encodings: str | None, kb_folder: Path | None) -> "list[Variant]":
+    """The encoding contexts that were asked for, or else the one whose KV will be served."""
+    from kvweave.fuse.encode.contexts import parse_variant
+
+    names = _split(encodings or _encoding_of(kb_folder))
+    variants = list(dict.fromkeys(parse_variant(name) for name in names))
+    for variant in variants:
+        if variant.kind == "neighbours" and kb_folder is None:
+            raise RequestError(
+                f"{variant} are chunks of a knowledge base, and --qa has none; "
+                "give --questions FILE with --kb DIR"
+            )
+    return variants
+
+
+def _encoding_of(kb_folder: Path | None) -> str:
+    """What chunk KV will be encoded behind when it is asked for: that is what must be measured."""
+    from kvweave.app.library.stored_kv import KV_FOLDER
+    from kvweave.fuse.encode.preparation import DEFAULT_ENCODING, read_preparation
+
+    found = None if kb_folder is None else read_preparation(kb_folder / KV_FOLDER)
+    return DEFAULT_ENCODING if found is None else str(found.variant)
+
+
+def _strategy_names(text: str) -> list[str]:
+    from kvweave.fuse.strategy import NAMES
+
+    names = _split(text)
+    for name in names:
+        if name not in NAMES:
+            raise RequestError(f"strategy {name!r} is unknown; known: {', '.join(NAMES)}")
+        if name in ("full", "prefix"):
+            raise RequestError(f"strategy {name!r} is exact; there is nothing to measure")
+    return names
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        ratios = [float(part) for part in _split(text)]
+    except ValueError:
+        ratios = [-1.0]
+    if not all(0.0 < ratio < 1.0 for ratio in ratios):
+        raise RequestError(f"--ratios {text!r}: give shares between 0 and 1, such as 0.05,0.15")
+    return ratios
+
+
+def _split(text: str) -> list[str]:
+    parts = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not parts:
+        raise RequestError("a list is empty; give names or numbers with commas between them")
+    return parts
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

@@ -1,22 +1,53 @@
 """What the knowledge base holds: documents, chunks, vectors, and who uses what. The truth.
 
-Every change to documents is one transaction that also moves `generation`, so an index that
+Every change to documents is one transaction that also bumps `generation`, so an index that
 remembers its generation knows exactly what it has missed. A killed process leaves whole documents.
-Files: `database` (the file), `catalogue_reads` (questions), this one (changes).
+`database.py` has the file, its connections and its transactions.
 """
 
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvweave.corpus.catalogue_reads import AMONG, CatalogueReads
+from kvweave.corpus.database import Database
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.removals import KEEP_S, prune, removed_since
-from kvweave.types import ChunkId, DocumentId, ParsedDocument, PlacedChunk
+from kvweave.types import Chunk, ChunkId, DocumentId, ParsedDocument, PlacedChunk
+
+VectorIds = NDArray[np.int64]
+AMONG = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
+
+
+class DocumentInfo(NamedTuple):
+    """A document as a list shows it."""
+
+    id: DocumentId
+    source: str
+    title: str
+    num_chars: int
+    num_chunks: int
+    num_tokens: int
+    added_at: float  # seconds since 1970
+
+
+class Totals(NamedTuple):
+    num_documents: int
+    num_chunks: int
+    num_tokens: int  # of distinct chunks
+
+
+class Changes(NamedTuple):
+    """What happened to the set of vectors since an older generation."""
+
+    generation: int  # the state that `added` and `removed` lead to
+    added: VectorIds  # ascending
+    removed: VectorIds | None  # None: too long ago to say; compare all with what is there
 
 
 class Written(NamedTuple):
@@ -26,12 +57,211 @@ class Written(NamedTuple):
     orphaned: tuple[ChunkId, ...]  # no document uses them any more: their KV may go
 
 
-class Catalogue(CatalogueReads):
-    """Everything `CatalogueReads` answers, and the changes. See `Database` for threads."""
+class Catalogue:
+    """Reads and changes of one catalogue file. Any thread may call any method, as `Database` gives
+    each its connection; changes are for the holder of the writer lock. Raises CorpusError."""
+
+    def __init__(self, path: Path) -> None:
+        self.database = Database(path)
+
+    @property
+    def path(self) -> Path:
+        return self.database.path
+
+    def close(self) -> None:
+        self.database.close()
+
+    def checkpoint(self) -> None:
+        """Everything committed so far is on the disk itself when this returns."""
+        self.database.checkpoint()
+
+    # ── reading ──────────────────────────────────────────────────────────────
+
+    def source_fingerprint(self, source: str) -> str | None:
+        """Of the bytes at the last complete ingest; None when it never completed."""
+        row = self._db.execute(
+            "SELECT fingerprint FROM sources WHERE source = ?", (source,)
+        ).fetchone()
+        return None if row is None else str(row[0])
+
+    def sources(self) -> list[str]:
+        rows = self._db.execute(
+            "SELECT source FROM documents UNION SELECT source FROM sources ORDER BY 1"
+        )
+        return [source for (source,) in rows]
+
+    def fingerprints(self, source: str) -> dict[DocumentId, str]:
+        """Of the documents that a source has brought so far."""
+        rows = self._db.execute(
+            "SELECT document_id, fingerprint FROM documents WHERE source = ?", (source,)
+        )
+        return {DocumentId(document_id): fingerprint for document_id, fingerprint in rows}
+
+    def documents(self) -> list[DocumentInfo]:
+        rows = self._db.execute(
+            "SELECT document_id, source, title, num_chars, num_chunks, num_tokens, added_at"
+            " FROM documents ORDER BY source, added_at, document_id"
+        )
+        return [DocumentInfo(*row) for row in rows]
+
+    def num_chunks(self) -> int:
+        (count,) = self._db.execute("SELECT count(*) FROM chunks").fetchone()
+        return int(count)
+
+    def totals(self) -> Totals:
+        """Reads every chunk's row: for people, not for the hot path."""
+        row = self._db.execute(
+            "SELECT (SELECT count(*) FROM documents), count(*),"
+            " coalesce(sum(length(token_ids)), 0) / 4 FROM chunks"
+        ).fetchone()
+        return Totals(*row)
+
+    def document_chunks(self, document_id: DocumentId) -> list[PlacedChunk]:
+        rows = self._db.execute(
+            "SELECT chunk_id, title, text, token_ids, char_start, char_end"
+            " FROM document_chunks JOIN chunks USING (vector_id)"
+            " WHERE document_id = ? ORDER BY ordinal",
+            (document_id,),
+        )
+        return [PlacedChunk(_chunk(row[:4]), row[4], row[5]) for row in rows]
+
+    def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
+        """Those that exist, by id."""
+        rows = self._db.execute(
+            f"SELECT chunk_id, title, text, token_ids FROM chunks WHERE chunk_id IN {AMONG}",
+            (json.dumps(chunk_ids),),
+        )
+        return {ChunkId(row[0]): _chunk(row) for row in rows}
+
+    def chunk_ids(self) -> list[ChunkId]:
+        return [ChunkId(each) for (each,) in self._db.execute("SELECT chunk_id FROM chunks")]
+
+    def known(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+        """Which of these exist."""
+        rows = self._db.execute(
+            f"SELECT chunk_id FROM chunks WHERE chunk_id IN {AMONG}", (json.dumps([*chunk_ids]),)
+        )
+        return {ChunkId(chunk_id) for (chunk_id,) in rows}
+
+    def vectors_of_chunks(self, chunk_ids: Sequence[ChunkId], dim: int) -> dict[ChunkId, Vectors]:
+        """The stored vector [D] of each chunk that exists."""
+        rows = self._db.execute(
+            "SELECT chunk_id, vector FROM chunks JOIN vectors USING (chunk_id)"
+            f" WHERE chunk_id IN {AMONG}",
+            (json.dumps(chunk_ids),),
+        )
+        found = {ChunkId(chunk_id): np.frombuffer(blob, "<f4") for chunk_id, blob in rows}
+        assert all(vector.shape == (dim,) for vector in found.values()), "of another embedder"
+        return {chunk_id: v.astype(np.float32, copy=False) for chunk_id, v in found.items()}
+
+    def chunks_of_vectors(self, vector_ids: Sequence[int]) -> dict[int, Chunk]:
+        """Those that exist, by vector id: a hit of an index that lags behind may be gone."""
+        rows = self._db.execute(
+            "SELECT vector_id, chunk_id, title, text, token_ids FROM chunks"
+            f" WHERE vector_id IN {AMONG}",
+            (json.dumps([int(i) for i in vector_ids]),),
+        )
+        return {row[0]: _chunk(row[1:]) for row in rows}
+
+    def all_chunks(self, batch: int) -> Iterator[list[Chunk]]:
+        """Every chunk in order of arrival, `batch` at a time. Holds no lock between batches."""
+        last = 0
+        while True:
+            rows = self._db.execute(
+                "SELECT vector_id, chunk_id, title, text, token_ids FROM chunks"
+                " WHERE vector_id > ? ORDER BY vector_id LIMIT ?",
+                (last, batch),
+            ).fetchall()
+            if not rows:
+                return
+            yield [_chunk(row[1:]) for row in rows]
+            last = rows[-1][0]
+
+    def some_chunks(self, chunk_ids: Sequence[ChunkId], batch: int) -> Iterator[list[Chunk]]:
+        """Those of these that exist, each once, in their order, at most `batch` at a time."""
+        unique = list(dict.fromkeys(chunk_ids))
+        for start in range(0, len(unique), batch):
+            part = unique[start : start + batch]
+            found = self.chunks(part)
+            if found:
+                yield [found[each] for each in part if each in found]
+
+    def with_vectors(self, chunk_ids: Sequence[ChunkId]) -> set[ChunkId]:
+        """Which of these are embedded already."""
+        rows = self._db.execute(
+            f"SELECT chunk_id FROM vectors WHERE chunk_id IN {AMONG}", (json.dumps(chunk_ids),)
+        )
+        return {ChunkId(chunk_id) for (chunk_id,) in rows}
+
+    def generation(self) -> int:
+        (generation,) = self._db.execute("SELECT generation FROM state").fetchone()
+        return int(generation)
+
+    def uid(self) -> str:
+        """Random, and its own: generations and vector ids of another catalogue mean nothing."""
+        (uid,) = self._db.execute("SELECT uid FROM state").fetchone()
+        return str(uid)
+
+    def changes_since(self, generation: int, last_vector_id: int) -> Changes:
+        """What an index at `generation`, whose highest id is `last_vector_id`, has missed."""
+        with self.database.snapshot() as db:
+            now, pruned = db.execute("SELECT generation, pruned FROM state").fetchone()
+            added = db.execute(
+                "SELECT vector_id FROM chunks WHERE vector_id > ? ORDER BY vector_id",
+                (last_vector_id,),
+            ).fetchall()
+            removed = db.execute(
+                "SELECT vector_id FROM removals WHERE generation > ? AND vector_id <= ?",
+                (generation, last_vector_id),
+            ).fetchall()
+        is_told = generation >= pruned or not last_vector_id  # an empty index has missed nothing
+        return Changes(now, _int64(added), _int64(removed) if is_told else None)
+
+    def vectors(self, vector_ids: VectorIds, dim: int) -> tuple[VectorIds, Vectors]:
+        """Ids (those that still exist, ascending) and their vectors [N, D]."""
+        rows = self._db.execute(
+            "SELECT vector_id, vector FROM chunks JOIN vectors USING (chunk_id)"
+            f" WHERE vector_id IN {AMONG} ORDER BY vector_id",
+            (json.dumps(vector_ids.tolist()),),
+        ).fetchall()
+        data = b"".join(blob for _, blob in rows)
+        found = np.frombuffer(data, dtype="<f4").reshape(len(rows), dim)
+        return _int64(rows), found.astype(np.float32, copy=False)
+
+    def match_words(self, expression: str, k: int) -> list[tuple[int, float]]:
+        """(vector id, BM25 score) of the best chunks for an FTS5 expression, best first."""
+        rows = self._db.execute(
+            "SELECT rowid, -rank FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?",
+            (expression, k),
+        )
+        return [(int(vector_id), float(score)) for vector_id, score in rows]
+
+    def problems(self) -> list[str]:
+        """Every broken promise of this file, in words; empty when all hold."""
+        promises = {
+            "chunks without a vector": "SELECT count(*) FROM chunks WHERE chunk_id NOT IN"
+            " (SELECT chunk_id FROM vectors)",
+            "chunks with a wrong use count": "SELECT count(*) FROM chunks c WHERE num_uses !="
+            " (SELECT count(*) FROM document_chunks d WHERE d.vector_id = c.vector_id)",
+            "chunks that no document uses": "SELECT count(*) FROM chunks WHERE num_uses < 1",
+            "documents with missing chunks": "SELECT count(*) FROM documents d WHERE num_chunks !="
+            " (SELECT count(*) FROM document_chunks c WHERE c.document_id = d.document_id)",
+            "chunk rows without a document": "SELECT count(*) FROM document_chunks WHERE"
+            " document_id NOT IN (SELECT document_id FROM documents)",
+        }
+        found = [
+            f"{count} {name}"
+            for name, query in promises.items()
+            if (count := self._db.execute(query).fetchone()[0])
+        ]
+        (report,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        return found if report == "ok" else [*found, str(report)]
+
+    # ── changing ─────────────────────────────────────────────────────────────
 
     def finish_source(self, source: str, fingerprint: str) -> None:
         """All documents of a source are in: the next run may skip it."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?)", (source, fingerprint))
 
     def put(
@@ -40,10 +270,10 @@ class Catalogue(CatalogueReads):
         """Add a document, or replace it, in one transaction. Its vectors must be there already.
 
         Chunks that the old version shares with the new one stay as they are. Vectors of chunks
-        that nobody uses now stay until `drop_unused_vectors`: a document that comes next in the
-        same run may bring such a chunk back, and it was told that the vector is there.
+        that no document uses now stay until `drop_unused_vectors`: a document that comes next in
+        the same run may bring such a chunk back, and it was told that the vector is there.
         """
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             old = self._release(db, [document.id])
             ids = [p.chunk.id for p in placed]
             known = self._vector_ids(db, ids)
@@ -90,7 +320,7 @@ class Catalogue(CatalogueReads):
 
     def remove(self, document_ids: Sequence[DocumentId], *, keep_vectors: bool = False) -> Written:
         """Drop documents, and the chunks and vectors that only they used, in one transaction."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.execute(
                 "DELETE FROM sources WHERE source IN"
                 f" (SELECT source FROM documents WHERE document_id IN {AMONG})",
@@ -102,7 +332,7 @@ class Catalogue(CatalogueReads):
 
     def forget_source(self, source: str) -> Written:
         """Drop a source with all its documents."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             released = self._release(db, list(self.fingerprints(source)))
             db.execute("DELETE FROM sources WHERE source = ?", (source,))
             orphaned = self._bury(db, released, keep_vectors=False)
@@ -111,19 +341,19 @@ class Catalogue(CatalogueReads):
     def put_vectors(self, chunk_ids: Sequence[ChunkId], vectors: Vectors) -> None:
         """Keep vectors before their document is complete: a killed run does not embed twice."""
         rows = zip(chunk_ids, (v.astype("<f4").tobytes() for v in vectors), strict=True)
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
 
     def drop_unused_vectors(self) -> int:
         """Of documents that never completed or that changed. Only at the end of an ingest."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             cursor = db.execute(  # both sides are read from indexes alone
                 "DELETE FROM vectors WHERE chunk_id IN"
                 " (SELECT chunk_id FROM vectors EXCEPT SELECT chunk_id FROM chunks)"
             )
         return cursor.rowcount
 
-    # ── for whoever keeps chunk KV ───────────────────────────────────────────
+    # ── for the keeper of chunk KV ───────────────────────────────────────────
 
     def kv_pending(self) -> tuple[ChunkId, ...] | None:
         """Chunks that went since `settle_kv`, less those that are back: their KV may still be on
@@ -134,7 +364,7 @@ class Catalogue(CatalogueReads):
         ).fetchone()
         if not is_pending:
             return None
-        with self._snapshot() as db:
+        with self.database.snapshot() as db:
             (settled,) = db.execute("SELECT kv_generation FROM state").fetchone()
             pending = removed_since(db, settled).chunk_ids
         assert pending is not None, "notes of what is pending are kept"
@@ -142,15 +372,19 @@ class Catalogue(CatalogueReads):
 
     def settle_kv(self, generation: int) -> None:
         """The KV of what went up to this generation is deleted, wherever it was."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             db.execute("UPDATE state SET kv_generation = ?", (generation,))
 
     def prune_removals(self, keep_s: float = KEEP_S) -> int:
         """Drop notes of what went long ago, wherever its KV was; returns how many."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             return prune(db, keep_s)
 
     # ── the parts of a change ────────────────────────────────────────────────
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self.database.connection
 
     def _release(self, db: sqlite3.Connection, document_ids: Sequence[DocumentId]) -> list[int]:
         """Delete documents; return the vector ids they used. Use counts follow by trigger."""
@@ -165,8 +399,8 @@ class Catalogue(CatalogueReads):
     def _bury(
         self, db: sqlite3.Connection, vector_ids: Sequence[int], *, keep_vectors: bool
     ) -> tuple[ChunkId, ...]:
-        """Delete those chunks that nobody uses now, note them for the index and for those who keep
-        KV of them, move on in time."""
+        """Delete those chunks that no document uses now, note them for the index and for the
+        keepers of their KV, and bump the generation."""
         db.execute("UPDATE state SET generation = generation + 1")
         dead = db.execute(
             f"SELECT vector_id, chunk_id FROM chunks WHERE num_uses = 0 AND vector_id IN {AMONG}",
@@ -188,3 +422,14 @@ class Catalogue(CatalogueReads):
             (json.dumps(list(ids)),),
         )
         return {ChunkId(chunk_id): vector_id for chunk_id, vector_id in rows}
+
+
+def _chunk(row: Sequence[object]) -> Chunk:
+    chunk_id, title, text, token_ids = row
+    assert isinstance(token_ids, bytes), "token_ids is a blob"
+    ids = np.frombuffer(token_ids, "<u4").tolist()
+    return Chunk(ChunkId(str(chunk_id)), str(title), str(text), tuple(ids))
+
+
+def _int64(rows: Sequence[Sequence[object]]) -> VectorIds:
+    return np.array([row[0] for row in rows], dtype=np.int64)

@@ -15,10 +15,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from kvweave.corpus.cuts import HEADING, ChunkTokenizer, TextWindow, last_heading, skip_blank
+from kvweave.corpus.cuts import HEADING, TextWindow, last_heading, skip_blank
 from kvweave.errors import ConfigError
 from kvweave.types import Chunk, ChunkId, PlacedChunk
+
+if TYPE_CHECKING:
+    from kvweave.text.tokenizer import Tokenizer
 
 MIN_CHUNK_TOKENS = 32  # below this a title line leaves no room for text
 CLOSE = "\n\n"  # ends every chunk: part of its ids, so no separator is ever put between chunks
@@ -39,7 +43,7 @@ class Chunker:
     chunks in front of it (except the last one, which may have been the end of the text).
     """
 
-    tokenizer: ChunkTokenizer
+    tokenizer: "Tokenizer"
     max_tokens: int = 256  # of the whole chunk, title line included
 
     def __post_init__(self) -> None:

@@ -2,10 +2,12 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvweave.text.tokenizer import Tokenizer
 
 WINDOW_CHUNKS = 32  # tokenise this many chunks' worth of text at a time: memory stays flat
 
@@ -14,15 +16,6 @@ PARAGRAPH = re.compile(r"\n(?:[ \t]*\n)+")
 SENTENCE = re.compile(r"(?<=[.!?…])[\"'”’)\]]*[ \t]+|(?<=[。！？])|\n")
 WORD = re.compile(r"\n|[^\S\n]+")
 BLANK = re.compile(r"\s*")
-
-
-class ChunkTokenizer(Protocol):
-    """The part of `kvweave.text.tokenizer.Tokenizer` that cutting needs."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class _Break(NamedTuple):
@@ -36,7 +29,7 @@ class _Break(NamedTuple):
 class TextWindow:
     """A stretch of the text with its tokens' places and its possible cuts."""
 
-    tokenizer: ChunkTokenizer
+    tokenizer: "Tokenizer"
     text: str
     start: int
     max_tokens: int

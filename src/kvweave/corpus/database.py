@@ -1,7 +1,7 @@
 """The file behind a catalogue: SQLite in WAL mode, a connection per thread, transactions.
 
-One writer (the facade holds the lock), any number of readers, in this process and in others. Power
-loss may cost the last transactions but never tears one.
+One writer (`KnowledgeBase` holds the lock), any number of readers, in this process and in others.
+Power loss may cost the last transactions but never tears one.
 """
 
 import sqlite3
@@ -28,7 +28,7 @@ class Database:
         try:
             with self._writing:
                 self._use_wal()
-                migrate(self._db)
+                migrate(self.connection)
         except sqlite3.DatabaseError as error:
             raise CorpusError(
                 f"{path} is not a usable catalogue ({error}); move it away and ingest again"
@@ -43,14 +43,14 @@ class Database:
     def checkpoint(self) -> None:
         """Everything committed so far is on the disk itself when this returns."""
         with self._writing:
-            self._db.execute("PRAGMA wal_checkpoint(FULL)")
+            self.connection.execute("PRAGMA wal_checkpoint(FULL)")
 
     def _use_wal(self) -> None:
         """SQLite answers "locked" at once when two processes switch a new file: wait ourselves."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
-                self._db.execute("PRAGMA journal_mode = WAL")
+                self.connection.execute("PRAGMA journal_mode = WAL")
                 return
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error) or time.monotonic() > deadline:
@@ -58,10 +58,10 @@ class Database:
                 time.sleep(0.02)
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, whatever interrupts it."""
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All or nothing, whatever interrupts it. One at a time; others wait."""
         with self._writing:
-            db = self._db
+            db = self.connection
             try:
                 db.execute("BEGIN IMMEDIATE")
                 yield db
@@ -73,9 +73,9 @@ class Database:
                     db.execute("ROLLBACK")
 
     @contextmanager
-    def _snapshot(self) -> Iterator[sqlite3.Connection]:
+    def snapshot(self) -> Iterator[sqlite3.Connection]:
         """Several reads of one state."""
-        db = self._db
+        db = self.connection
         db.execute("BEGIN")
         try:
             yield db
@@ -83,7 +83,8 @@ class Database:
             db.execute("COMMIT")
 
     @property
-    def _db(self) -> sqlite3.Connection:
+    def connection(self) -> sqlite3.Connection:
+        """The calling thread's own, opened on first use."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             # check_same_thread off: close() may come from another thread than the one that opened

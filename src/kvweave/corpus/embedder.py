@@ -41,6 +41,10 @@ class Embedder(Protocol):
         """One vector, [D]."""
         ...
 
+    def num_tokens(self, text: str) -> int:
+        """Tokens that the model reads of a text; what is longer than its window is cut off."""
+        ...
+
 
 class Instructions(NamedTuple):
     """What a model wants to read in front of the text."""
@@ -140,7 +144,6 @@ class SentenceEmbedder:
         return self._embed(texts, self.instructions.query)
 
     def num_tokens(self, text: str) -> int:
-        """Tokens the model reads of a text; what is longer than its window is cut off."""
         return len(self.model.tokenize([text])["input_ids"][0])
 
     def _embed(self, texts: Sequence[str], instruction: str) -> Vectors:

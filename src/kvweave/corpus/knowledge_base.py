@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvweave.corpus.catalogue import Catalogue, Written
-from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
+from kvweave.corpus.catalogue import Catalogue, DocumentInfo, Totals, Written
 from kvweave.corpus.chunker import Chunker
-from kvweave.corpus.creating import KnowledgeBaseTokenizer, create_folder
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import sweep_temporaries
+from kvweave.corpus.kb_folder import create_folder, writer_lock
 from kvweave.corpus.live_index import LiveIndex
 from kvweave.corpus.search import ChunkSearch, Mode
 from kvweave.corpus.settings import (
@@ -29,9 +29,11 @@ from kvweave.corpus.settings import (
     read_settings,
     write_settings,
 )
-from kvweave.corpus.writer_lock import writer_lock
 from kvweave.errors import ConfigError, CorpusError
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit
+
+if TYPE_CHECKING:
+    from kvweave.text.tokenizer import Tokenizer
 
 
 class KnowledgeBase:
@@ -42,7 +44,7 @@ class KnowledgeBase:
         folder: Path,
         settings: KnowledgeBaseSettings,
         *,
-        tokenizer: KnowledgeBaseTokenizer | None,
+        tokenizer: "Tokenizer | None",
         embedder: Embedder | None,
         api_key: str | None = None,
     ) -> None:
@@ -60,7 +62,7 @@ class KnowledgeBase:
         cls,
         folder: str | Path,
         *,
-        tokenizer: KnowledgeBaseTokenizer | None = None,
+        tokenizer: "Tokenizer | None" = None,
         embedder: Embedder | None = None,
         chunk_tokens: int | None = None,
         index: str | None = None,

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvweave.corpus.catalogue import Catalogue
-from kvweave.corpus.catalogue_reads import VectorIds
+from kvweave.corpus.catalogue import Catalogue, VectorIds
 from kvweave.corpus.index import IndexHits, VectorIndex, is_remote, make_index, resolve_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import LocalIndex, atomic_file, load_index, save_index
 from kvweave.corpus.settings import KnowledgeBaseSettings
-from kvweave.corpus.sharedlock import SharedLock
+from kvweave.corpus.shared_lock import SharedLock
 from kvweave.errors import CorpusError
 
 log = logging.getLogger(__name__)

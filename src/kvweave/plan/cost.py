@@ -1,10 +1,11 @@
-"""What a way to answer costs, in seconds to the first token, from measured profiles.
+"""What an option costs, in seconds to the first token, from measured profiles.
 
-Bytes arrive layer by layer while layers before them compute (`pipe.py`). A queue ahead delays
-compute but not loading.
+Bytes arrive layer by layer while layers before them compute. A queue ahead delays compute but not
+loading.
 
 That is the least it can take. What is paid is more, by the share of loading that nothing hides
-(`paid.py`). Bytes from a tier behind host memory load twice: into it, and from there to the device.
+(`loading_cost.py` has both). Bytes from a tier behind host memory load twice: into it, and from
+there to the device.
 
     price = max(done, work + share · load)
 """
@@ -15,8 +16,7 @@ from typing import NamedTuple
 
 from kvweave.errors import ConfigError
 from kvweave.kv.tree.node import HOST
-from kvweave.plan.loading_cost import UNCHECKED, Load
-from kvweave.plan.pipe import LinkArrival, Pipe
+from kvweave.plan.loading_cost import UNCHECKED, LinkArrival, Load, LoadPipe
 from kvweave.plan.profile import MachineProfile, TierLink, tier_of
 
 
@@ -29,7 +29,7 @@ class Price(NamedTuple):
     load: Load | None = None  # what of it is loading; None: nothing is loaded
 
 
-class Slowest(NamedTuple):
+class SlowestLoad(NamedTuple):
     """Of several loads the one that is paid for longest."""
 
     link: str
@@ -38,14 +38,14 @@ class Slowest(NamedTuple):
     paid_s: float
 
 
-class Loaded(NamedTuple):
-    """Stored tokens and how they come: the same for every way to compute with them."""
+class LoadSet(NamedTuple):
+    """Stored tokens and how they come: the same for every option that computes with them."""
 
     num_tokens: int  # of the hits among them
     loads: Mapping[str, int]  # by link, exact parts included
     num_bytes: int
-    slowest: Slowest | None
-    pipe: Pipe
+    slowest: SlowestLoad | None
+    pipe: LoadPipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +104,17 @@ class CostModel:
         rows: int,
         total: int,
         question: int,
-        hit_tokens: int,
-        loads: Mapping[str, int],
-        loaded: Loaded | None = None,
+        loaded: LoadSet,
     ) -> Price:
-        """`rows` of `total` tokens computed, the rest taken from `loads` bytes per link, what the
-        strategy reads beside the layers among them.
-
-        `loaded` is what `self.loaded` says of these loads, where it is known already.
-        """
-        if loaded is None:
-            loaded = self.loaded(hit_tokens, loads, strategy.extra_bytes_per_token)
+        """`rows` of `total` tokens computed, the rest taken from `loaded`, which has what the
+        strategy reads beside the layers among its bytes."""
         profile = self.profile
         compute_s = self.pass_s(strategy, rows, total)
         probe_s = 0.0
         if strategy.probe_layers:
             share = strategy.probe_layers / profile.num_layers
             probe_s = share * profile.recompute.at(total, question)
-        score_s = strategy.score_s_per_token * hit_tokens
+        score_s = strategy.score_s_per_token * loaded.num_tokens
         evidence_s, slow = self._evidence(strategy, loaded)
         asked_s = self.queue_s + probe_s
         least_s, waits_for = loaded.pipe.done(max(asked_s, evidence_s) + score_s, compute_s)
@@ -162,14 +155,16 @@ class CostModel:
 
     def loaded(
         self, hit_tokens: int, loads: Mapping[str, int], extra_bytes_per_token: float = 0.0
-    ) -> Loaded:
+    ) -> LoadSet:
         """Some hits and how they come, for `fused`. Of their bytes so many are no part of a layer
         and come before all of them."""
         ahead_bytes = extra_bytes_per_token * hit_tokens
         pipe = self.pipe(loads, self.layer0_free, ahead_bytes)
-        return Loaded(hit_tokens, loads, sum(loads.values()), self.slowest(loads), pipe)
+        return LoadSet(hit_tokens, loads, sum(loads.values()), self.slowest(loads), pipe)
 
-    def pipe(self, loads: Mapping[str, int], layer0_free: bool, ahead_bytes: float = 0.0) -> Pipe:
+    def pipe(
+        self, loads: Mapping[str, int], layer0_free: bool, ahead_bytes: float = 0.0
+    ) -> LoadPipe:
         """`ahead_bytes` of `loads` are no part of a layer and come before all of them."""
         num_layers = self.profile.num_layers
         num_loaded = num_layers - (1 if layer0_free and num_layers > 1 else 0)
@@ -184,7 +179,7 @@ class CostModel:
             pending = self._pending(name)
             ready_s = (pending + ahead) / link.bytes_per_s
             arrivals.append(LinkArrival(name, ready_s, layer_s, pending > 0))
-        return Pipe(num_layers, num_loaded, tuple(arrivals))
+        return LoadPipe(num_layers, num_loaded, tuple(arrivals))
 
     def load(self, name: str, size_bytes: int) -> tuple[float, float]:
         """Seconds of a load by itself, to where it is computed with, and the share paid for."""
@@ -199,18 +194,18 @@ class CostModel:
             share = self.shares.get(tier_of(name))
         return load_s, _unchecked(name) if share is None else share
 
-    def slowest(self, loads: Mapping[str, int]) -> Slowest | None:
+    def slowest(self, loads: Mapping[str, int]) -> SlowestLoad | None:
         """The load that is paid for longest: tiers load together. None: nothing is loaded."""
-        found: Slowest | None = None
+        found: SlowestLoad | None = None
         for name, size_bytes in loads.items():
             if size_bytes:
                 load_s, share = self.load(name, size_bytes)
                 if found is None or share * load_s > found.paid_s:
-                    found = Slowest(name, load_s, share, share * load_s)
+                    found = SlowestLoad(name, load_s, share, share * load_s)
         return found
 
     def _paid(
-        self, least_s: float, work_s: float, waits_for: str | None, slowest: Slowest | None
+        self, least_s: float, work_s: float, waits_for: str | None, slowest: SlowestLoad | None
     ) -> Price:
         """The price of what overlaps here, from that of perfect overlap."""
         if slowest is None:
@@ -228,7 +223,7 @@ class CostModel:
         """Bytes that stand before ours: all codecs of a tier share its bandwidth."""
         return self.pending.get(tier_of(name), 0) if self.pending else 0
 
-    def _evidence(self, strategy: StrategyInfo, loaded: Loaded) -> tuple[float, str | None]:
+    def _evidence(self, strategy: StrategyInfo, loaded: LoadSet) -> tuple[float, str | None]:
         """When what the selector looks at has arrived, and over which link if that is all of it."""
         if strategy.waits_for_all:
             return loaded.pipe.done(0.0, 0.0)
@@ -243,5 +238,5 @@ class CostModel:
 
 
 def _unchecked(link: str) -> float:
-    """Copies from host memory need nobody on the host: they are hidden until seen otherwise."""
+    """Copies from host memory need no thread of the host: they are hidden until seen otherwise."""
     return 0.0 if tier_of(link) == HOST else UNCHECKED

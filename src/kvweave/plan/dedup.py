@@ -15,8 +15,8 @@ from kvweave.kv.tree.node import ChunkRef
 from kvweave.types import ChunkId
 
 
-class Deduped(NamedTuple):
-    """The chunks of a turn, parted."""
+class TurnChunks(NamedTuple):
+    """The chunks of a turn: what to send, and what the history has."""
 
     new: tuple[ChunkRef, ...]  # to be sent, in the given order, each once
     in_history: tuple[ChunkRef, ...]  # a message of the history has them
@@ -34,7 +34,7 @@ class ChunkMap:
 
     def part(
         self, conversation: str, history: Collection[str], chunks: Sequence[ChunkRef]
-    ) -> Deduped:
+    ) -> TurnChunks:
         """Part a turn's chunks. `history`: keys of the messages this prompt has before the turn.
 
         A key names a message and its content (a hash of it will do): an edited message is another.
@@ -46,7 +46,7 @@ class ChunkMap:
         old: dict[ChunkId, ChunkRef] = {}
         for chunk in chunks:
             (old if places.get(chunk.id) in kept else new).setdefault(chunk.id, chunk)
-        return Deduped(tuple(new.values()), tuple(old.values()))
+        return TurnChunks(tuple(new.values()), tuple(old.values()))
 
     def sent(self, conversation: str, message: str, chunk_ids: Collection[ChunkId]) -> None:
         """The turn went out: these chunks stand in this message from now on."""

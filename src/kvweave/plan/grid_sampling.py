@@ -11,7 +11,7 @@ SAMPLES = 5  # of a point, as far as the budget goes; the median of them counts
 LONGEST = 8192  # tokens up to which prices are put together from measured ones
 
 
-class Cross:
+class CrossSamples:
     """Seconds over two axes, measured along a cross: all of `ys` at one x, all `xs` at one y.
 
     What stands in front of a row costs each row the same, so any other point is the row's price and
@@ -46,7 +46,7 @@ def measure_cross(
     base: int,
     budget_s: float,
     now_s: Callable[[], float] = time.perf_counter,
-) -> Cross:
+) -> CrossSamples:
     """Medians along a cross, cheap points first, round after round until the budget is spent.
 
     `run` gives the seconds of one run. Two of `ys` are measured whatever they take.
@@ -72,13 +72,13 @@ def measure_cross(
     for less, more in reversed(list(pairwise(row))):  # no point is dearer than one with more rows
         row[less] = min(row[less], row[more])
     if (base, middle) not in known:  # too slow even for that: what stands in front is not priced
-        return Cross(base, max(row), row, {base: row[max(row)]})
+        return CrossSamples(base, max(row), row, {base: row[max(row)]})
     column = {x: known[x, middle] for x in xs if (x, middle) in known}
-    return Cross(base, middle, row, column)
+    return CrossSamples(base, middle, row, column)
 
 
-def grid_of(cross: Cross, xs: Sequence[int], *, in_slices: bool) -> Grid:
-    """A cross as a grid, with `xs` gone on by doubling.
+def grid_of(cross: CrossSamples, xs: Sequence[int], *, in_slices: bool) -> Grid:
+    """A cross as a grid, with `xs` continued by doubling.
 
     `in_slices`: more rows than were measured run in slices, each behind the one before, and their
     price is the slices' together. Otherwise a grid goes on along its last slope.

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, Loaded, StrategyInfo
+from kvweave.plan.cost import CostModel, LoadSet, StrategyInfo
 from kvweave.plan.layout import Layout, Stored
-from kvweave.plan.load_or_compute import Dear, dear_links, too_dear
+from kvweave.plan.load_or_compute import UnhiddenLink, too_slow_links, unhidden_links
 from kvweave.plan.plan import Span
 from kvweave.plan.profile import link_name
 
@@ -23,9 +23,9 @@ class StoredHits(NamedTuple):
     loads: dict[str, int]  # bytes per link with every hit loaded, exact parts included
     rows_besides: int  # tokens that are neither exact nor hits
     extra_bytes: float  # per token, of what lies beside the layers
-    dear: tuple[Dear, ...]  # links whose loading is not hidden
-    known: dict[frozenset[int], Loaded]  # what is loaded without these, for all strategies
-    instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too dear
+    unhidden: tuple[UnhiddenLink, ...]  # links whose loading nothing hides
+    known: dict[frozenset[int], LoadSet]  # what is loaded without these, for all strategies
+    instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too slow
 
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> StoredHits:
@@ -63,26 +63,26 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Store
         loads,
         rows_besides,
         extra_bytes,
-        dear_links(costs, layout.total, rows_besides, tokens, loads),
+        unhidden_links(costs, layout.total, rows_besides, tokens, loads),
         {},
         {},
     )
 
 
-def dear_hits(hits: StoredHits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
+def hits_to_compute(hits: StoredHits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
     """Hits that are computed, because loading takes longer and nothing hides it. Those of the links
     in `tried` are loaded whatever it takes."""
-    if not hits.dear:
+    if not hits.unhidden:
         return NONE
     instead = hits.instead.get(ratio)
     if instead is None:
-        dear = too_dear(hits.dear, ratio)
-        instead = frozenset([i for i, link in hits.links.items() if link in dear] if dear else ())
+        slow = too_slow_links(hits.unhidden, ratio)
+        instead = frozenset([i for i, link in hits.links.items() if link in slow] if slow else ())
         hits.instead[ratio] = instead
     return frozenset(i for i in instead if hits.links[i] not in tried) if tried else instead
 
 
-def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[int]) -> Loaded:
+def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[int]) -> LoadSet:
     """What is loaded with these hits computed instead."""
     known = hits.known.get(computed_hits)
     if known is None:

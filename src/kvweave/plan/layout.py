@@ -22,7 +22,7 @@ class Stored(NamedTuple):
 
     @property
     def link(self) -> str:
-        """The way its bytes come."""
+        """The link that its bytes come over."""
         return link_name(self.tier, self.codec)
 
 

@@ -1,7 +1,7 @@
 """Loading that nothing hides, held against computing instead.
 
 Where loading and computing add up there is no best mixture of the two: of each tier it is all
-chunks or none, and which can be said from a few numbers per tier, before any way is priced.
+chunks or none, and which can be said from a few numbers per tier, before any option is priced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
 from kvweave.plan.layout import Layout
 
 
-class Dear(NamedTuple):
+class UnhiddenLink(NamedTuple):
     """A link whose loading nothing hides. Tiers load together: without the slowest, the next one is
     waited for, and what computing saves is the difference."""
 
@@ -21,9 +21,9 @@ class Dear(NamedTuple):
     paid_s: float  # for loading
 
 
-def dear_links(
+def unhidden_links(
     costs: CostModel, total: int, rows: int, tokens: Mapping[str, int], loads: Mapping[str, int]
-) -> tuple[Dear, ...]:
+) -> tuple[UnhiddenLink, ...]:
     """What loading costs that nothing hides, the slowest link first. `rows` are computed anyway."""
     paid = []
     for link in tokens:
@@ -38,23 +38,23 @@ def dear_links(
     row_s = max(1e-12, rows_s / num_tokens)
     nexts = [*(paid_s for paid_s, _ in paid[1:]), 0.0]
     return tuple(
-        Dear((paid_s - next_s) / (tokens[link] * row_s), link, tokens[link], paid_s)
+        UnhiddenLink((paid_s - next_s) / (tokens[link] * row_s), link, tokens[link], paid_s)
         for (paid_s, link), next_s in zip(paid, nexts, strict=True)
     )
 
 
-def too_dear(links: Sequence[Dear], ratio: float) -> set[str]:
-    """Links to compute the hits of, because loading those takes longer. `links` as `dear_links`."""
+def too_slow_links(links: Sequence[UnhiddenLink], ratio: float) -> set[str]:
+    """Links whose hits are computed, because loading them takes longer. `links` slowest first."""
     found = set()
-    for dear in links:
-        if dear.times <= 1 - ratio:
+    for each in links:
+        if each.times <= 1 - ratio:
             break
-        found.add(dear.link)
+        found.add(each.link)
     return found
 
 
-class AtLeast:
-    """What fused ways cannot be below, before it is known which copies a strategy can use.
+class FusedLowerBound:
+    """What fused options cannot cost less than, before it is known which copies a strategy can use.
 
     The stored chunks of a tier are loaded and paid for, or computed.
     """
@@ -90,7 +90,7 @@ class AtLeast:
                 self._paid.append((share * load_s, tokens[link]))
 
     def is_below(self, strategy: StrategyInfo, ratio: float, limit_s: float) -> bool:
-        """Whether a way may take less than `limit_s`."""
+        """Whether an option may take less than `limit_s`."""
         ratio *= strategy.depth
         rows = self._besides + row_budget(self._most, ratio)
         loaded_s = self._at_least_s(strategy, rows)

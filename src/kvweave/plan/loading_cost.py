@@ -1,8 +1,17 @@
-"""What loading costs a request beyond what its compute hides: not assumed, learnt.
+"""What loading costs a request: how it overlaps with compute at best, and what is really paid.
 
-Reading, copying and computing at once should cost the longest of them. On real machines readers
-and the thread that orders the pass take cores from each other, and a request pays for most of its
-loading as if nothing overlapped. How much of it is its share:
+At best, layers arrive while those before them compute (`LoadPipe`):
+
+    done = start;  for each layer: ready += latency + bytes/bandwidth;  done = max(done, ready) + c
+
+With equal layers that is the largest of three straight lines per link, so a price costs a few
+multiplications instead of a loop over layers. What depends on the bytes alone is worked out once
+and asked for with every option.
+
+Reading, copying and computing at once should therefore cost the longest of them. On real machines
+readers and the thread that orders the pass take cores from each other, and a request pays for most
+of its loading as if nothing overlapped. How much of it is its share, learnt from requests
+(`PaidShares`):
 
     took = work + share · load        0: all hidden, 1: nothing hidden, more: slower than measured
 
@@ -13,12 +22,12 @@ are believed.
 
 A share that makes every plan compute gets no new observations. So it is forgotten: every `FORGET_S`
 without one the highest is dropped, until loading is tried again; where it loses even at what stands
-for the unknown, by a rare trial (`trial.py`). Of a clock that was set back nobody can say how long
-ago anything was: its shares are forgotten at once.
+for the unknown, by a rare trial (`trial.py`). After a clock was set back, the age of a share cannot
+be told: all of them are forgotten at once.
 
 Alone, a request computes while its layers come. Beside others it gets all its bytes first, and what
 that took is known though its steps were shared: work + what it waited for bytes. Two numbers, so a
-link has two `Paid`.
+link has two `PaidShares`.
 """
 
 from dataclasses import dataclass, field
@@ -47,7 +56,7 @@ class Load(NamedTuple):
 
 
 @dataclass(slots=True)
-class Paid:
+class PaidShares:
     """The shares that the last requests over one link paid. For one thread at a time."""
 
     shares: list[float] = field(default_factory=list)  # newest last
@@ -79,3 +88,34 @@ class Paid:
         for _ in range(min(len(known), num_forgotten)):
             known.remove(max(known))
         return known
+
+
+class LinkArrival(NamedTuple):
+    """How bytes come over one link."""
+
+    link: str
+    ready_s: float  # until its layers begin to come: what others wait for, what comes ahead of them
+    layer_s: float  # for each of them
+    waits: bool  # behind bytes of others
+
+
+class LoadPipe(NamedTuple):
+    """Some bytes, cut into layers, coming over some links at once."""
+
+    num_layers: int
+    num_loaded: int  # layers that need bytes: all, or all but the first
+    arrivals: tuple[LinkArrival, ...]
+
+    def done(self, start_s: float, compute_s: float) -> tuple[float, str | None]:
+        """When all is computed, and the link that is slower than that, if one is."""
+        done = start_s + compute_s
+        waits_for: str | None = None
+        c, num = compute_s / self.num_layers, self.num_loaded
+        for link, ready_s, layer_s, waits in self.arrivals:
+            early = ready_s + layer_s + num * c  # held up at the first layer that loads
+            late = ready_s + num * layer_s + c  # held up at the last
+            if early > done:
+                done, waits_for = early, link if waits else None
+            if late > done:
+                done, waits_for = late, link
+        return done, waits_for

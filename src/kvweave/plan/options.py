@@ -1,4 +1,4 @@
-"""The ways to answer, each priced: exact prefix, and fused behind it.
+"""The options of a request, each priced: exact prefix, and fused behind it.
 
 Where a tier is slow, single chunks are computed instead of loaded. Which: those nearest behind the
 exact prefix, because computed there they are exact too and push the frontier of exactness on.
@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, Loaded, Price, StrategyInfo, row_budget
-from kvweave.plan.hits import StoredHits, dear_hits, loaded_without, loads_of
+from kvweave.plan.cost import CostModel, LoadSet, Price, StrategyInfo, row_budget
+from kvweave.plan.hits import StoredHits, hits_to_compute, loaded_without, loads_of
 from kvweave.plan.layout import Layout, computed
 from kvweave.plan.plan import Option, Reason, Span, SpanKind
 
@@ -91,18 +91,17 @@ def price_fused(
 
     paid = ratio * strategy.depth  # a row that leaves early is paid for as a part of one
 
-    def rows(loaded: Loaded, ratio: float) -> int:
+    def rows(loaded: LoadSet, ratio: float) -> int:
         computed = hits.num_tokens - loaded.num_tokens
         return hits.rows_besides + computed + row_budget(loaded.num_tokens, ratio)
 
     def price(computed_hits: frozenset[int]) -> Price:
         """With these hits computed instead of loaded."""
         loaded = loaded_without(costs, hits, computed_hits)
-        tokens, loads = loaded.num_tokens, loaded.loads
         total, question = layout.total, layout.question_tokens
-        return costs.fused(strategy, rows(loaded, paid), total, question, tokens, loads, loaded)
+        return costs.fused(strategy, rows(loaded, paid), total, question, loaded)
 
-    computed_hits = dear_hits(hits, paid, tried)
+    computed_hits = hits_to_compute(hits, paid, tried)
     best = price(computed_hits)
     if best.waits_for is not None:
         computed_hits, best = _computed_instead(price, best, hits.links, computed_hits)

@@ -11,6 +11,7 @@ Only chunks move. The preamble, the history, the question and fixed places stay 
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -134,32 +135,46 @@ def tree_order(
     return _around(chunks, free, fixed)
 
 
+@dataclass(frozen=True, slots=True)
+class OrderRules:
+    """What may move."""
+
+    permission: OrderPermission
+    fixed: Collection[int] = ()  # places that must not move
+    # Also put what stands behind the match in frequency order. That gains nothing for this request
+    # and, in a tree with little room, more for the next ones (bench/ordering.py).
+    common_tail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OrderWorth:
+    """What an order is worth to the request."""
+
+    exact_tokens: Callable[[Sequence[ChunkRef]], int]  # that it would match
+    # Chunks whose stored KV is exact right behind the preamble: with nothing in the tree the
+    # longest of them goes first.
+    exact_when_first: Collection[ChunkId] = ()
+    costs_more: CostsMore | None = None  # than the given one; None leaves it to the tokens
+
+
 def choose_order(
     root: Node,
     chunks: Sequence[ChunkRef],
     table: AccessTable,
-    permission: OrderPermission,
-    exact_tokens: Callable[[Sequence[ChunkRef]], int],
-    exact_when_first: Mapping[ChunkId, int] | None = None,
-    fixed: Collection[int] = (),
-    common_tail: bool = False,
-    costs_more: CostsMore | None = None,
+    rules: OrderRules,
+    worth: OrderWorth,
 ) -> Ordering:
     """The order to use: the given one unless another clearly matches more exact tokens and costs
     no more.
 
-    `common_tail` also puts what stands behind the match in frequency order. That gains nothing for
-    this request and, in a tree with little room, more for the next ones (bench/ordering.py).
-
-    `exact_tokens` counts what an order would match. `exact_when_first` names chunks whose stored
-    KV is exact right behind the preamble: with nothing in the tree the longest of them goes first.
-    `costs_more` says whether an order is priced above the given one; None leaves it to the tokens.
     `root` is where the chunks begin: the preamble's node, or that of the history's last part.
     """
+    fixed, exact_tokens, costs_more = rules.fixed, worth.exact_tokens, worth.costs_more
+    exact_when_first = worth.exact_when_first
     given = tuple(chunks)
     given_tokens = exact_tokens(given)
     kept = Ordering(given, given_tokens, given_tokens, "given")
-    if permission is OrderPermission.KEEP or len(given) < 2:
+    if rules.permission is OrderPermission.KEEP or len(given) < 2:
         return kept
     candidates = [
         ("tree", tree_order(root, given, fixed)),
@@ -181,7 +196,7 @@ def choose_order(
     chosen = best if gain >= max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * total) else kept
     if chosen is not kept and costs_more is not None and costs_more(best.chunks, given):
         chosen = kept
-    if not common_tail:
+    if not rules.common_tail:
         return chosen
     stays = max(_num_matched(root, chosen.chunks), int(chosen.how == "first hit"))
     order = frequency_order(chosen.chunks, table, {*range(stays), *fixed})

@@ -7,19 +7,19 @@ it, then with the earliest of that dropped, and so on down to the chunk alone:
     request S A B C      C:  S A B C → S B C → S C → the copy kept by content
 
 Only the first of these is exact. The others are chunk KV in another encoding context. The tree is
-read and never changed; what is kept by content is one copy per unique chunk, whoever computed it
-first: the chunk store is its book.
+read and never changed; what is kept by content is one copy per unique chunk, of whichever
+request computed it first: the chunk store keeps account of it.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import Node
-from kvweave.plan.readable_tree import ReadableTree
+from kvweave.plan.inputs import ReadableTree
 from kvweave.types import ChunkId
 
 
-class Found(NamedTuple):
+class FoundCopy(NamedTuple):
     """A copy of one chunk's KV."""
 
     context: tuple[ChunkId, ...]  # chunks between the preamble and it when it was computed
@@ -35,12 +35,12 @@ class AlternativePaths:
         self._tree = tree
         self._has_copy = has_copy
 
-    def find(self, chunk_ids: Sequence[ChunkId]) -> list[Found | None]:
+    def find(self, chunk_ids: Sequence[ChunkId]) -> list[FoundCopy | None]:
         """One answer per chunk, in order. At most m²/2 walks, most of which end at their start."""
         return [self._find_one(chunk_ids, place) for place in range(len(chunk_ids))]
 
     def only_elsewhere(self, chunk_ids: Sequence[ChunkId]) -> set[ChunkId]:
-        """Chunks that the tree has behind other paths alone, and nobody by content: computed once
+        """Chunks that the tree has behind other paths alone, and no store by content: computed once
         already, and to be computed again in every other context."""
         found = zip(chunk_ids, self.find(chunk_ids), strict=True)
         return {
@@ -52,13 +52,13 @@ class AlternativePaths:
             and not self._has_copy(chunk_id)
         }
 
-    def _find_one(self, chunk_ids: Sequence[ChunkId], place: int) -> Found | None:
+    def _find_one(self, chunk_ids: Sequence[ChunkId], place: int) -> FoundCopy | None:
         for start in range(place + 1):
             path = chunk_ids[start : place + 1]
             node = self._node_at(path)
             if node is not None:
-                return Found(tuple(path[:-1]), node, start == 0)
-        return Found((), None, False) if self._has_copy(chunk_ids[place]) else None
+                return FoundCopy(tuple(path[:-1]), node, start == 0)
+        return FoundCopy((), None, False) if self._has_copy(chunk_ids[place]) else None
 
     def _node_at(self, path: Sequence[ChunkId]) -> Node | None:
         """The node at the end of exactly this path."""

@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef
+from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.loading_cost import Load
 from kvweave.plan.ordering import OrderPermission
 from kvweave.types import ChunkId
@@ -70,7 +71,7 @@ class Span(NamedTuple):  # quicker to make than a frozen dataclass, and a plan m
 
 
 class Option(NamedTuple):
-    """One way to answer, with its price."""
+    """One option for answering, with its price."""
 
     name: str  # "full", "prefix", "fused epic" or "mixed epic"
     predicted_s: float | None  # to the first token; None: not priced
@@ -93,6 +94,7 @@ class PlanRequest:
     history: tuple[ChunkRef, ...] = ()  # parts between preamble and chunks, in order; never move
     in_history: tuple[ChunkRef, ...] = ()  # retrieved, and left out because `history` has them
     fixed: frozenset[int] = frozenset()  # places among `chunks` that must not move
+    strategies: tuple[StrategyInfo, ...] = ()  # that could fuse it now; none: the plan is exact
 
 
 @dataclass(frozen=True, slots=True)

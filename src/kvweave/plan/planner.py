@@ -1,38 +1,25 @@
 """One planner: exact before approximate, cheap before clever, full prefill when in doubt.
 
 For one request it chooses an order, matches the knowledge tree, peeks the chunk store, prices every
-way to answer and takes the cheapest that the gate allows. What the conversation already holds was
-left out before (`dedup.py`). It reads and never changes; the engine makes the plan true. A few
-hundred microseconds, no torch.
+option and takes the cheapest that the gate allows. What the conversation already holds was left out
+before (`dedup.py`). It reads and never changes; the engine makes the plan true. A few hundred
+microseconds, no torch.
 
 What is fused, and whether a model was calibrated for it, comes from outside as plain data:
 `StrategyInfo` per strategy and a `Gate`. Without them the planner serves exact KV only.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.gate import ClosedGate, Gate
-from kvweave.plan.layout import Stored
-from kvweave.plan.one_order import Allowed, Facts
+from kvweave.plan.cost import CostModel
+from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, ReadableTree
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
-from kvweave.plan.pricing import Pricing
-from kvweave.plan.readable_tree import ReadableTree
+from kvweave.plan.pricing import AllowedStrategy, PlanFacts, RequestPricing
 from kvweave.plan.trial import TrialBudget, find_trial, with_trial
-from kvweave.types import ChunkId
-
-
-class ChunkPeek(Protocol):
-    """Where chunk KV lies, without touching it. Called on the planning thread; must not block."""
-
-    def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
-        """What is stored of each chunk; a chunk without anything may be missing."""
-        ...
 
 
 def _none() -> float:
@@ -47,15 +34,19 @@ def _never() -> bool:
     return False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Planner:
     """Plans requests of one model and preamble. `plan` is pure; `begun`, `finished` and `took`
-    learn."""
+    learn.
+
+    For any one thread at a time: the caller brings the lock. The engine thread changes tree and
+    store meanwhile, so what a plan read of them may be stale when the engine gets it; the engine
+    checks on admission and computes what is gone.
+    """
 
     tree: ReadableTree
     costs: CostModel
     peek: ChunkPeek
-    strategies: tuple[StrategyInfo, ...] = ()
     gate: Gate = field(default_factory=ClosedGate)
     limits: FusionLimits = field(default_factory=FusionLimits)
     promotion: int = PROMOTION  # uses before a chunk may enter the tree; 1 where room is plenty
@@ -63,18 +54,19 @@ class Planner:
     accesses: AccessTable = field(default_factory=AccessTable)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     queue_s: Callable[[], float] = _none  # compute promised to requests ahead, now
-    pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # on the way for others, by tier
+    pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # being loaded for others, by tier
     is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
     now_s: Callable[[], float] = time.time
     trials: TrialBudget = field(default_factory=TrialBudget)
 
     def plan(self, request: PlanRequest) -> Plan:
+        """The cheapest option that request and gate allow."""
         chunks = tuple({chunk.id: chunk for chunk in request.chunks}.values())  # each once
-        allowed, declined = self._strategies(request)
+        allowed, declined = self._allowed(request)
         stored = self.peek([chunk.id for chunk in chunks])
         now_s, busy = self.now_s(), self.is_busy()
-        facts = Facts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
-        pricing = Pricing(request, chunks, facts)
+        facts = PlanFacts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
+        pricing = RequestPricing(request, chunks, facts)
         ordering = pricing.order(self.accesses, self.common_tail)
         priced = pricing.price(ordering.chunks)
         taken, options = priced.chosen, priced.options()
@@ -124,13 +116,13 @@ class Planner:
             shares=costs.shares_at(now_s, busy),
         )
 
-    def _strategies(self, request: PlanRequest) -> tuple[list[Allowed], list[Option]]:
+    def _allowed(self, request: PlanRequest) -> tuple[list[AllowedStrategy], list[Option]]:
         """What the gate lets through, and why not the others."""
-        allowed: list[Allowed] = []
+        allowed: list[AllowedStrategy] = []
         refused: dict[str, Reason] = {}
         if request.reuse is Reuse.OFF:
             return [], []
-        for strategy in self.strategies:
+        for strategy in request.strategies:
             if request.reuse is not Reuse.AUTO:
                 refused[strategy.name] = Reason.FORBIDDEN
                 continue
@@ -140,7 +132,7 @@ class Planner:
             elif verdict.ratio >= 1:
                 refused[strategy.name] = Reason.BOUND_NOT_MET
             else:
-                allowed.append(Allowed(strategy, verdict.ratio))
+                allowed.append(AllowedStrategy(strategy, verdict.ratio))
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
         return allowed, declined

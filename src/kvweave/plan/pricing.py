@@ -1,20 +1,145 @@
-"""One request, priced: in whatever order its chunks may stand, the one to answer in."""
+"""One request, priced: every option in every order that is asked about, and the one to take."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef, Node
-from kvweave.plan.load_or_compute import AtLeast
-from kvweave.plan.one_order import Facts, OneOrder, Priced, price_of
-from kvweave.plan.options import Candidate
-from kvweave.plan.ordering import AccessTable, Ordering, OrderPermission, choose_order
-from kvweave.plan.plan import PlanRequest, Reuse
+from kvweave.plan.cost import CostModel, StrategyInfo
+from kvweave.plan.hits import StoredHits, find_hits
+from kvweave.plan.inputs import ReadableTree
+from kvweave.plan.layout import Layout, Stored, lay_out
+from kvweave.plan.load_or_compute import FusedLowerBound
+from kvweave.plan.options import Candidate, FusionLimits, price_fused, price_prefix
+from kvweave.plan.ordering import (
+    AccessTable,
+    Ordering,
+    OrderPermission,
+    OrderRules,
+    OrderWorth,
+    choose_order,
+)
+from kvweave.plan.plan import Option, PlanRequest, Reason, Reuse
 from kvweave.types import ChunkId
 
+MIN_GAIN_S = 0.020  # an approximation must win by this
+MIN_GAIN_SHARE = 0.10  # and by this share of the exact price
 
-class Pricing:
+
+class AllowedStrategy(NamedTuple):
+    """A strategy that the gate and the request let through."""
+
+    strategy: StrategyInfo
+    ratio: float
+
+
+class PlanFacts(NamedTuple):
+    """What is true while one request is planned, whatever the order."""
+
+    tree: ReadableTree
+    costs: CostModel
+    stored: Mapping[ChunkId, Sequence[Stored]]
+    allowed: Sequence[AllowedStrategy]
+    limits: FusionLimits
+
+
+class PricedOrder(NamedTuple):
+    """One order with every option priced and one of them taken."""
+
+    layout: Layout
+    candidates: list[Candidate]
+    declined: list[Option]
+    chosen: Candidate
+    exact: Candidate  # the cheapest option that is exact
+    needed_s: float  # by which an approximation must beat it
+
+    def options(self) -> list[Option]:
+        """Why each was taken or not, the declined ones last."""
+        return [*[_judged(candidate, self) for candidate in self.candidates], *self.declined]
+
+
+class OrderPricing:
+    """The options in one order. Lives as long as its request is planned."""
+
+    def __init__(
+        self, request: PlanRequest, order: tuple[ChunkRef, ...], full_s: float, facts: PlanFacts
+    ) -> None:
+        """`full_s` is what full prefill takes, in whatever order."""
+        parts = (*request.history, *order) if request.history else order
+        self._facts = facts
+        self.layout = layout = lay_out(
+            facts.tree.root,
+            facts.tree.match([part.id for part in parts]),
+            parts,
+            facts.stored,
+            request.question_tokens,
+            facts.costs.can_load,
+            len(request.history),
+        )
+        off = request.reuse is Reuse.OFF
+        full = Candidate(
+            Option("full", full_s, layout.total, 0, Reason.CHEAPEST),
+            lambda: layout.all_computed(Reason.FORBIDDEN if off else Reason.FULL_IS_FASTER),
+        )
+        self.queue_s = facts.costs.queue_s
+        self._exact = [full] if off else [full, *price_prefix(facts.costs, layout)]
+        self.exact_s = min([price_of(candidate) for candidate in self._exact])
+        # by which an approximation must beat it
+        self.needed_s = max(MIN_GAIN_SHARE * (self.exact_s - self.queue_s), MIN_GAIN_S)
+        self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
+        self._fused: dict[str, Candidate | Reason] = {}
+        self._priced: PricedOrder | None = None
+
+    def fused(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
+        """The best option with this strategy, or why there is none."""
+        outcome = self._fused.get(strategy.name)
+        if outcome is None:
+            outcome = self._fused[strategy.name] = self._price_fused(strategy, ratio)
+        return outcome
+
+    def loading(self, links: Collection[str]) -> Iterator[Candidate]:
+        """The fused options that load what comes over these links, whatever it takes."""
+        for strategy, ratio in self._facts.allowed:
+            outcome = self._price_fused(strategy, ratio, links)
+            if isinstance(outcome, Candidate):
+                yield outcome
+
+    def _price_fused(
+        self, strategy: StrategyInfo, ratio: float, tried: Collection[str] = ()
+    ) -> Candidate | Reason:
+        costs, layout, limits = self._facts.costs, self.layout, self._facts.limits
+        kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
+        hits = self._hits.get(kind)  # the same for all that want the same copies
+        if hits is None:
+            hits = self._hits[kind] = find_hits(costs, layout, strategy)
+        return price_fused(costs, layout, hits, strategy, ratio, limits, tried)
+
+    def priced(self) -> PricedOrder:
+        """Every option, and the cheapest; but an approximation must win clearly, or the best exact
+        one is taken."""
+        if self._priced is None:
+            self._priced = self._price()
+        return self._priced
+
+    def _price(self) -> PricedOrder:
+        candidates, declined = list(self._exact), []
+        for strategy, ratio in self._facts.allowed:
+            outcome = self.fused(strategy, ratio)
+            if isinstance(outcome, Candidate):
+                candidates.append(outcome)
+            else:
+                declined.append(Option(f"fused {strategy.name}", None, 0, 0, outcome, ratio))
+        best, exact = min(candidates, key=_rank), min(self._exact, key=price_of)
+        too_close = best.strategy is not None and self.exact_s - price_of(best) < self.needed_s
+        chosen = exact if too_close else best
+        return PricedOrder(self.layout, candidates, declined, chosen, exact, self.needed_s)
+
+
+class RequestPricing:
     """Prices one request. Lives as long as its planning; remembers what it has priced."""
 
-    def __init__(self, request: PlanRequest, chunks: tuple[ChunkRef, ...], facts: Facts) -> None:
+    def __init__(
+        self, request: PlanRequest, chunks: tuple[ChunkRef, ...], facts: PlanFacts
+    ) -> None:
         """`chunks` are those of the request, each once."""
         self._request = request
         self._chunks = chunks
@@ -22,7 +147,7 @@ class Pricing:
         parts = (*request.history, *chunks)
         tokens = facts.tree.root.num_tokens + sum([part.num_tokens for part in parts])
         self._full_s = facts.costs.full(tokens + request.question_tokens).seconds
-        self._orders: dict[tuple[ChunkRef, ...], OneOrder] = {}
+        self._orders: dict[tuple[ChunkRef, ...], OrderPricing] = {}
 
     def order(self, table: AccessTable, tail: bool) -> Ordering:
         """The order to answer in: never one that is priced above the given one."""
@@ -45,28 +170,20 @@ class Pricing:
                 return tokens
             return tokens + first.get(order[0].id, 0)
 
-        return choose_order(
-            start or tree.root,
-            self._chunks,
-            table,
-            permission,
-            exact_tokens,
-            first,
-            self._fixed(),
-            tail,
-            self.costs_more,
-        )
+        rules = OrderRules(permission, self._fixed(), tail)
+        worth = OrderWorth(exact_tokens, first.keys(), self.costs_more)
+        return choose_order(start or tree.root, self._chunks, table, rules, worth)
 
     def costs_more(self, order: tuple[ChunkRef, ...], given: tuple[ChunkRef, ...]) -> bool:
         """Whether the given order would be answered faster, by the same rules of choice.
 
-        Ways that cannot be faster are not priced: most of those of the given order.
+        Options that cannot be faster are not priced: most of those of the given order.
         """
         limit_s = price_of(self.price(order).chosen)
         other = self.at(given)
         if other.exact_s < limit_s:
             return True
-        at_least = AtLeast(self._facts.costs, other.layout)
+        at_least = FusedLowerBound(self._facts.costs, other.layout)
         for strategy, ratio in self._facts.allowed:
             if at_least.is_below(strategy, ratio, limit_s):
                 outcome = other.fused(strategy, ratio)
@@ -76,15 +193,17 @@ class Pricing:
                         return True
         return False
 
-    def price(self, order: tuple[ChunkRef, ...]) -> Priced:
-        """Every way to answer in this order, and the one to take."""
+    def price(self, order: tuple[ChunkRef, ...]) -> PricedOrder:
+        """Every option in this order, and the one to take."""
         return self.at(order).priced()
 
-    def at(self, order: tuple[ChunkRef, ...]) -> OneOrder:
+    def at(self, order: tuple[ChunkRef, ...]) -> OrderPricing:
         """The request in this order."""
         found = self._orders.get(order)
         if found is None:
-            found = self._orders[order] = OneOrder(self._request, order, self._full_s, self._facts)
+            found = self._orders[order] = OrderPricing(
+                self._request, order, self._full_s, self._facts
+            )
         return found
 
     def _chunks_begin_at(self) -> Node | None:
@@ -104,3 +223,24 @@ class Pricing:
             return fixed
         kept = {given[place].id for place in fixed if place < len(given)}
         return frozenset(place for place, chunk in enumerate(chunks) if chunk.id in kept)
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    """By price; of equal ones first what hides more of its loading, should the machine let it."""
+    price_s, load = price_of(candidate), candidate.option.load
+    return price_s, price_s if load is None else load.least_s
+
+
+def _judged(candidate: Candidate, priced: PricedOrder) -> Option:
+    if candidate is priced.chosen:
+        return candidate.option  # which says that it is the cheapest
+    gain_s = price_of(priced.exact) - price_of(candidate)
+    too_small = candidate.strategy is not None and 0 <= gain_s < priced.needed_s
+    reason = Reason.GAIN_TOO_SMALL if too_small else Reason.DEARER
+    name, seconds, rows, load_bytes, _, ratio, load = candidate.option
+    return Option(name, seconds, rows, load_bytes, reason, ratio, load)  # `_replace` takes longer
+
+
+def price_of(candidate: Candidate) -> float:
+    assert candidate.option.predicted_s is not None, "declined options are no candidates"
+    return candidate.option.predicted_s

@@ -1,22 +1,21 @@
 """What things cost on this machine: measured grids, links, and how they follow what happens.
 
-A profile belongs to one model on one machine. It is measured once (`measure_grid`), saved as JSON,
-and moved by every finished request and transfer, so that a machine under load is priced as it is.
+A profile belongs to one model on one machine. It is measured once (`grid_sampling.py`), saved as
+JSON, and moved by every finished request and transfer, so that a machine under load is priced as it
+is.
 """
 
 import json
 import math
 import os
-import statistics
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvweave.errors import ConfigError
-from kvweave.plan.loading_cost import Paid
+from kvweave.plan.loading_cost import PaidShares
 
 GAIN = 0.1  # weight of the newest observation in every moving estimate
 VERSION = 2  # of what is measured: a profile of another one is measured anew
@@ -73,15 +72,16 @@ class Grid:
 
 @dataclass(slots=True)
 class TierLink:
-    """A way for bytes from one tier, as it has been lately."""
+    """The path of bytes from one tier, as it has been lately."""
 
     bytes_per_s: float
     latency_s: float = 0.0  # per layer asked for
     seen_s: float = 0.0  # Unix time of the last transfer; a speed of long ago is worth little
-    paid: Paid = field(default_factory=Paid)  # what requests that loaded over it alone found
-    paid_beside: Paid = field(default_factory=Paid)  # and those that did while others ran
+    # what requests paid that loaded over it alone, and those that did while others ran
+    paid: PaidShares = field(default_factory=PaidShares)
+    paid_beside: PaidShares = field(default_factory=PaidShares)
 
-    def paid_when(self, busy: bool) -> Paid:
+    def paid_when(self, busy: bool) -> PaidShares:
         return self.paid_beside if busy else self.paid
 
     def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
@@ -112,7 +112,7 @@ class MachineProfile:
     version: int = VERSION
 
     def link(self, name: str) -> TierLink | None:
-        """The way called `name`, or its tier's for any codec; None when neither was measured."""
+        """The link called `name`, or its tier's for any codec; None when neither was measured."""
         return self.links.get(name) or self.links.get(tier_of(name))
 
     def save(self, path: Path) -> None:
@@ -175,37 +175,12 @@ def _link_from(saved: Mapping[str, Any]) -> TierLink:
     )
 
 
-def _paid_from(saved: Mapping[str, Any], name: str) -> Paid:
+def _paid_from(saved: Mapping[str, Any], name: str) -> PaidShares:
     paid = saved.get(name, {})  # of a profile that was saved before there was any
     shares, at_s = [float(s) for s in paid.get("shares", ())], float(paid.get("at_s", 0.0))
     if not all(math.isfinite(number) and number >= 0 for number in (*shares, at_s)):
         raise ValueError("a share of loading, or its time, is negative or no number")
-    return Paid(shares, at_s)
-
-
-def measure_grid(
-    run: Callable[[int, int], object],
-    xs: Sequence[int],
-    ys: Sequence[int],
-    repeats: int = 5,
-    now_s: Callable[[], float] = time.perf_counter,
-) -> Grid:
-    """Median seconds of `run(x, y)` at each point.
-
-    One round over all points to warm up, then `repeats` rounds: a slow spell of the machine costs
-    each point one sample instead of one point all of them. `run` must wait for the device before
-    it returns; points that cannot be run are the caller's to avoid.
-    """
-    points = [(x, y) for x in xs for y in ys]
-    times: dict[tuple[int, int], list[float]] = {point: [] for point in points}
-    for number in range(-1, repeats):
-        for x, y in points:
-            start = now_s()
-            run(x, y)
-            if number >= 0:
-                times[x, y].append(now_s() - start)
-    seconds = [[statistics.median(times[x, y]) for y in ys] for x in xs]
-    return Grid(tuple(xs), tuple(ys), seconds)
+    return PaidShares(shares, at_s)
 
 
 def _bracket(axis: tuple[int, ...], value: int) -> tuple[int, int, float]:

@@ -34,7 +34,7 @@ class Generation(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Nobody wants it: it ends at the next iteration boundary, and exact KV of whole chunks
+        """It is not wanted: it ends at the next iteration boundary, and exact KV of whole chunks
         stays where the next generation finds it."""
 
     def release(self) -> None:
@@ -55,7 +55,7 @@ class Guess(NamedTuple, Generic[G]):
 
 
 @dataclass(slots=True)
-class Speculated(Generic[G]):
+class SpeculationLog(Generic[G]):
     """What was guessed for one request. Filled in while it searches; read it afterwards."""
 
     id: int  # all guesses of one request share it, and at most one of them is under way
@@ -96,7 +96,7 @@ class Speculator(Generic[G]):
         self._is_worth = is_worth
         self._guess: Guess[G] | None = None
         self._settled = False
-        self.said: Speculated[G] = Speculated(next(_ids))
+        self.said: SpeculationLog[G] = SpeculationLog(next(_ids))
 
     def __enter__(self) -> "Speculator[G]":
         return self
@@ -106,7 +106,7 @@ class Speculator(Generic[G]):
             self._drop()
 
     def provisional(self, hits: Sequence[Hit]) -> None:
-        """The list after a stage that is not the last, as far as anybody knows."""
+        """The list after a stage that is not the last, as far as is known yet."""
         self.said.stages += 1
         top_k = ids_of(hits)
         if self._guess is not None and self._guess.top_k != top_k:
@@ -158,7 +158,7 @@ class SpeculationRecord:
     search_ms: float  # of the whole search, the query's embedding not counted
     hidden_ms: float  # of these, while the answer's own prompt was computed
     saved_tokens: int  # computed for the answer before the search was over
-    wasted_tokens: int  # computed for wrong guesses and of no use to anybody
+    wasted_tokens: int  # computed for wrong guesses and of no use to any request
 
     def document(self) -> dict[str, int | float | None]:
         """For JSON."""
@@ -181,17 +181,17 @@ def ids_of(hits: Sequence[Hit]) -> TopK:
     return tuple(hit.chunk.id for hit in hits)
 
 
-class Retrieved(NamedTuple, Generic[G]):
+class RetrievalResult(NamedTuple, Generic[G]):
     """The end of a search."""
 
     hits: list[Hit]
     generation: G
-    said: Speculated[G]
+    said: SpeculationLog[G]
     lists: list[TopK]  # after each stage
 
 
-def retrieve(stages: Iterator[list[Hit]], speculator: Speculator[G]) -> Retrieved[G]:
-    """Run a staged search to its end, guessing on the way. What the search raises ends the guess.
+def retrieve(stages: Iterator[list[Hit]], speculator: Speculator[G]) -> RetrievalResult[G]:
+    """Run a staged search to its end, guessing meanwhile. What the search raises ends the guess.
 
     That a stage was the last is known when no other follows; `is_worth` may know it earlier.
     """
@@ -205,4 +205,4 @@ def retrieve(stages: Iterator[list[Hit]], speculator: Speculator[G]) -> Retrieve
         said = speculator.said
         said.ended_s = time.perf_counter()
         said.search_s = said.ended_s - started_s
-        return Retrieved(hits, speculator.final(hits), said, lists)
+        return RetrievalResult(hits, speculator.final(hits), said, lists)

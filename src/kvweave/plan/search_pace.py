@@ -33,7 +33,7 @@ class SearchPace:
 
     @property
     def search_s(self) -> float | None:
-        """A search by itself takes so long; None: nobody knows."""
+        """A search by itself takes so long; None: none was measured."""
         return self._search_s
 
     def num_stages(self) -> int:

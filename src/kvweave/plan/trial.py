@@ -1,7 +1,8 @@
-"""A way that loses by its price, tried all the same: rarely, and only where little can be lost.
+"""An option that loses by its price, tried all the same: rarely, and only where little can be lost.
 
-A tier whose loading was never paid for is priced dearer than no overlap at all (`paid.py`). Where
-it loses at that price no request would ever load from it, and nobody would learn that it is cheap.
+A tier whose loading was never paid for is priced dearer than no overlap at all (`loading_cost.py`).
+Where it loses at that price no request would ever load from it, and the planner would never learn
+that it is cheap.
 So one request in `EVERY` may try it, if by the price it loses next to nothing, and if it would win
 clearly were loading as cheap as it can be. The plan says that it is a trial.
 """
@@ -9,9 +10,9 @@ clearly were loading as cheap as it can be. The plan says that it is a trial.
 from collections.abc import Collection, Sequence
 
 from kvweave.plan.loading_cost import Load
-from kvweave.plan.one_order import OneOrder, price_of
 from kvweave.plan.options import Candidate
 from kvweave.plan.plan import Option, Reason
+from kvweave.plan.pricing import OrderPricing, price_of
 
 EVERY = 50  # requests, of which one at most is a trial
 MOST_LOSS = 0.05  # of the chosen price: what `auto` may cost beyond full prefill
@@ -32,8 +33,8 @@ class TrialBudget:
         self._since = 0 if trial else self._since + 1
 
 
-def find_trial(order: OneOrder, unsure: Collection[str], busy: bool) -> Candidate | None:
-    """The cheapest way that is worth a trial; None if none is, or the chosen one tells as much.
+def find_trial(order: OrderPricing, unsure: Collection[str], busy: bool) -> Candidate | None:
+    """The cheapest option that is worth a trial; None if none is, or the chosen one tells as much.
 
     `unsure` are links of which too few requests have told what loading costs. `busy`: others run,
     and loading is not hidden behind the request's own work, however good the machine is.

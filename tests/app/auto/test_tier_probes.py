@@ -12,7 +12,7 @@ from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
-from kvweave.plan.loading_cost import Paid
+from kvweave.plan.loading_cost import PaidShares
 from kvweave.plan.profile import TierLink
 from worlds.kv import LAYERS, make_chunk, make_config, make_key
 from worlds.tree import Clock
@@ -85,7 +85,7 @@ def test_a_hung_tier_costs_a_plan_a_moment_and_others_nothing(world: World) -> N
 
 
 def test_a_tier_known_for_long_is_measured_again_without_waiting(world: World) -> None:
-    alone, beside = Paid([2.0, 3.0], 1.0), Paid([4.0], 1.0)
+    alone, beside = PaidShares([2.0, 3.0], 1.0), PaidShares([4.0], 1.0)
     world.links["faulty disk/raw"] = TierLink(1.0, seen_s=-1e9, paid=alone, paid_beside=beside)
     world.tier.plan = FaultPlan(delay=1.0, delay_s=0.05)
     started_s = time.monotonic()

@@ -20,8 +20,8 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
 from kvweave.plan.retrieval import (
-    Retrieved,
-    Speculated,
+    RetrievalResult,
+    SpeculationLog,
     SpeculationRecord,
     Speculator,
     ids_of,
@@ -134,7 +134,7 @@ class Speculation:
 
     def _speculate(
         self, stages: Iterator[list[Hit]], submission_of: SubmissionOf, num_stages: int
-    ) -> Retrieved[Attempt]:
+    ) -> RetrievalResult[Attempt]:
         engine, boundary_s = self._client.engine, self._boundary_s
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:
@@ -165,7 +165,7 @@ class Speculation:
                 self._row_s = row_s if before is None else before + GAIN * (row_s - before)
 
 
-def _record(said: Speculated[Attempt], ticket: Ticket) -> SpeculationRecord:
+def _record(said: SpeculationLog[Attempt], ticket: Ticket) -> SpeculationRecord:
     right, computed_s = said.right, ticket.timeline.prefilled_s
     hidden_s = said.ahead_s
     if right is not None and computed_s is not None:  # it was through before the search was

@@ -122,9 +122,6 @@ class AutoPlanner:
         self._peek.look_at(chunks)
         self._tiers.meet(self._peek.found())
         encoder, stitch_s = self._library.encoder, self.machine.stitch_s
-        self._planner.strategies = tuple(
-            strategy_info(strategy, encoder, stitch_s) for strategy in self._strategies.values()
-        )
         request = PlanRequest(
             tuple(ChunkRef(name, len(ids)) for name, ids in chunks.items()),
             len(prompt.question),
@@ -132,6 +129,9 @@ class AutoPlanner:
             quality_bound=bound,
             history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.history),
             in_history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.left_out),
+            strategies=tuple(
+                strategy_info(strategy, encoder, stitch_s) for strategy in self._strategies.values()
+            ),
         )
         plan = self._planner.plan(request)
         ordered = tuple(chunks[chunk.id] for chunk in plan.order)

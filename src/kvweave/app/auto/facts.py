@@ -21,7 +21,7 @@ from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo
-from kvweave.plan.gate import Verdict
+from kvweave.plan.inputs import Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Reason
 from kvweave.types import ChunkId

@@ -1,7 +1,7 @@
 """Embedders that many threads and knowledge bases share: one per name, one call at a time."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvweave.app.library.library import OpenEmbedder
@@ -39,6 +39,10 @@ class SharedEmbedder:
         with self._turn:
             return self._embedder.embed_query(text)
 
+    def num_tokens(self, text: str) -> int:
+        with self._turn:
+            return self._embedder.num_tokens(text)
+
     def embed(self, texts: Sequence[str], *, as_query: bool) -> Embedded:
         import numpy as np
 
@@ -46,13 +50,7 @@ class SharedEmbedder:
             vectors = self.embed_passages(texts)
         else:
             vectors = np.stack([self.embed_query(text) for text in texts])
-        count: Callable[[str], int] = getattr(self._embedder, "num_tokens", _num_words)
-        with self._turn:
-            return Embedded(vectors, sum(count(text) for text in texts))
-
-
-def _num_words(text: str) -> int:
-    return len(text.split())
+        return Embedded(vectors, sum(map(self.num_tokens, texts)))
 
 
 class Embedders:

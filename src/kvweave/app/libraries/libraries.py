@@ -21,7 +21,7 @@ from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCoun
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions, store_config
 from kvweave.app.weave import Weave
-from kvweave.corpus.catalogue_reads import DocumentInfo, Totals
+from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings

@@ -85,7 +85,8 @@ class LibraryKV:
         run_alone: RunAlone = run_at_once,
         say: Callable[[str], None] = log.info,
     ) -> Self:
-        """`run_alone` runs what needs the decoder while nothing else uses it. `say` hears of a number of neighbours that calibration chose."""
+        """`run_alone` runs what needs the decoder while nothing else uses it. `say` hears of a
+        number of neighbours that calibration chose."""
         options = options or KVOptions()
         preparation = choose_preparation(kb.folder / KV_FOLDER, options.encoding, options.extras)
         if options.encoding == "neighbours":  # without a number

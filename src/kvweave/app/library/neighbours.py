@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from kvweave.app.library.stored_kv import KV_FOLDER, StoredKV
-from kvweave.calibrate.neighbour_context import Nearest, TokenIds
+from kvweave.calibrate.encodings import Nearest, TokenIds
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, NeighboursOf

@@ -17,11 +17,9 @@ from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from worlds.auto import QUESTION, TEXTS, World
-from worlds.running import Run, run
+from worlds.running import Run
 from worlds.tiny_corpus import WordEmbedder, make_folder, open_kb
 from worlds.tiny_models import make_chat_model_folder
-
-__all__ = ["run"]
 
 SIZE = 2
 

@@ -1,10 +1,11 @@
-"""Makes the folder of a new knowledge base. Nothing is written before all of it is known to fit."""
+"""The folder of a knowledge base: how it is made, and the lock of its one writer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvweave.corpus.chunker import Chunker
-from kvweave.corpus.cuts import ChunkTokenizer
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.settings import (
     FILE,
@@ -13,26 +14,50 @@ from kvweave.corpus.settings import (
     read_settings,
     write_settings,
 )
-from kvweave.corpus.writer_lock import LOCK, writer_lock
 from kvweave.errors import CorpusError
 
+if TYPE_CHECKING:
+    from kvweave.text.tokenizer import Tokenizer
+
 CHUNK_TOKENS = 256
+LOCK = "writer.lock"
 
 
-class KnowledgeBaseTokenizer(ChunkTokenizer, Protocol):
-    @property
-    def fingerprint(self) -> str: ...
+@contextmanager
+def writer_lock(folder: Path) -> Iterator[None]:
+    """Be the writer of the knowledge base in `folder`, or CorpusError at once.
+
+    The operating system drops the lock when its holder dies, however it dies.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise CorpusError(
+            f"{folder} is being written by another process; wait for it and run this again"
+        ) from error
+    except OSError as error:
+        raise CorpusError(
+            f"cannot write {folder}: {error.strerror}; make the folder writable"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def create_folder(
     folder: Path,
-    tokenizer: KnowledgeBaseTokenizer,
+    tokenizer: "Tokenizer",
     embedder: Embedder,
     chunk_tokens: int | None,
     index: str | None,
 ) -> KnowledgeBaseSettings:
     """The settings of the new knowledge base in `folder`, or of the one that another process made
-    there just now: the caller checks that they fit. None is the default."""
+    there just now: the caller checks that they fit. None is the default. Nothing is written before
+    all of it is known to fit. Raises CorpusError or ConfigError."""
     if folder.exists() and not (folder.is_dir() and all(map(_is_ours, folder.iterdir()))):
         raise CorpusError(
             f"{folder} exists and is no knowledge base (it has no {FILE}); name a new folder"

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvweave.calibrate.asked_kb import AskedKB
+from kvweave.calibrate.encodings import Nearest
+from kvweave.calibrate.experiment import Experiment, check_room
 from kvweave.calibrate.measure import Setting
 from kvweave.calibrate.profiles import Profile
 from kvweave.calibrate.questions import Passage, QuestionRecord, repeat_ids
-from kvweave.cli.asked_kb import AskedKB
-from kvweave.cli.calibrating import Subject
-from kvweave.cli.calibration_room import check_contexts
+from kvweave.calibrate.subject import Subject
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import filler_ids, parse_variant
 from kvweave.fuse.strategy import ModelFacts, open_strategy
@@ -21,6 +22,10 @@ from worlds.tiny_corpus import open_kb
 
 KB_CHUNK = 48
 TEXTS = ("Drain the node.", "The quick brown fox jumps over the lazy dog.")
+
+
+def no_neighbours(size: int) -> Nearest:
+    return lambda chunks: [() for _ in chunks]
 
 
 class World:
@@ -46,12 +51,13 @@ class World:
         facts = ModelFacts(num_layers, (num_layers - 1,))
         settings = [Setting(open_strategy(name, facts), 0.1) for name in ("reuse", *strategies)]
         variants = [parse_variant("isolated"), parse_variant(encoding)]
+        experiment = Experiment("questions", [self._case], variants, settings)
         if not kb:
-            check_contexts(self._subject, variants, None, [self._case], settings)
+            check_room(self._subject, experiment)
             return
         with open_kb(self._kb_folder, self.tokenizer, chunk_tokens=KB_CHUNK) as opened:
-            asked = AskedKB(opened, None, self.tokenizer)
-            check_contexts(self._subject, variants, asked, [self._case], settings)
+            asked = AskedKB(opened, self.tokenizer, no_neighbours)
+            check_room(self._subject, replace(experiment, kb=asked))
 
     def fillers(self, num_passages: int) -> int:
         return len(filler_ids(self.tokenizer, num_passages))

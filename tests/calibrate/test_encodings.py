@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.calibrate import neighbour_context
+from kvweave.calibrate import encodings
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.encodings import KVZIP, ContextPrefixes, FixedContext
+from kvweave.calibrate.encodings import (
+    KVZIP,
+    ContextPrefixes,
+    FixedContext,
+    NeighbourContext,
+    TokenIds,
+)
 from kvweave.calibrate.measure import Setting, measure
-from kvweave.calibrate.neighbour_context import NeighbourContext, TokenIds
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.encode.contexts import neighbour_prefix
@@ -63,7 +68,7 @@ def prefix_of(decoder: Decoder, others: Sequence[TokenIds]) -> Prefix:
     return neighbour_prefix(decoder, front, made)
 
 
-def check_equal(decoder: Decoder, made: ComputedChunks, want: Sequence[list[LayerKV]]) -> None:
+def assert_same_kv(decoder: Decoder, made: ComputedChunks, want: Sequence[list[LayerKV]]) -> None:
     for layer in range(decoder.spec.num_layers):
         for part in (0, 1):
             expected = torch.cat([layers[layer][part] for layers in want])
@@ -81,7 +86,7 @@ def test_each_chunk_stands_behind_preamble_filler_and_its_neighbours_nearest_fir
         prefix_of(decoder, (E, F)),
     ]
     want = encode_chunks(decoder, prefixes, CASE.chunks)
-    check_equal(decoder, behind(decoder).prepare(CASE, []), want)
+    assert_same_kv(decoder, behind(decoder).prepare(CASE, []), want)
 
 
 @pytest.mark.parametrize("pass_rows", [1, 1 << 20])
@@ -89,10 +94,10 @@ def test_passes_of_any_size_give_the_same(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, pass_rows: int
 ) -> None:
     want = behind(decoder).prepare(CASE, [])
-    cut = neighbour_context.passes
-    monkeypatch.setattr(neighbour_context, "passes", lambda lengths: cut(lengths, pass_rows))
+    cut = encodings.passes
+    monkeypatch.setattr(encodings, "passes", lambda lengths: cut(lengths, pass_rows))
     made = behind(decoder).prepare(CASE, [])
-    check_equal(decoder, made, [[want.layer(i) for i in range(decoder.spec.num_layers)]])
+    assert_same_kv(decoder, made, [[want.layer(i) for i in range(decoder.spec.num_layers)]])
 
 
 def test_it_is_what_ingest_stores_behind_the_same_neighbours(
@@ -128,7 +133,7 @@ def test_it_is_what_ingest_stores_behind_the_same_neighbours(
                 texts.repeat,
                 nearest,
             )
-            check_equal(decoder, context.prepare(CASE, []), stored)
+            assert_same_kv(decoder, context.prepare(CASE, []), stored)
         assert context.context == encoder.encoding_context  # what the gate looks for
 
 
@@ -159,7 +164,7 @@ def test_a_neighbour_of_several_chunks_is_computed_once_in_a_case(
         passed.extend(map(tuple, chunks))
         return encode_chunks(by, prefix, chunks)
 
-    monkeypatch.setattr(neighbour_context, "encode_chunks", watched)
+    monkeypatch.setattr(encodings, "encode_chunks", watched)
     behind(decoder).prepare(CASE, [])
     as_neighbours = {D, E, A, F}
     assert sorted(passed) == sorted([*as_neighbours, *CASE.chunks])
@@ -170,8 +175,8 @@ def test_neighbours_are_measured_like_any_encoding(
 ) -> None:
     settings = [Setting(open_strategy("reuse", ModelFacts(3)), 0.0)]
     isolated = FixedContext(decoder, ContextPrefixes(decoder), "isolated", (), REPEAT)
-    encodings = [behind(decoder), isolated]
-    (found,) = measure(decoder, Tokenizer(chat_model_folder), [CASE], encodings, settings)
+    contexts = [behind(decoder), isolated]
+    (found,) = measure(decoder, Tokenizer(chat_model_folder), [CASE], contexts, settings)
     assert found.noise["neighbours:3"] < 1e-5  # everything recomputed is full prefill
     (near,), (alone,) = found.outcomes["neighbours:3"], found.outcomes["isolated"]
     assert near.judged.kl_mean != alone.judged.kl_mean

@@ -1,0 +1,49 @@
+"""What a planner reads from outside: the knowledge tree, the chunk store, the gate.
+
+Reads may be stale as soon as they return: the engine checks a plan when it admits the request.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from kvweave.kv.tree.node import ChunkRef, Match, Node
+from kvweave.plan.layout import Stored
+from kvweave.plan.plan import Reason
+from kvweave.types import ChunkId
+
+
+class ReadableTree(Protocol):
+    """Exact KV behind one preamble, its root. Reading changes nothing."""
+
+    @property
+    def root(self) -> Node: ...
+    def match(self, chunk_ids: Sequence[ChunkId]) -> Match: ...
+    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int: ...
+
+
+class ChunkPeek(Protocol):
+    """Where chunk KV lies, without touching it. Called on the planning thread; must not block."""
+
+    def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
+        """What is stored of each chunk; a chunk without anything may be missing."""
+        ...
+
+
+class Verdict(NamedTuple):
+    """What calibration says about a strategy under a bound."""
+
+    ratio: float | None  # smallest that passes; None: none does
+    reason: Reason = Reason.BOUND_NOT_MET  # why none does
+
+
+class Gate(Protocol):
+    """The calibration of this model."""
+
+    def min_ratio(self, strategy: str, bound: float) -> Verdict: ...
+
+
+class ClosedGate:
+    """No calibration: nothing approximate passes."""
+
+    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+        return Verdict(None, Reason.NOT_CALIBRATED)
