@@ -4,5 +4,5 @@ http ─► routes ─► asking ─► bridge ─► a worker thread computes, 
                               │
 client ◄─ sse ◄─ chat ◄─── mailbox
 
-What is no answer (uploads, searches, embeddings) goes through `chores`.
+What is no answer (uploads, searches, embeddings) goes through `tasks`.
 """

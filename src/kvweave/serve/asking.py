@@ -6,11 +6,11 @@ from functools import partial
 from kvweave.app.libraries.libraries import Libraries, check_name
 from kvweave.app.weave import BOUND, TOP_K, AnswerStream, Document, Sampling, Weave
 from kvweave.errors import ConfigError, RequestError
-from kvweave.serve.bridge import Start
-from kvweave.serve.drawing import check_model, check_neutral, samplings
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
+from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.chat import ChatMessage, ChatRequest
+from kvweave.serve.workers.answer_pool import Start
 
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
 MOST_CHUNKS = 1000  # that `k` may ask for

@@ -6,10 +6,10 @@ from fastapi import Request
 
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
-from kvweave.serve.bridge import Bridge
 from kvweave.serve.limits import Limits
 from kvweave.serve.observe.prometheus import ServerMetrics
-from kvweave.serve.uploads.chores import Chores
+from kvweave.serve.workers.answer_pool import AnswerPool
+from kvweave.serve.workers.task_pool import TaskPool
 
 
 @dataclass(slots=True)
@@ -19,9 +19,9 @@ class Context:
     weave: Weave
     libraries: Libraries
     limits: Limits
-    bridge: Bridge
-    chores: Chores  # searches, lists, embeddings
-    writing: Chores  # uploads and deletions
+    answers: AnswerPool
+    tasks: TaskPool  # searches, lists, embeddings
+    writing: TaskPool  # uploads and deletions
     metrics: ServerMetrics
     preparing: str | None = None  # what is done before it is ready, if anything
     is_stopping: bool = False  # takes no new work; what runs may finish

@@ -11,21 +11,21 @@ from kvweave import __version__
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.serve.auth import ApiKeys, Keys
-from kvweave.serve.bridge import Bridge
+from kvweave.serve.body_limit import BodyLimit
 from kvweave.serve.context import Context
-from kvweave.serve.drain import Drain
 from kvweave.serve.errors import ApiError, install_error_handlers
 from kvweave.serve.limits import Limits
 from kvweave.serve.observe.logs import RequestLog
 from kvweave.serve.observe.prometheus import ServerMetrics
 from kvweave.serve.observe.scraping import LiveNumbers
 from kvweave.serve.observe.spans import AnswerSpans, Spans, find_tracer
+from kvweave.serve.readiness import Drain
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
-from kvweave.serve.uploads.body_limit import BodyLimit
-from kvweave.serve.uploads.chores import Chores
 from kvweave.serve.wire.explain import Health, Ready
 from kvweave.serve.wire.schema import install_schema, refusals
+from kvweave.serve.workers.answer_pool import AnswerPool
+from kvweave.serve.workers.task_pool import TaskPool
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -48,16 +48,16 @@ def build_http(
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
-    bridge = Bridge(limits, metrics)
-    chores, writing = Chores(limits, "searches or embeddings"), Chores(limits, "uploads")
-    context = Context(weave, libraries, limits, bridge, chores, writing, metrics)
-    metrics.watch(LiveNumbers(bridge.counts, libraries, weave.engine))
+    answers = AnswerPool(limits, metrics)
+    tasks, writing = TaskPool(limits, "searches or embeddings"), TaskPool(limits, "uploads")
+    context = Context(weave, libraries, limits, answers, tasks, writing, metrics)
+    metrics.watch(LiveNumbers(answers.counts, libraries, weave.engine))
 
     @asynccontextmanager
     async def lifespan(http: FastAPI) -> AsyncIterator[None]:
         yield
-        await bridge.close()
-        await chores.close()
+        await answers.close()
+        await tasks.close()
         await writing.close()
 
     http = FastAPI(
@@ -91,7 +91,7 @@ def _add_watching(http: FastAPI, context: Context) -> None:
         return Health(
             model=context.weave.model_name,
             pinned=context.libraries.num_pinned(),
-            **context.bridge.counts()._asdict(),
+            **context.answers.counts()._asdict(),
         )
 
     @http.get("/readyz", tags=["watching"], responses=refusals(503))

@@ -114,8 +114,8 @@ class Server(uvicorn.Server):
             giving_up.cancel()
 
     def _give_up(self) -> None:
-        self._context.bridge.abandon_all()
-        self._context.chores.stop()
+        self._context.answers.abandon_all()
+        self._context.tasks.stop()
         self._context.writing.stop()
 
     def _exit(self) -> None:

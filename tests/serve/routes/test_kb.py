@@ -330,7 +330,7 @@ def test_many_who_ask_at_once_do_not_each_open_the_catalogue(filled: Shelf) -> N
             clients.submit(ask, filled.url, f"Who drains {n}?", kb="cluster") for n in range(48)
         ]
         assert all(reply.result() for reply in asked)
-    assert handles_below(filled.root / "cluster") <= 3 * (SEARCHERS + Limits().chores + 1)
+    assert handles_below(filled.root / "cluster") <= 3 * (SEARCHERS + Limits().tasks + 1)
 
 
 def test_opening_one_knowledge_base_holds_up_nobody(weave: Any, tmp_path: Path) -> None:

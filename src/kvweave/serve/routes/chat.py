@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvweave.app.weave import Answer, TokenLogprob
-from kvweave.serve.bridge import Job
 from kvweave.serve.interleave import interleave
 from kvweave.serve.routes.explain import explain
 from kvweave.serve.wire.chat import (
@@ -20,6 +19,7 @@ from kvweave.serve.wire.chat import (
     Usage,
 )
 from kvweave.serve.wire.explain import ChatReply
+from kvweave.serve.workers.answer_pool import AnswerJob
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
 
@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatForm:
+class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
     model: str
@@ -35,7 +35,7 @@ class ChatForm:
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Answer], jobs: Sequence[Job]) -> ChatReply:
+    def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> ChatReply:
         choices = [
             ReplyChoice(
                 index=index,
@@ -55,7 +55,7 @@ class ChatForm:
             explain=explain(answers[0], jobs[0].queue_s) if wanted else None,
         )
 
-    async def chunks(self, jobs: Sequence[Job]) -> AsyncIterator[Event]:
+    async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
         """The answers' chunks as they come. Raises what a worker failed with."""
         answers: dict[int, Answer] = {}
         streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
@@ -71,7 +71,7 @@ class ChatForm:
             yield last
 
     async def _choice(
-        self, index: int, job: Job, answers: dict[int, Answer]
+        self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         mailbox = job.mailbox
         yield self._chunk(index, {"role": "assistant", "content": ""})

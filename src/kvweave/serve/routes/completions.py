@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvweave.app.weave import Answer, TokenLogprob, Weave
-from kvweave.serve.bridge import Job, Start
-from kvweave.serve.drawing import check_model, check_neutral, samplings
 from kvweave.serve.errors import ApiError
 from kvweave.serve.interleave import interleave
 from kvweave.serve.limits import Limits
 from kvweave.serve.routes.chat import Event, usage
+from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.completions import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
     CompletionRequest,
 )
+from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it for plain completions
 
@@ -40,7 +40,7 @@ def read_completion(request: CompletionRequest, weave: Weave, limits: Limits) ->
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionForm:
+class CompletionFormat:
     """Puts the answers to one request into the wire format."""
 
     model: str
@@ -48,7 +48,7 @@ class CompletionForm:
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Answer], jobs: Sequence[Job]) -> CompletionReply:
+    def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=index,
@@ -66,7 +66,7 @@ class CompletionForm:
             usage=usage(answers[:: self.request.n], answers),
         )
 
-    async def chunks(self, jobs: Sequence[Job]) -> AsyncIterator[Event]:
+    async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
         """The answers' chunks as they come. Raises what a worker failed with."""
         answers: dict[int, Answer] = {}
         streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
@@ -78,7 +78,7 @@ class CompletionForm:
             yield {**self._chunk(0, ""), "choices": [], "usage": counted}
 
     async def _choice(
-        self, index: int, job: Job, answers: dict[int, Answer]
+        self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         offset = 0
         while pieces := await job.mailbox.take():

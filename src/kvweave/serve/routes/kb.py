@@ -15,9 +15,9 @@ from kvweave.app.libraries.libraries import (
 )
 from kvweave.serve.context import Context, tenant_of
 from kvweave.serve.errors import ApiError
-from kvweave.serve.uploads.ingesting import Ingesting, report_out
+from kvweave.serve.uploads.ingest_job import IngestJob, report_out
+from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
-from kvweave.serve.uploads.uploads import UploadReader
 from kvweave.serve.wire.chat import NAME_PATTERN
 from kvweave.serve.wire.kb import (
     DocumentList,
@@ -38,7 +38,7 @@ MOST_HITS = 1000
 
 def kb_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
-    libraries, chores, uploads = context.libraries, context.chores, UploadReader(context.limits)
+    libraries, tasks, uploads = context.libraries, context.tasks, UploadReader(context.limits)
     Name = Path(
         description="A knowledge base: letters, digits, - and _",
         json_schema_extra={"pattern": NAME_PATTERN},
@@ -47,7 +47,7 @@ def kb_routes(context: Context) -> APIRouter:
     @routes.get("")
     async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
         tenant = tenant_of(request)
-        return await chores.run(partial(_knowledge_bases, libraries, tenant))
+        return await tasks.run(partial(_knowledge_bases, libraries, tenant))
 
     @routes.post(
         "/{name}/documents",
@@ -66,7 +66,7 @@ def kb_routes(context: Context) -> APIRouter:
                 spool = spooled.enter_context(closing(Spool()))
                 sources = await uploads.read(request, spool)
                 ingest = partial(_ingest, context, tenant, name, sources)
-                work = Ingesting(admission, ingest, spool.close, turn=(tenant, name))
+                work = IngestJob(admission, ingest, spool.close, turn=(tenant, name))
                 spooled.pop_all()  # from here on it goes when the work is over
         finally:
             admission.leave()
@@ -81,7 +81,7 @@ def kb_routes(context: Context) -> APIRouter:
     @routes.get("/{name}/documents")
     async def list_documents(request: Request, name: str = Name) -> DocumentList:
         tenant = tenant_of(request)
-        documents = await chores.run(partial(libraries.documents, tenant, name))
+        documents = await tasks.run(partial(libraries.documents, tenant, name))
         return DocumentList(
             data=[
                 DocumentOut(
@@ -111,7 +111,7 @@ def kb_routes(context: Context) -> APIRouter:
         if not 1 <= body.k <= MOST_HITS:
             message = f"'k' must be between 1 and {MOST_HITS}, got {body.k}"
             raise ApiError(400, message, param="k")
-        return await chores.run(partial(_search, libraries, tenant_of(request), name, body))
+        return await tasks.run(partial(_search, libraries, tenant_of(request), name, body))
 
     return routes
 

@@ -4,13 +4,13 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
-from kvweave.serve.answers import reply
 from kvweave.serve.asking import read_chat
 from kvweave.serve.context import Context, tenant_of
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.chat import ChatForm
-from kvweave.serve.routes.completions import CompletionForm, read_completion
+from kvweave.serve.routes.chat import ChatFormat
+from kvweave.serve.routes.completions import CompletionFormat, read_completion
 from kvweave.serve.routes.embeddings import embeddings
+from kvweave.serve.routes.reply import reply
 from kvweave.serve.wire.chat import ChatRequest
 from kvweave.serve.wire.completions import (
     CompletionReply,
@@ -24,7 +24,7 @@ from kvweave.serve.wire.schema import ANSWER_ERRORS, ERRORS, or_events
 
 def openai_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["OpenAI"])
-    weave, bridge, limits = context.weave, context.bridge, context.limits
+    weave, answers, limits = context.weave, context.answers, context.limits
     started = int(time.time())
 
     def card() -> ModelCard:
@@ -49,9 +49,9 @@ def openai_routes(context: Context) -> APIRouter:
     )
     async def chat_completions(body: ChatRequest, request: Request) -> object:
         starts = read_chat(body, weave, context.libraries, tenant_of(request), limits)
-        form = ChatForm(weave.model_name, body)
+        form = ChatFormat(weave.model_name, body)
         return await reply(
-            request, bridge, starts, form, stream=body.stream, within_s=limits.request_s
+            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )
 
     @routes.post(
@@ -61,9 +61,9 @@ def openai_routes(context: Context) -> APIRouter:
     )
     async def completions(body: CompletionRequest, request: Request) -> object:
         starts = read_completion(body, weave, limits)
-        form = CompletionForm(weave.model_name, body)
+        form = CompletionFormat(weave.model_name, body)
         return await reply(
-            request, bridge, starts, form, stream=body.stream, within_s=limits.request_s
+            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )
 
     @routes.post("/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)

@@ -117,7 +117,7 @@ def _named(reuse: Any) -> Any:
 AnyReuse = Annotated[ReuseIn, BeforeValidator(_named, json_schema_input_type=str | ReuseIn)]
 
 
-class Drawing(Incoming):
+class SamplingFields(Incoming):
     """How answers are drawn: what chat and plain completions share."""
 
     model: Text | None = None  # left out: the one that is served
@@ -142,7 +142,7 @@ class Drawing(Incoming):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(Drawing):
+class ChatRequest(SamplingFields):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], _said(minItems=1)]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvweave.serve.wire.chat import Drawing, Incoming, Outgoing, Text, Usage
+from kvweave.serve.wire.chat import Incoming, Outgoing, SamplingFields, Text, Usage
 
 Ids = list[int]
 
@@ -32,7 +32,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(Drawing):
+class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
     prompt: Prompts

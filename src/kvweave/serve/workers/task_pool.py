@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Admission:
-    """A place among the chores, taken before the work is known. Give it work, or `leave`."""
+    """A place among the tasks, taken before the work is known. Give it work, or `leave`."""
 
-    def __init__(self, chores: "Chores") -> None:
-        self._chores: Chores | None = chores
+    def __init__(self, pool: "TaskPool") -> None:
+        self._pool: TaskPool | None = pool
 
     def begin(
         self, work: Callable[[], T], on_done: Callable[[], None], turn: Hashable = None
@@ -37,34 +37,34 @@ class Admission:
         `on_done` is called once, on some thread, when it is over, failed or dropped unbegun; the
         result may be awaited, or left alone.
         """
-        chores = self._chores
-        assert chores is not None, "work is given once, before leaving"
-        self._chores = None
+        pool = self._pool
+        assert pool is not None, "work is given once, before leaving"
+        self._pool = None
 
         def over(_: "Future[T]") -> None:
             on_done()
-            chores._leave()
+            pool._leave()
 
         future: Future[T] = Future()
         future.add_done_callback(over)
-        chores._start(future, partial(copy_context().run, work), turn)
+        pool._start(future, partial(copy_context().run, work), turn)
         return asyncio.shield(asyncio.wrap_future(future))
 
     def leave(self) -> None:
         """There will be no work. Nothing to a place that has some."""
-        chores, self._chores = self._chores, None
-        if chores is not None:
-            chores._leave()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._leave()
 
 
-class Chores:
+class TaskPool:
     """Runs functions on threads of its own. Used on the event loop."""
 
     def __init__(self, limits: Limits, what: str) -> None:
         """`what` they are called in a refusal."""
         self._what = what
-        self._most = limits.chores + limits.waiting_chores
-        self._threads = ThreadPoolExecutor(limits.chores, thread_name_prefix="chore")
+        self._most = limits.tasks + limits.waiting_tasks
+        self._threads = ThreadPoolExecutor(limits.tasks, thread_name_prefix="task")
         self._lock = threading.Lock()
         self._num_admitted = 0
         # of every turn that somebody has, those who come after

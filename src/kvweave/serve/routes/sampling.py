@@ -7,12 +7,12 @@ from dataclasses import replace
 from kvweave.app.weave import Sampling, Weave
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
-from kvweave.serve.wire.chat import Drawing
+from kvweave.serve.wire.chat import SamplingFields
 
 MOST_STOPS = 4
 
 
-def check_model(request: Drawing, weave: Weave) -> None:
+def check_model(request: SamplingFields, weave: Weave) -> None:
     """Raise a 404 unless the request is for the model that is served."""
     if request.model not in (None, weave.model_name):
         raise ApiError(
@@ -23,7 +23,7 @@ def check_model(request: Drawing, weave: Weave) -> None:
         )
 
 
-def check_neutral(request: Drawing, neutral: dict[str, object]) -> None:
+def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
     """Fields that clients send with the value that asks for nothing: no other is accepted."""
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, **neutral}
     for name, value in neutral.items():
@@ -36,7 +36,7 @@ def check_neutral(request: Drawing, neutral: dict[str, object]) -> None:
 
 
 def samplings(
-    request: Drawing,
+    request: SamplingFields,
     max_tokens: int,
     logprobs: int | None,
     limits: Limits,

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 from kvweave.app.libraries.libraries import IngestProgress, IngestReport, OnProgress
-from kvweave.serve.uploads.chores import Admission
 from kvweave.serve.wire.kb import IngestOut, ProgressOut, SkippedOut
+from kvweave.serve.workers.task_pool import Admission
 
 
-class Ingesting:
+class IngestJob:
     """An ingest that runs as a chore from now on. A client that leaves ends the events, not the
     ingest. On the event loop."""
 

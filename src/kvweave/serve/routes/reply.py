@@ -8,9 +8,9 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from kvweave.app.weave import Answer
-from kvweave.serve.bridge import Bridge, Job, Start
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.sse import EventStream, as_events
+from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start
 
 T = TypeVar("T")
 
@@ -21,25 +21,25 @@ class ClientGone(Exception):
     """The client closed the connection before it had its reply."""
 
 
-class Form(Protocol):
+class ReplyFormat(Protocol):
     """Puts answers into a wire format."""
 
-    def whole(self, answers: Sequence[Answer], jobs: Sequence[Job]) -> BaseModel: ...
-    def chunks(self, jobs: Sequence[Job]) -> AsyncIterator[dict[str, Any]]: ...
+    def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> BaseModel: ...
+    def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[dict[str, Any]]: ...
 
 
 async def reply(
     request: Request,
-    bridge: Bridge,
+    pool: AnswerPool,
     starts: Sequence[Start],
-    form: Form,
+    form: ReplyFormat,
     *,
     stream: bool,
     within_s: float,
 ) -> Response | BaseModel:
     """The reply to a request. Whatever ends it early ends the work: a client that leaves, a
     failure, too long a time, a server that stops."""
-    jobs = bridge.submit(starts)
+    jobs = pool.submit(starts)
     alarm = asyncio.get_running_loop().call_later(within_s, _give_up, jobs, within_s)
     handed_over = False
 
@@ -83,7 +83,7 @@ async def _all(works: Any) -> list[Any]:
     return list(await asyncio.gather(*works))
 
 
-def _give_up(jobs: Sequence[Job], within_s: float) -> None:
+def _give_up(jobs: Sequence[AnswerJob], within_s: float) -> None:
     message = f"the answer was not finished within {within_s:g} s; ask for fewer tokens"
     for job in jobs:
         job.abandon(ApiError(504, message, code="timeout"))

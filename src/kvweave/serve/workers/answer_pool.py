@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from kvweave.app.weave import Answer, AnswerStream
 from kvweave.serve.errors import ApiError, busy
 from kvweave.serve.limits import Limits
-from kvweave.serve.mailbox import Mailbox
+from kvweave.serve.workers.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ Start = Callable[
 ]  # may block and raise: it retrieves, tokenises, checks the prompt
 
 
-class BridgeCounts(NamedTuple):
+class PoolCounts(NamedTuple):
     """What the bridge is doing and has done."""
 
     running: int
@@ -36,7 +36,7 @@ class BridgeCounts(NamedTuple):
     abandoned: int
 
 
-class Meter(Protocol):
+class AnswerMeter(Protocol):
     """Hears what happens to answers, on their worker threads. Must not block."""
 
     def began(self, queue_s: float) -> None: ...
@@ -47,10 +47,10 @@ class Meter(Protocol):
         """The outcome is one of Counts: finished, failed, abandoned."""
 
 
-class Job:
+class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
-    def __init__(self, start: Start, meter: Meter) -> None:
+    def __init__(self, start: Start, meter: AnswerMeter) -> None:
         self.mailbox = Mailbox()
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
@@ -112,24 +112,24 @@ class Job:
         return answering.answer
 
 
-class Bridge:
+class AnswerPool:
     """Admits answers and counts them. Used on the event loop; only the counting is on any thread.
 
     An answer that its client has left still holds its place until its worker is free of it.
     """
 
-    def __init__(self, limits: Limits, meter: Meter) -> None:
+    def __init__(self, limits: Limits, meter: AnswerMeter) -> None:
         self._limits = limits
         self._meter = meter
         self._workers = ThreadPoolExecutor(limits.running, thread_name_prefix="answer")
         self._lock = threading.Lock()  # guards the two below
-        self._jobs: set[Job] = set()
+        self._jobs: set[AnswerJob] = set()
         self._ended = {"finished": 0, "failed": 0, "abandoned": 0}
 
-    def submit(self, starts: Sequence[Start]) -> list[Job]:
+    def submit(self, starts: Sequence[Start]) -> list[AnswerJob]:
         """Admit all answers of a request, or raise a 429 that says when to try again."""
         most = self._limits.running + self._limits.waiting
-        jobs = [Job(start, self._meter) for start in starts]
+        jobs = [AnswerJob(start, self._meter) for start in starts]
         with self._lock:
             if len(self._jobs) + len(jobs) > most:
                 raise busy(f"{len(self._jobs)} answers of at most {most} are running or waiting")
@@ -140,10 +140,10 @@ class Bridge:
             )
         return jobs
 
-    def counts(self) -> BridgeCounts:
+    def counts(self) -> PoolCounts:
         with self._lock:
             running = min(len(self._jobs), self._limits.running)
-            return BridgeCounts(running, len(self._jobs) - running, **self._ended)
+            return PoolCounts(running, len(self._jobs) - running, **self._ended)
 
     def abandon_all(self) -> None:
         """Stop every job at the engine's next step; those who wait for them get a 503."""
@@ -157,7 +157,7 @@ class Bridge:
         self.abandon_all()
         await asyncio.to_thread(self._workers.shutdown)
 
-    def _leave(self, job: Job, future: "Future[str]") -> None:
+    def _leave(self, job: AnswerJob, future: "Future[str]") -> None:
         if future.cancelled():
             how = "abandoned"
             self._meter.ended(how, None, job.queue_s)
