@@ -22,8 +22,8 @@ from kvweave.serve.observe.spans import AnswerSpans, Spans, find_tracer
 from kvweave.serve.readiness import Drain
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
-from kvweave.serve.wire.explain import Health, Ready
 from kvweave.serve.wire.schema import install_schema, refusals
+from kvweave.serve.wire.status import Health, Ready
 from kvweave.serve.workers.answer_pool import AnswerPool
 from kvweave.serve.workers.task_pool import TaskPool
 

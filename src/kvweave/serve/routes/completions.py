@@ -1,4 +1,4 @@
-"""POST /v1/completions in words of kvweave, and the way back."""
+"""POST /v1/completions: from the request to what is asked of kvweave, and back."""
 
 import secrets
 import time
@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvweave.app.weave import Answer, TokenLogprob, Weave
+from kvweave.app.weave import Answer, TokenLogprob
+from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.interleave import interleave
-from kvweave.serve.limits import Limits
-from kvweave.serve.routes.chat import Event, usage
+from kvweave.serve.routes.reply import Event, interleave, usage_of
 from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.completions import (
     CompletionChoice,
@@ -23,8 +22,9 @@ from kvweave.serve.workers.answer_pool import AnswerJob, Start
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it for plain completions
 
 
-def read_completion(request: CompletionRequest, weave: Weave, limits: Limits) -> list[Start]:
+def read_completion(request: CompletionRequest, context: Context) -> list[Start]:
     """What to start on workers, the answers to a prompt side by side."""
+    weave, limits = context.weave, context.limits
     check_model(request, weave)
     check_neutral(request, {"echo": False, "best_of": 1, "suffix": ""})
     if len(request.prompt) > limits.choices:
@@ -63,7 +63,7 @@ class CompletionFormat:
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=usage(answers[:: self.request.n], answers),
+            usage=usage_of(answers[:: self.request.n], answers),
         )
 
     async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
@@ -74,7 +74,7 @@ class CompletionFormat:
             yield chunk
         if self.request.with_usage:
             done = [answers[index] for index in range(len(jobs))]
-            counted = usage(done[:: self.request.n], done).model_dump()
+            counted = usage_of(done[:: self.request.n], done).model_dump()
             yield {**self._chunk(0, ""), "choices": [], "usage": counted}
 
     async def _choice(

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.wire.completions import EmbeddingRequest
+from kvweave.serve.wire.embeddings import EmbeddingRequest
 
 MOST_TEXTS = 2048  # as OpenAI has it
 

@@ -18,7 +18,7 @@ from kvweave.serve.errors import ApiError
 from kvweave.serve.uploads.ingest_job import IngestJob, report_out
 from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
-from kvweave.serve.wire.chat import NAME_PATTERN
+from kvweave.serve.wire.base import MOST_CHUNKS, NAME_PATTERN
 from kvweave.serve.wire.kb import (
     DocumentList,
     DocumentOut,
@@ -32,8 +32,6 @@ from kvweave.serve.wire.kb import (
 )
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import EventStream, as_events
-
-MOST_HITS = 1000
 
 
 def kb_routes(context: Context) -> APIRouter:
@@ -108,8 +106,8 @@ def kb_routes(context: Context) -> APIRouter:
     async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
         if not body.query.strip():
             raise ApiError(400, "'query' is empty; say something", param="query")
-        if not 1 <= body.k <= MOST_HITS:
-            message = f"'k' must be between 1 and {MOST_HITS}, got {body.k}"
+        if not 1 <= body.k <= MOST_CHUNKS:
+            message = f"'k' must be between 1 and {MOST_CHUNKS}, got {body.k}"
             raise ApiError(400, message, param="k")
         return await tasks.run(partial(_search, libraries, tenant_of(request), name, body))
 

@@ -4,22 +4,17 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
-from kvweave.serve.asking import read_chat
 from kvweave.serve.context import Context, tenant_of
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.chat import ChatFormat
+from kvweave.serve.routes.chat import ChatFormat, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
 from kvweave.serve.routes.embeddings import embeddings
 from kvweave.serve.routes.reply import reply
-from kvweave.serve.wire.chat import ChatRequest
-from kvweave.serve.wire.completions import (
-    CompletionReply,
-    CompletionRequest,
-    EmbeddingReply,
-    EmbeddingRequest,
-)
-from kvweave.serve.wire.explain import ChatReply, ModelCard, ModelList
+from kvweave.serve.wire.chat import ChatReply, ChatRequest
+from kvweave.serve.wire.completions import CompletionReply, CompletionRequest
+from kvweave.serve.wire.embeddings import EmbeddingReply, EmbeddingRequest
 from kvweave.serve.wire.schema import ANSWER_ERRORS, ERRORS, or_events
+from kvweave.serve.wire.status import ModelCard, ModelList
 
 
 def openai_routes(context: Context) -> APIRouter:
@@ -48,7 +43,7 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answer, whole or as events")},
     )
     async def chat_completions(body: ChatRequest, request: Request) -> object:
-        starts = read_chat(body, weave, context.libraries, tenant_of(request), limits)
+        starts = read_chat(body, context, tenant_of(request))
         form = ChatFormat(weave.model_name, body)
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
@@ -60,7 +55,7 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answers, whole or as events")},
     )
     async def completions(body: CompletionRequest, request: Request) -> object:
-        starts = read_completion(body, weave, limits)
+        starts = read_completion(body, context)
         form = CompletionFormat(weave.model_name, body)
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s

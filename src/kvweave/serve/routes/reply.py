@@ -1,4 +1,4 @@
-"""From starts to a reply: admit, wait or stream, and stop the work when no one wants it."""
+"""From starts to a reply: admit, wait or stream, and stop the work when its client is gone."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -9,12 +9,14 @@ from pydantic import BaseModel
 
 from kvweave.app.weave import Answer
 from kvweave.serve.errors import ApiError
+from kvweave.serve.wire.base import Usage
 from kvweave.serve.wire.sse import EventStream, as_events
 from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start
 
 T = TypeVar("T")
+Event = dict[str, Any]  # one chunk of a streamed reply
 
-CLIENT_CLOSED = 499  # no one reads it; it shows in logs
+CLIENT_CLOSED = 499  # its client is gone; it shows in logs
 
 
 class ClientGone(Exception):
@@ -22,10 +24,10 @@ class ClientGone(Exception):
 
 
 class ReplyFormat(Protocol):
-    """Puts answers into a wire format."""
+    """Puts the answers to one request into a wire format. On the event loop."""
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> BaseModel: ...
-    def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[dict[str, Any]]: ...
+    def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]: ...
 
 
 async def reply(
@@ -93,3 +95,45 @@ async def _disconnected(request: Request) -> None:
     """Return when the client hangs up. The body has been read, so nothing else can come."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
+    """All items of all streams; within a stream in order. The first failure ends it."""
+    if len(streams) == 1:
+        async for item in streams[0]:
+            yield item
+        return
+    # One place in the queue: a slow reader holds the streams back, and they merge meanwhile.
+    queue: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(1)
+
+    async def drain(stream: AsyncIterator[T]) -> None:
+        try:
+            async for item in stream:
+                await queue.put((item,))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            got = await queue.get()
+            if got is None:
+                num_open -= 1
+            elif isinstance(got, Exception):
+                raise got
+            else:
+                yield got[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def usage_of(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Usage:
+    """`prompts`: one answer to each prompt. A prompt counts once, however many answers it has."""
+    read = sum(answer.prompt_tokens for answer in prompts)
+    made = sum(answer.completion_tokens for answer in answers)
+    return Usage(prompt_tokens=read, completion_tokens=made, total_tokens=read + made)

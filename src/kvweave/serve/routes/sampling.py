@@ -7,9 +7,7 @@ from dataclasses import replace
 from kvweave.app.weave import Sampling, Weave
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
-from kvweave.serve.wire.chat import SamplingFields
-
-MOST_STOPS = 4
+from kvweave.serve.wire.base import MOST_STOPS, SamplingFields
 
 
 def check_model(request: SamplingFields, weave: Weave) -> None:
@@ -26,8 +24,9 @@ def check_model(request: SamplingFields, weave: Weave) -> None:
 def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
     """Fields that clients send with the value that asks for nothing: no other is accepted."""
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, **neutral}
+    given = request.model_dump(include=set(neutral))
     for name, value in neutral.items():
-        if (got := getattr(request, name)) != value:
+        if (got := given[name]) != value:
             wants = str(value).lower() or "an empty string"
             message = f"'{name}' is not supported other than {wants}, got {got!r}"
             raise ApiError(400, message, param=name)

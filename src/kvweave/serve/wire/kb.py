@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from kvweave.serve.wire.chat import Incoming, Outgoing, Text
+from kvweave.serve.wire.base import Incoming, Outgoing, Text
 
 
 class TextIn(Incoming):
