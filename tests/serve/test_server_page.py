@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
+from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from worlds.serving import Shelf
 
@@ -35,7 +36,7 @@ def test_every_command_of_the_page_runs_in_order(shelf: Shelf) -> None:
 
 
 def test_every_route_is_on_the_page(weave: Weave) -> None:
-    for path, operations in build_http(weave).openapi()["paths"].items():
+    for path, operations in build_http(make_context(weave)).openapi()["paths"].items():
         shown = path.replace("{document_id}", "{id}")
         for method in operations:
             assert f"`{method.upper()} {shown}`" in PAGE, f"{method} {path}"

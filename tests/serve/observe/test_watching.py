@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
-from kvweave.serve.limits import Limits
 from kvweave.serve.observe.logs import HumanLines, JsonLines
-from kvweave.serve.observe.scraping import engine_metrics
-from kvweave.serve.server import Server
+from kvweave.serve.observe.prometheus import engine_metrics
+from kvweave.serve.server import Server, ServerLifecycle
 from worlds.serving import (
     GatedDecoder,
     Shelf,
@@ -128,22 +127,12 @@ def test_a_chunk_without_stored_kv_is_a_degradation_with_its_reason(shelf: Shelf
 
 
 def test_the_numbers_of_an_engine_are_passed_on() -> None:
-    @dataclass
-    class Stats:
-        pages_used: int = 3
-        tokens: dict[str, int] = field(default_factory=lambda: {"exact": 5, "computed": 7})
-        name: str = "not a number"
-
     found = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in engine_metrics(Stats())
+        sample.name: sample.value
+        for family in engine_metrics({"pages_used": 3, "tokens_exact": 5})
         for sample in family.samples
     }
-    assert found == {
-        ("kvweave_engine_pages_used",): 3,
-        ("kvweave_engine_tokens", "exact"): 5,
-        ("kvweave_engine_tokens", "computed"): 7,
-    }
+    assert found == {"kvweave_engine_pages_used": 3, "kvweave_engine_tokens_exact": 5}
 
 
 def test_unknown_paths_share_one_name_in_the_metrics(shelf: Shelf) -> None:
@@ -162,7 +151,9 @@ def test_a_stopping_server_is_alive_but_not_ready(chat_model_folder: Path) -> No
         return decoders[0]
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(make_weave(chat_model_folder, gate), lame_s=60, patience_s=30)
+    server = Server(
+        make_weave(chat_model_folder, gate), lifecycle=ServerLifecycle(lame_s=60, patience_s=30)
+    )
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -267,12 +258,8 @@ def test_spans_tell_where_the_time_went(shelf: Shelf) -> None:
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    http = build_http(
-        shelf.weave,
-        Limits(),
-        libraries=shelf.libraries,
-        tracer=provider.get_tracer("test"),
-    )
+    tracer = provider.get_tracer("test")
+    http = build_http(make_context(shelf.weave, libraries=shelf.libraries, tracer=tracer))
     trace = "0af7651916cd43dd8448eb211c80319c"
     from starlette.testclient import TestClient
 

@@ -15,6 +15,7 @@ from openai import OpenAI
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, LibraryKey
 from kvweave.serve.limits import Limits
+from kvweave.serve.server import ServerLifecycle
 from worlds.serving import Shelf, make_libraries, make_weave, serving, user
 from worlds.tiny_corpus import WordEmbedder, make_text
 
@@ -369,8 +370,9 @@ def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
 
     config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
     libraries = Libraries(weave, config, open_embedder=lambda name: Waiting())
+    impatient = ServerLifecycle(patience_s=0.2)
     with ThreadPoolExecutor(1) as client:
-        with serving(weave, libraries=libraries, patience_s=0.2) as url:
+        with serving(weave, libraries=libraries, lifecycle=impatient) as url:
             upload = client.submit(post, url, "big/documents", json=DRAIN)
             assert begun.wait(60)
         reply = upload.result()

@@ -18,6 +18,7 @@ import pytest
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
+from kvweave.serve.server import ServerLifecycle
 from kvweave.serve.uploads.forms import FormFile, FormFiles
 from kvweave.serve.uploads.spool import Spool
 from worlds.serving import serving
@@ -97,7 +98,8 @@ def holding(
     libraries = Libraries(weave, config, open_embedder=lambda name: embedder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(spools))
-        with serving(weave, limits, libraries=libraries, patience_s=patience_s) as url:
+        lifecycle = ServerLifecycle(patience_s=patience_s)
+        with serving(weave, limits, libraries=libraries, lifecycle=lifecycle) as url:
             held = Held(url, embedder, spools)
             yield held
             threading.Timer(release_s, embedder.go_on.set).start()

@@ -13,7 +13,8 @@ from kvweave.app.libraries.libraries import (
     OnProgress,
     check_name,
 )
-from kvweave.serve.context import Context, tenant_of
+from kvweave.serve.auth import tenant_of
+from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.uploads.ingest_job import IngestJob, report_out
 from kvweave.serve.uploads.reader import UploadReader
@@ -44,7 +45,7 @@ def kb_routes(context: Context) -> APIRouter:
 
     @routes.get("")
     async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
-        tenant = tenant_of(request)
+        tenant = tenant_of(request.scope)
         return await tasks.run(partial(_knowledge_bases, libraries, tenant))
 
     @routes.post(
@@ -54,7 +55,7 @@ def kb_routes(context: Context) -> APIRouter:
         openapi_extra=UPLOAD_BODY,
     )
     async def upload_documents(request: Request, name: str = Name) -> Response | IngestOut:
-        tenant = tenant_of(request)
+        tenant = tenant_of(request.scope)
         if libraries.config.root is None and name not in libraries.names(tenant):
             raise ApiError(404, f"no knowledge base {name!r} here, and none can be made")
         check_name(name)
@@ -78,7 +79,7 @@ def kb_routes(context: Context) -> APIRouter:
 
     @routes.get("/{name}/documents")
     async def list_documents(request: Request, name: str = Name) -> DocumentList:
-        tenant = tenant_of(request)
+        tenant = tenant_of(request.scope)
         documents = await tasks.run(partial(libraries.documents, tenant, name))
         return DocumentList(
             data=[
@@ -97,7 +98,7 @@ def kb_routes(context: Context) -> APIRouter:
 
     @routes.delete("/{name}/documents/{document_id}")
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
-        tenant = tenant_of(request)
+        tenant = tenant_of(request.scope)
         remove = partial(libraries.remove, tenant, name, document_id)
         removed = await context.writing.run(remove, turn=(tenant, name))
         return RemovedOut(id=document_id, chunks=removed)
@@ -109,7 +110,7 @@ def kb_routes(context: Context) -> APIRouter:
         if not 1 <= body.k <= MOST_CHUNKS:
             message = f"'k' must be between 1 and {MOST_CHUNKS}, got {body.k}"
             raise ApiError(400, message, param="k")
-        return await tasks.run(partial(_search, libraries, tenant_of(request), name, body))
+        return await tasks.run(partial(_search, libraries, tenant_of(request.scope), name, body))
 
     return routes
 

@@ -4,7 +4,8 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
-from kvweave.serve.context import Context, tenant_of
+from kvweave.serve.auth import tenant_of
+from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.chat import ChatFormat, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
@@ -43,7 +44,7 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answer, whole or as events")},
     )
     async def chat_completions(body: ChatRequest, request: Request) -> object:
-        starts = read_chat(body, context, tenant_of(request))
+        starts = read_chat(body, context, tenant_of(request.scope))
         form = ChatFormat(weave.model_name, body)
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
