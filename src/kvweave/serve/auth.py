@@ -26,7 +26,7 @@ Keys = Mapping[bytes, str]  # digest of a key → its tenant
 
 
 def read_keys(file: Path | None, environ: Mapping[str, str] = os.environ) -> Keys:
-    """Keys of the file and of the environment; none at all means that everyone may ask."""
+    """Keys of the file and of the environment; with none at all every client may ask."""
     lines: list[str] = []
     if file is not None:
         try:

@@ -11,7 +11,7 @@ from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
 
 # A client that is still sending does not read, and would see a reset instead of the refusal. So a
-# little more is read and thrown away behind the reply.
+# little more is read and thrown away after the reply.
 DRAINED_BODIES = 8
 UPLOADS = re.compile(r"/v1/kb/[^/]+/documents")
 

@@ -18,7 +18,7 @@ class Limits:
     tasks: int = 4  # searches, embeddings and the like at once; and as many uploads
     waiting_tasks: int = 64  # admitted behind them; beyond that, 429
     body_s: float = 30.0  # between two pieces of a body; beyond that, 408
-    body_rate: int = 2048  # bytes per second of a body, behind its first `body_s`; slower is a 408
+    body_rate: int = 2048  # bytes per second of a body, after its first `body_s`; slower is a 408
     request_s: float = 600.0  # for a whole answer; beyond that, 504, and the work is given up
 
     def __post_init__(self) -> None:

@@ -121,14 +121,14 @@ def _over_chunks(
 def _turns(messages: Sequence[ChatMessage]) -> tuple[str | None, list[dict[str, str]]]:
     """The system message, if there is one, and the rest."""
     roles = [_role(message.role) for message in messages]
-    behind = 1 if roles[0] == "system" else 0
+    first = 1 if roles[0] == "system" else 0
     wanted = ["user", "assistant"] * len(roles)
-    if not roles[behind:] or roles[behind:] != wanted[: len(roles) - behind] or roles[-1] != "user":
+    if not roles[first:] or roles[first:] != wanted[: len(roles) - first] or roles[-1] != "user":
         shown = f"{', '.join(roles[:6])}{', …' if len(roles) > 6 else ''}"
         message = f"{OVER}, behind at most one system message; got {shown}"
         raise ApiError(400, message, param="messages")
-    system = messages[0].text if behind else None
-    turns = [{"role": _role(m.role), "content": m.text} for m in messages[behind:]]
+    system = messages[0].text if first else None
+    turns = [{"role": _role(m.role), "content": m.text} for m in messages[first:]]
     return system, turns
 
 

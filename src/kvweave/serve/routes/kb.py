@@ -16,7 +16,7 @@ from kvweave.app.libraries.libraries import (
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.uploads.ingest_job import IngestJob, report_out
+from kvweave.serve.uploads.ingest_job import IngestJob
 from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
 from kvweave.serve.wire.base import MOST_CHUNKS, NAME_PATTERN
@@ -30,6 +30,7 @@ from kvweave.serve.wire.kb import (
     KnowledgeBaseOut,
     RemovedOut,
     SearchRequest,
+    report_out,
 )
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import EventStream, as_events

@@ -27,7 +27,7 @@ Start = Callable[
 
 
 class PoolCounts(NamedTuple):
-    """What the bridge is doing and has done."""
+    """What the pool is doing and has done."""
 
     running: int
     waiting: int
