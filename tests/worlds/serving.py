@@ -84,7 +84,7 @@ def make_weave(folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d) -
 
 
 @dataclass
-class Shelf:
+class KbServer:
     """A server with a folder of knowledge bases."""
 
     url: str
@@ -135,7 +135,7 @@ def raw_request(url: str, body: dict[str, Any]) -> Iterator[socket.socket]:
 
 
 class Interrupted:
-    """Runs searches, and what is to happen right behind one."""
+    """Runs searches, and what is to happen right after one."""
 
     def __init__(self) -> None:
         self.then: Callable[[], object] = lambda: None

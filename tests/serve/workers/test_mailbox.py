@@ -1,4 +1,4 @@
-"""The way from a worker thread to asyncio: nothing lost, merged when slow, failures last."""
+"""From a worker thread to asyncio: nothing lost, merged when slow, failures last."""
 
 import asyncio
 import threading

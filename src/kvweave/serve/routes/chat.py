@@ -15,7 +15,7 @@ from kvweave.app.question import AskOptions
 from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.reply import Event, interleave, usage_of
+from kvweave.serve.routes.reply import Event, batches, interleave, usage_of
 from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.chat import (
@@ -212,15 +212,11 @@ class ChatFormat:
     async def _choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
-        mailbox = job.mailbox
         yield self._chunk(index, {"role": "assistant", "content": ""})
-        while pieces := await mailbox.take():
-            text = "".join(piece.text for piece in pieces)
-            seen = [p.logprob for p in pieces if p.logprob is not None]
-            if text or seen:
-                logprobs = _logprobs(seen).model_dump() if self.request.logprobs else None
-                yield self._chunk(index, {"content": text}, logprobs=logprobs)
-        answers[index] = await mailbox.finish()
+        async for text, seen in batches(job):
+            logprobs = _logprobs(seen).model_dump() if self.request.logprobs else None
+            yield self._chunk(index, {"content": text}, logprobs=logprobs)
+        answers[index] = await job.mailbox.finish()
         yield self._chunk(index, {}, finish_reason=answers[index].finish_reason)
 
     def _chunk(

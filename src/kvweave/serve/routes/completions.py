@@ -9,7 +9,7 @@ from functools import partial
 from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.reply import Event, interleave, usage_of
+from kvweave.serve.routes.reply import Event, batches, interleave, usage_of
 from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.completions import (
     CompletionChoice,
@@ -81,11 +81,8 @@ class CompletionFormat:
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         offset = 0
-        while pieces := await job.mailbox.take():
-            text = "".join(piece.text for piece in pieces)
-            seen = [p.logprob for p in pieces if p.logprob is not None]
-            if text or seen:
-                yield self._chunk(index, text, logprobs=self._logprobs(seen, offset))
+        async for text, seen in batches(job):
+            yield self._chunk(index, text, logprobs=self._logprobs(seen, offset))
             offset += sum(len(token.token) for token in seen)
         answers[index] = await job.mailbox.finish()
         yield self._chunk(index, "", finish_reason=answers[index].finish_reason)

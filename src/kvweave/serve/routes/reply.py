@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from kvweave.app.weave import Answer
+from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import Usage
 from kvweave.serve.wire.sse import EventStream, as_events
@@ -39,7 +39,7 @@ async def reply(
     stream: bool,
     within_s: float,
 ) -> Response | BaseModel:
-    """The reply to a request. Whatever ends it early ends the work: a client that leaves, a
+    """The reply to a request. What ends it early ends the work too: a client that leaves, a
     failure, too long a time, a server that stops."""
     jobs = pool.submit(starts)
     alarm = asyncio.get_running_loop().call_later(within_s, _give_up, jobs, within_s)
@@ -54,7 +54,7 @@ async def reply(
         if not stream:
             answers = await unless_gone(request, _all(job.mailbox.finish() for job in jobs))
             return form.whole(answers, jobs)
-        # unsound prompts are a 400 yet
+        # until here an unsound prompt can still be a 400
         await unless_gone(request, _all(job.mailbox.opened() for job in jobs))
         events = EventStream(as_events(form.chunks(jobs)), on_close=close)
         handed_over = True
@@ -95,6 +95,15 @@ async def _disconnected(request: Request) -> None:
     """Return when the client hangs up. The body has been read, so nothing else can come."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def batches(job: AnswerJob) -> AsyncIterator[tuple[str, list[TokenLogprob]]]:
+    """Text and log probabilities of all that came since the last one; never both empty."""
+    while pieces := await job.mailbox.take():
+        text = "".join(piece.text for piece in pieces)
+        seen = [p.logprob for p in pieces if p.logprob is not None]
+        if text or seen:
+            yield text, seen
 
 
 async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:

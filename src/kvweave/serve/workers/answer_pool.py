@@ -1,8 +1,7 @@
 """Runs answers on worker threads and brings them to asyncio.
 
-The core is synchronous and computes, or waits for the engine, on the thread that iterates; the edge
-is asynchronous. A request is admitted or refused at once, so a full house is a quick 429 and not a
-long silence.
+`app` is synchronous: a thread that iterates an answer computes, or waits for the engine. The server
+is asynchronous. A request is admitted or refused at once, so that a full server says 429 quickly.
 """
 
 import asyncio
@@ -21,9 +20,8 @@ from kvweave.serve.workers.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-Start = Callable[
-    [], AnswerStream
-]  # may block and raise: it retrieves, tokenises, checks the prompt
+# On a worker thread. May block and raise: it retrieves, tokenises, checks the prompt.
+Start = Callable[[], AnswerStream]
 
 
 class PoolCounts(NamedTuple):
@@ -44,7 +42,7 @@ class AnswerMeter(Protocol):
         """None for the first one."""
 
     def ended(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
-        """The outcome is one of Counts: finished, failed, abandoned."""
+        """The outcome is one of PoolCounts: finished, failed, abandoned."""
 
 
 class AnswerJob:
@@ -79,13 +77,13 @@ class AnswerJob:
             self.mailbox.fail(why or _gone())
 
     def _work(self) -> str:
-        """Compute on a worker thread; return which of Counts this was."""
+        """Compute on a worker thread; return which of PoolCounts this was."""
         outcome, answer = "failed", None
         self.queue_s = time.perf_counter() - self._admitted_s
         self._meter.began(self.queue_s)
         try:
             answer = self._compute()
-        except Exception as error:  # whatever it is, the one who waits must hear of it
+        except Exception as error:  # whatever it is, the waiting reader must hear of it
             self.mailbox.fail(error)
         else:
             outcome = "abandoned" if answer is None else "finished"
@@ -146,7 +144,7 @@ class AnswerPool:
             return PoolCounts(running, len(self._jobs) - running, **self._ended)
 
     def abandon_all(self) -> None:
-        """Stop every job at the engine's next step; those who wait for them get a 503."""
+        """Stop every job at the engine's next step; the clients that wait for them get a 503."""
         with self._lock:
             jobs = list(self._jobs)
         for job in jobs:
