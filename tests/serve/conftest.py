@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app.weave import Weave
-from worlds.serving import Shelf, make_libraries, make_weave, serving
+from worlds.serving import KbServer, make_libraries, make_weave, serving
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,9 +36,9 @@ def client(url: str) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def shelf(weave: Weave, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
-    root = tmp_path_factory.mktemp("shelf")
+def kb_server(weave: Weave, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KbServer]:
+    root = tmp_path_factory.mktemp("kbs")
     libraries = make_libraries(weave, root)
     with serving(weave, libraries=libraries) as address:
-        yield Shelf(address, weave, libraries, root)
+        yield KbServer(address, weave, libraries, root)
     libraries.close()

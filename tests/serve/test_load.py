@@ -13,6 +13,7 @@ from openai import OpenAI
 
 from kvweave.errors import ConfigError
 from kvweave.serve.limits import Limits
+from kvweave.serve.server import ServerLifecycle
 from worlds.serving import (
     FailingDecoder,
     GatedDecoder,
@@ -124,7 +125,7 @@ def test_a_server_that_stops_tells_the_clients_of_what_it_gives_up(
 
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(2))
-        with serving(world.weave, patience_s=0.0) as url:
+        with serving(world.weave, lifecycle=ServerLifecycle(patience_s=0.0)) as url:
             stream = stack.enter_context(raw_request(url, STREAM))
             assert b"200 OK" in stream.recv(65536)
             post = f"{url}/v1/chat/completions"

@@ -1,6 +1,5 @@
-"""What is measured before a server is ready, so that nobody who asks waits for it."""
+"""What is measured before a server is ready, so that no request waits for it."""
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from kvweave.app.auto.machine_profile import find_machine
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.model.load import load_decoder
-from kvweave.serve.server import Prepare, Server
+from kvweave.serve.server import Prepare, ServerLifecycle
 from kvweave.text.tokenizer import Tokenizer
-from worlds.serving import GatedDecoder, make_libraries, make_weave, user
+from worlds.serving import GatedDecoder, make_libraries, make_weave, serving, user
 from worlds.weaves import plain_weave
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
@@ -27,16 +26,10 @@ def preparing(
     weave: Weave, prepare: Prepare, libraries: Libraries | None = None
 ) -> Iterator[tuple[str, threading.Event]]:
     """A server that prepares itself: its address, and when it said that it is ready."""
-    listener, said = socket.create_server(("127.0.0.1", 0)), threading.Event()
-    server = Server(weave, libraries=libraries, patience_s=0.5, prepare=prepare, on_ready=said.set)
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", said
-    finally:
-        server.stop()
-        thread.join(timeout=30)
-    assert not thread.is_alive()
+    said = threading.Event()
+    lifecycle = ServerLifecycle(prepare, said.set, patience_s=0.5)
+    with serving(weave, libraries=libraries, lifecycle=lifecycle) as url:
+        yield url, said
 
 
 def ask(url: str) -> dict[str, Any]:

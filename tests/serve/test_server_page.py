@@ -9,19 +9,20 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
+from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
-from worlds.serving import Shelf
+from worlds.serving import KbServer
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_every_command_of_the_page_runs_in_order(shelf: Shelf) -> None:
+def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
     assert len(COMMANDS) == 5
     replies = []
     for command in COMMANDS:
         ran = subprocess.run(
-            ["bash", "-ec", f"URL={shelf.url}\n{command}"], capture_output=True, timeout=120
+            ["bash", "-ec", f"URL={kb_server.url}\n{command}"], capture_output=True, timeout=120
         )
         assert ran.returncode == 0, ran.stderr.decode()
         replies.append(ran.stdout.decode())
@@ -35,14 +36,14 @@ def test_every_command_of_the_page_runs_in_order(shelf: Shelf) -> None:
 
 
 def test_every_route_is_on_the_page(weave: Weave) -> None:
-    for path, operations in build_http(weave).openapi()["paths"].items():
+    for path, operations in build_http(make_context(weave)).openapi()["paths"].items():
         shown = path.replace("{document_id}", "{id}")
         for method in operations:
             assert f"`{method.upper()} {shown}`" in PAGE, f"{method} {path}"
 
 
-def test_every_metric_of_the_server_is_on_the_page(shelf: Shelf) -> None:
-    page = httpx.get(f"{shelf.url}/metrics").text
+def test_every_metric_of_the_server_is_on_the_page(kb_server: KbServer) -> None:
+    page = httpx.get(f"{kb_server.url}/metrics").text
     names = re.findall(r"^# TYPE kvweave_(\w+) \w+$", page, re.MULTILINE)
     assert len(names) > 10
     for name in names:

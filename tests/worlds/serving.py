@@ -20,7 +20,7 @@ from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.serve.auth import Keys
 from kvweave.serve.limits import Limits
-from kvweave.serve.server import Server
+from kvweave.serve.server import Server, ServerLifecycle
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder
 from worlds.weaves import plain_weave
@@ -35,11 +35,12 @@ def serving(
     *,
     libraries: Libraries | None = None,
     keys: Keys | None = None,
-    patience_s: float = 1.0,
+    lifecycle: ServerLifecycle | None = None,
 ) -> Iterator[str]:
     """Serve `weave` on a thread; give the address; stop in order and check that it stopped."""
     listener = socket.create_server(("127.0.0.1", 0))  # listens already: no waiting for start-up
-    server = Server(weave, limits=limits, libraries=libraries, keys=keys, patience_s=patience_s)
+    lifecycle = lifecycle or ServerLifecycle(patience_s=1.0)
+    server = Server(weave, limits=limits, libraries=libraries, keys=keys, lifecycle=lifecycle)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
@@ -84,7 +85,7 @@ def make_weave(folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d) -
 
 
 @dataclass
-class Shelf:
+class KbServer:
     """A server with a folder of knowledge bases."""
 
     url: str
@@ -135,7 +136,7 @@ def raw_request(url: str, body: dict[str, Any]) -> Iterator[socket.socket]:
 
 
 class Interrupted:
-    """Runs searches, and what is to happen right behind one."""
+    """Runs searches, and what is to happen right after one."""
 
     def __init__(self) -> None:
         self.then: Callable[[], object] = lambda: None

@@ -79,7 +79,7 @@ def command(
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
     from kvweave.serve.auth import read_keys
     from kvweave.serve.observe.logs import configure_logs
-    from kvweave.serve.server import Prepare, Server
+    from kvweave.serve.server import Prepare, Server, ServerLifecycle
 
     keys, limits = read_keys(api_key_file), make_limits(numbers)
     named, host_bytes = parse_folders(folders), int(host_gb * (1 << 30))
@@ -96,10 +96,12 @@ def command(
             limits=limits,
             libraries=libraries,
             keys=keys,
-            patience_s=grace,
-            lame_s=lame,
-            prepare=measuring if kb_root is not None or named else None,
-            on_ready=lambda: greet(weave, url, with_key=bool(keys)),
+            lifecycle=ServerLifecycle(
+                prepare=measuring if kb_root is not None or named else None,
+                on_ready=lambda: greet(weave, url, with_key=bool(keys)),
+                lame_s=lame,
+                patience_s=grace,
+            ),
         )
         _run(server, weave, libraries, listener)
 

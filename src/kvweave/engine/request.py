@@ -74,7 +74,7 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
-class Timeline:
+class RequestTimeline:
     """When things happened to a request, by time.perf_counter; None: not yet."""
 
     submitted_s: float
@@ -116,7 +116,7 @@ class Ticket(Iterator[Choice]):
     ) -> None:
         self.request = request
         self.record: FuseRecord | None = None  # how the prompt was prefilled; from the first token
-        self.timeline = Timeline(time.perf_counter())
+        self.timeline = RequestTimeline(time.perf_counter())
         self._changed = threading.Condition()
         self._choices: deque[Choice] = deque()
         self._error: BaseException | None = None

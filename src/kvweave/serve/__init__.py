@@ -1,8 +1,10 @@
-"""The OpenAI wire format over HTTP: translation only. `kvweave.serve.http.build_http` is the door.
+"""The OpenAI wire format and knowledge bases over HTTP: translation only.
 
-http ─► routes ─► asking ─► bridge ─► a worker thread computes, or waits for the engine
-                              │
-client ◄─ sse ◄─ chat ◄─── mailbox
+`server.Server` is the door for a process, `http.build_http` the one for any ASGI server.
 
-What is no answer (uploads, searches, embeddings) goes through `chores`.
+    http ─► routes/ ──► workers/ ─► a thread computes, or waits for the engine
+              │            │
+    client ◄─ wire/ ◄──────┘
+
+`uploads/` takes documents in, `observe/` has logs, metrics and spans. Only `kvweave.app` is below.
 """

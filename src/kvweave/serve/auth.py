@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvweave.app.libraries.libraries import check_tenant
 from kvweave.errors import ConfigError
-from kvweave.serve.errors import ApiError, reply
+from kvweave.serve.errors import ApiError, error_response
 
 VARIABLE = "KVWEAVE_API_KEYS"
 SHORTEST_KEY = 8
@@ -26,7 +26,7 @@ Keys = Mapping[bytes, str]  # digest of a key → its tenant
 
 
 def read_keys(file: Path | None, environ: Mapping[str, str] = os.environ) -> Keys:
-    """Keys of the file and of the environment; none at all means that everyone may ask."""
+    """Keys of the file and of the environment; with none at all every client may ask."""
     lines: list[str] = []
     if file is not None:
         try:
@@ -61,6 +61,11 @@ def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
+def tenant_of(scope: Scope) -> str:
+    """Whose request it is, as `ApiKeys` noted it; "" where there are no keys."""
+    return str(scope.get("state", {}).get("tenant", ""))
+
+
 class ApiKeys:
     """ASGI middleware: lets holders of a key through and notes their tenant."""
 
@@ -74,7 +79,7 @@ class ApiKeys:
             return
         tenant = self._tenant(dict(scope["headers"]).get(b"authorization", b""))
         if tenant is None:
-            await reply(_unknown())(scope, receive, send)
+            await error_response(_unknown())(scope, receive, send)
             return
         scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)

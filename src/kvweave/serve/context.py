@@ -1,32 +1,62 @@
 """What the routes of one server share."""
 
-from dataclasses import dataclass
-
-from fastapi import Request
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
-from kvweave.serve.bridge import Bridge
 from kvweave.serve.limits import Limits
-from kvweave.serve.observe.prometheus import ServerMetrics
-from kvweave.serve.uploads.chores import Chores
+from kvweave.serve.observe.prometheus import ServerMetrics, StateCollector
+from kvweave.serve.observe.spans import AnswerSpans, find_tracer
+from kvweave.serve.readiness import Readiness
+from kvweave.serve.workers.answer_pool import AnswerPool
+from kvweave.serve.workers.task_pool import TaskPool
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Context:
-    """Made once by `build_http`; only the last two change."""
+    """Owns the threads of one server: `close` it on the event loop. `make_context` makes it."""
 
     weave: Weave
     libraries: Libraries
     limits: Limits
-    bridge: Bridge
-    chores: Chores  # searches, lists, embeddings
-    writing: Chores  # uploads and deletions
+    answers: AnswerPool
+    tasks: TaskPool  # searches, lists, embeddings
+    writing: TaskPool  # uploads and deletions
     metrics: ServerMetrics
-    preparing: str | None = None  # what is done before it is ready, if anything
-    is_stopping: bool = False  # takes no new work; what runs may finish
+    tracer: "Tracer | None"  # of OpenTelemetry; None: no spans
+    readiness: Readiness = field(default_factory=Readiness)
+
+    def give_up(self) -> None:
+        """Have everything that runs end as soon as it can; its clients get a 503."""
+        self.answers.abandon_all()
+        self.tasks.stop()
+        self.writing.stop()
+
+    async def close(self) -> None:
+        """Give up what still runs and wait for its threads."""
+        await self.answers.close()
+        await self.tasks.close()
+        await self.writing.close()
 
 
-def tenant_of(request: Request) -> str:
-    """Whose request it is; set by `auth.ApiKeys`, "" where there are no keys."""
-    return str(getattr(request.state, "tenant", ""))
+def make_context(
+    weave: Weave,
+    limits: Limits | None = None,
+    *,
+    libraries: Libraries | None = None,
+    tracer: "Tracer | None" = None,
+) -> Context:
+    """`libraries` are its knowledge bases by name, closed by the caller who made them. `tracer`
+    None is the process's own, if OpenTelemetry is configured."""
+    limits = limits or Limits()
+    libraries = libraries or Libraries(weave)
+    tracer = tracer or find_tracer()
+    metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
+    answers = AnswerPool(limits, metrics)
+    metrics.watch(StateCollector(answers.counts, libraries, weave.engine.stats))
+    tasks, writing = TaskPool(limits, "searches or embeddings"), TaskPool(limits, "uploads")
+    return Context(weave, libraries, limits, answers, tasks, writing, metrics, tracer)

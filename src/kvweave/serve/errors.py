@@ -56,7 +56,7 @@ def busy(what: str) -> ApiError:
 
 
 def install_error_handlers(http: FastAPI) -> None:
-    """Make `http` answer every failure in the shape above; of bugs `logs.RequestLog` does it."""
+    """Make `http` answer every failure in the shape above, but bugs: `RequestLog` does those."""
     http.add_exception_handler(RequestValidationError, _on_validation)
     http.add_exception_handler(HTTPException, _on_http)
     http.add_exception_handler(KVWeaveError, _on_kvweave)
@@ -135,26 +135,26 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def reply(error: ApiError) -> JSONResponse:
+def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error_body(error), error.status_code, headers=error.headers)
 
 
 async def _on_validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), "installed for another exception"
-    return reply(describe(error.errors()))
+    return error_response(describe(error.errors()))
 
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
     """ApiError, and what the framework itself refuses: unknown paths, wrong methods."""
     assert isinstance(error, HTTPException), "installed for another exception"
     if isinstance(error, ApiError):
-        return reply(error)
+        return error_response(error)
     detail = str(error.detail)
     if error.status_code in (404, 405):
         detail = f"{request.method} {request.url.path} is not served here"
-    return reply(ApiError(error.status_code, detail, headers=error.headers))
+    return error_response(ApiError(error.status_code, detail, headers=error.headers))
 
 
 async def _on_kvweave(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KVWeaveError), "installed for another exception"
-    return reply(as_api_error(error))
+    return error_response(as_api_error(error))

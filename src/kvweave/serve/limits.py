@@ -15,14 +15,14 @@ class Limits:
     body_bytes: int = 8 << 20  # of one request; beyond that, 413
     upload_bytes: int = 64 << 20  # the same for uploads
     upload_files: int = 64  # in one upload
-    chores: int = 4  # searches, embeddings and the like at once; and as many uploads
-    waiting_chores: int = 64  # admitted behind them; beyond that, 429
+    tasks: int = 4  # searches, embeddings and the like at once; and as many uploads
+    waiting_tasks: int = 64  # admitted behind them; beyond that, 429
     body_s: float = 30.0  # between two pieces of a body; beyond that, 408
-    body_rate: int = 2048  # bytes per second of a body, behind its first `body_s`; slower is a 408
+    body_rate: int = 2048  # bytes per second of a body, after its first `body_s`; slower is a 408
     request_s: float = 600.0  # for a whole answer; beyond that, 504, and the work is given up
 
     def __post_init__(self) -> None:
-        least = {"waiting": 0, "waiting_chores": 0, "body_s": 0.0, "body_rate": 0, "request_s": 0.0}
+        least = {"waiting": 0, "waiting_tasks": 0, "body_s": 0.0, "body_rate": 0, "request_s": 0.0}
         for name in self.__slots__:
             if getattr(self, name) < least.get(name, 1):
                 raise ConfigError(f"Limits.{name} must be at least {least.get(name, 1):g}")

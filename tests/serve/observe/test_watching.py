@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
-from kvweave.serve.limits import Limits
 from kvweave.serve.observe.logs import HumanLines, JsonLines
-from kvweave.serve.observe.scraping import engine_metrics
-from kvweave.serve.server import Server
+from kvweave.serve.observe.prometheus import engine_metrics
+from kvweave.serve.server import Server, ServerLifecycle
 from worlds.serving import (
     GatedDecoder,
-    Shelf,
+    KbServer,
     make_weave,
     raw_request,
     serving,
@@ -44,15 +43,15 @@ def scrape(url: str) -> dict[str, float]:
     return found
 
 
-def test_an_answer_shows_in_the_metrics(shelf: Shelf) -> None:
-    httpx.post(f"{shelf.url}/v1/kb/watched/documents", json=NOTE, timeout=60)
-    before = scrape(shelf.url)
+def test_an_answer_shows_in_the_metrics(kb_server: KbServer) -> None:
+    httpx.post(f"{kb_server.url}/v1/kb/watched/documents", json=NOTE, timeout=60)
+    before = scrape(kb_server.url)
     body = {"messages": user("drain?"), "max_tokens": 5, "temperature": 0}
     fused = {**body, "kb": "watched", "reuse": "reuse", "explain": True}
-    told = httpx.post(f"{shelf.url}/v1/chat/completions", json=fused, timeout=60).json()
-    bad = httpx.post(f"{shelf.url}/v1/chat/completions", json={**body, "top_p": 2})
+    told = httpx.post(f"{kb_server.url}/v1/chat/completions", json=fused, timeout=60).json()
+    bad = httpx.post(f"{kb_server.url}/v1/chat/completions", json={**body, "top_p": 2})
     assert bad.status_code == 400
-    after = scrape(shelf.url)
+    after = scrape(kb_server.url)
 
     def grew(name: str) -> float:
         return after[name] - before.get(name, 0.0)
@@ -76,20 +75,22 @@ def test_an_answer_shows_in_the_metrics(shelf: Shelf) -> None:
     assert after["kvweave_kv_pinned"] == 0
 
 
-def test_the_engine_shows_in_the_metrics_what_it_did_for_every_knowledge_base(shelf: Shelf) -> None:
-    httpx.post(f"{shelf.url}/v1/kb/engined/documents", json=NOTE, timeout=60)
-    with shelf.libraries.use("", "engined") as over:
-        assert over.engine is shelf.weave.engine
-    before = scrape(shelf.url)
+def test_the_engine_shows_in_the_metrics_what_it_did_for_every_knowledge_base(
+    kb_server: KbServer,
+) -> None:
+    httpx.post(f"{kb_server.url}/v1/kb/engined/documents", json=NOTE, timeout=60)
+    with kb_server.libraries.use("", "engined") as over:
+        assert over.engine is kb_server.weave.engine
+    before = scrape(kb_server.url)
     told: Counter[str] = Counter()
     made = 0
     for reuse in ("reuse", "prefix", "prefix"):
         body = {"messages": user("drain?"), "max_tokens": 3, "kb": "engined", "explain": True}
         body["reuse"] = reuse
-        reply = httpx.post(f"{shelf.url}/v1/chat/completions", json=body, timeout=60).json()
+        reply = httpx.post(f"{kb_server.url}/v1/chat/completions", json=body, timeout=60).json()
         told.update(reply["explain"]["tokens"])
         made += reply["usage"]["completion_tokens"]
-    after = scrape(shelf.url)
+    after = scrape(kb_server.url)
 
     def grew(name: str) -> float:
         return after[f"kvweave_engine_{name}"] - before[f"kvweave_engine_{name}"]
@@ -118,38 +119,28 @@ def test_a_closed_engine_is_a_503_and_no_fault_of_the_request(chat_model_folder:
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
-def test_a_chunk_without_stored_kv_is_a_degradation_with_its_reason(shelf: Shelf) -> None:
-    httpx.post(f"{shelf.url}/v1/kb/watched/documents", json=NOTE, timeout=60)
+def test_a_chunk_without_stored_kv_is_a_degradation_with_its_reason(kb_server: KbServer) -> None:
+    httpx.post(f"{kb_server.url}/v1/kb/watched/documents", json=NOTE, timeout=60)
     body = {"messages": user("drain?"), "max_tokens": 2, "kb": "watched", "reuse": "reuse"}
-    body["documents"] = ["A text that no one has ever stored."]
-    assert httpx.post(f"{shelf.url}/v1/chat/completions", json=body).status_code == 200
-    assert scrape(shelf.url)["kvweave_degradations_total{reason=absent}"] >= 1
-    assert scrape(shelf.url)["kvweave_kv_misses_total{kb=watched,reason=absent,tenant=}"] >= 1
+    body["documents"] = ["A text that was never stored."]
+    assert httpx.post(f"{kb_server.url}/v1/chat/completions", json=body).status_code == 200
+    assert scrape(kb_server.url)["kvweave_degradations_total{reason=absent}"] >= 1
+    assert scrape(kb_server.url)["kvweave_kv_misses_total{kb=watched,reason=absent,tenant=}"] >= 1
 
 
 def test_the_numbers_of_an_engine_are_passed_on() -> None:
-    @dataclass
-    class Stats:
-        pages_used: int = 3
-        tokens: dict[str, int] = field(default_factory=lambda: {"exact": 5, "computed": 7})
-        name: str = "not a number"
-
     found = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in engine_metrics(Stats())
+        sample.name: sample.value
+        for family in engine_metrics({"pages_used": 3, "tokens_exact": 5})
         for sample in family.samples
     }
-    assert found == {
-        ("kvweave_engine_pages_used",): 3,
-        ("kvweave_engine_tokens", "exact"): 5,
-        ("kvweave_engine_tokens", "computed"): 7,
-    }
+    assert found == {"kvweave_engine_pages_used": 3, "kvweave_engine_tokens_exact": 5}
 
 
-def test_unknown_paths_share_one_name_in_the_metrics(shelf: Shelf) -> None:
+def test_unknown_paths_share_one_name_in_the_metrics(kb_server: KbServer) -> None:
     for path in ("a", "b", "c"):
-        httpx.get(f"{shelf.url}/no/such/{path}")
-    found = scrape(shelf.url)
+        httpx.get(f"{kb_server.url}/no/such/{path}")
+    found = scrape(kb_server.url)
     names = [name for name in found if "status=404" in name and "requests_total{route=u" in name]
     assert names == ["kvweave_http_requests_total{route=unknown,status=404}"]
 
@@ -162,7 +153,9 @@ def test_a_stopping_server_is_alive_but_not_ready(chat_model_folder: Path) -> No
         return decoders[0]
 
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(make_weave(chat_model_folder, gate), lame_s=60, patience_s=30)
+    server = Server(
+        make_weave(chat_model_folder, gate), lifecycle=ServerLifecycle(lame_s=60, patience_s=30)
+    )
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -260,19 +253,15 @@ def test_people_get_one_line_whatever_the_path_holds(url: str) -> None:
     assert line.endswith("[abc]")
 
 
-def test_spans_tell_where_the_time_went(shelf: Shelf) -> None:
+def test_spans_tell_where_the_time_went(kb_server: KbServer) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    http = build_http(
-        shelf.weave,
-        Limits(),
-        libraries=shelf.libraries,
-        tracer=provider.get_tracer("test"),
-    )
+    tracer = provider.get_tracer("test")
+    http = build_http(make_context(kb_server.weave, libraries=kb_server.libraries, tracer=tracer))
     trace = "0af7651916cd43dd8448eb211c80319c"
     from starlette.testclient import TestClient
 

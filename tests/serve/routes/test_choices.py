@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app.weave import Sampling, Weave
-from kvweave.serve.drawing import seeds
+from kvweave.serve.routes.sampling import seeds
 from worlds.serving import user
 
 HOT: dict[str, Any] = {"model": "tiny", "max_tokens": 10, "seed": 7}

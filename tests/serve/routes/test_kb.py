@@ -15,7 +15,8 @@ from openai import OpenAI
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, LibraryKey
 from kvweave.serve.limits import Limits
-from worlds.serving import Shelf, make_libraries, make_weave, serving, user
+from kvweave.serve.server import ServerLifecycle
+from worlds.serving import KbServer, make_libraries, make_weave, serving, user
 from worlds.tiny_corpus import WordEmbedder, make_text
 
 DRAIN = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}
@@ -35,61 +36,65 @@ def ask(url: str, question: str = "How do I drain a node?", **fields: Any) -> di
 
 
 @pytest.fixture(scope="module")
-def filled(shelf: Shelf) -> Shelf:
+def filled(kb_server: KbServer) -> KbServer:
     for document in (DRAIN, QUOTA):
-        assert post(shelf.url, "cluster/documents", json=document).status_code == 200
-    return shelf
+        assert post(kb_server.url, "cluster/documents", json=document).status_code == 200
+    return kb_server
 
 
-def test_an_uploaded_text_is_listed_found_and_removed(shelf: Shelf) -> None:
-    report = post(shelf.url, "life/documents", json=DRAIN).json()
+def test_an_uploaded_text_is_listed_found_and_removed(kb_server: KbServer) -> None:
+    report = post(kb_server.url, "life/documents", json=DRAIN).json()
     assert (report["added"], report["new_chunks"], report["skipped"]) == (1, 1, [])
-    (document,) = httpx.get(f"{shelf.url}/v1/kb/life/documents").json()["data"]
+    (document,) = httpx.get(f"{kb_server.url}/v1/kb/life/documents").json()["data"]
     assert (document["title"], document["chunks"]) == ("Drain", 1)
-    (hit,) = post(shelf.url, "life/search", json={"query": "cordon a node"}).json()["data"]
+    (hit,) = post(kb_server.url, "life/search", json={"query": "cordon a node"}).json()["data"]
     assert hit["title"] == "Drain"
     assert "evict its pods" in hit["text"]
-    again = post(shelf.url, "life/documents", json=DRAIN).json()
+    again = post(kb_server.url, "life/documents", json=DRAIN).json()
     assert (again["added"], again["unchanged"]) == (0, 1)
-    gone = httpx.delete(f"{shelf.url}/v1/kb/life/documents/{document['id']}").json()
+    gone = httpx.delete(f"{kb_server.url}/v1/kb/life/documents/{document['id']}").json()
     assert gone == {
         "id": document["id"],
         "object": "document.deleted",
         "deleted": True,
         "chunks": 1,
     }
-    assert httpx.get(f"{shelf.url}/v1/kb/life/documents").json()["data"] == []
-    assert post(shelf.url, "life/search", json={"query": "cordon"}).json()["data"] == []
-    twice = httpx.delete(f"{shelf.url}/v1/kb/life/documents/{document['id']}")
+    assert httpx.get(f"{kb_server.url}/v1/kb/life/documents").json()["data"] == []
+    assert post(kb_server.url, "life/search", json={"query": "cordon"}).json()["data"] == []
+    twice = httpx.delete(f"{kb_server.url}/v1/kb/life/documents/{document['id']}")
     assert twice.status_code == 404
 
 
-def test_files_of_a_form_are_parsed_by_their_ending(shelf: Shelf) -> None:
+def test_files_of_a_form_are_parsed_by_their_ending(kb_server: KbServer) -> None:
     files = [
         ("file", ("a.md", b"# Taints\n\nA taint keeps pods off a node.")),
         ("file", ("rows.csv", b"title,text\nOne,First row of pods.\nTwo,Second row of nodes.\n")),
         ("file", ("bad.exe", b"MZ")),
     ]
-    report = post(shelf.url, "files/documents", files=files).json()
+    report = post(kb_server.url, "files/documents", files=files).json()
     assert report["added"] == 3
     (skipped,) = report["skipped"]
     assert skipped["source"] == "upload:bad.exe"
     assert "no parser for .exe" in skipped["reason"]
-    titles = {d["title"] for d in httpx.get(f"{shelf.url}/v1/kb/files/documents").json()["data"]}
+    titles = {
+        d["title"] for d in httpx.get(f"{kb_server.url}/v1/kb/files/documents").json()["data"]
+    }
     assert titles == {"Taints", "One", "Two"}
     fewer = [("file", ("rows.csv", b"title,text\nOne,First row of pods.\n"))]
-    report = post(shelf.url, "files/documents", files=fewer).json()
+    report = post(kb_server.url, "files/documents", files=fewer).json()
     assert (report["unchanged"], report["removed"]) == (1, 1)  # an update of the same file
 
 
 @pytest.mark.parametrize("name", ["../../evil.md", "/etc/evil.md", "..\\evil.md", "a/b/evil.md"])
-def test_a_file_name_never_becomes_a_path(shelf: Shelf, name: str) -> None:
-    before = set(shelf.root.parent.rglob("*evil*"))
+def test_a_file_name_never_becomes_a_path(kb_server: KbServer, name: str) -> None:
+    before = set(kb_server.root.parent.rglob("*evil*"))
     form = {"file": (name, b"# Evil\n\nSome text about pods.")}
-    assert post(shelf.url, "names/documents", files=form).status_code == 200
-    sources = [d["source"] for d in httpx.get(f"{shelf.url}/v1/kb/names/documents").json()["data"]]
+    assert post(kb_server.url, "names/documents", files=form).status_code == 200
+    sources = [
+        d["source"] for d in httpx.get(f"{kb_server.url}/v1/kb/names/documents").json()["data"]
+    ]
     assert sources == ["upload:evil.md"]
-    assert set(shelf.root.parent.rglob("*evil*")) == before
+    assert set(kb_server.root.parent.rglob("*evil*")) == before
     assert not Path("/etc/evil.md").exists()
 
 
@@ -114,23 +119,23 @@ def test_a_file_name_never_becomes_a_path(shelf: Shelf, name: str) -> None:
     ids=lambda v: str(v)[:30],
 )
 def test_an_upload_that_is_none_is_refused(
-    shelf: Shelf, how: dict[str, Any], status: int, says: str
+    kb_server: KbServer, how: dict[str, Any], status: int, says: str
 ) -> None:
-    reply = post(shelf.url, "bad/documents", **how)
+    reply = post(kb_server.url, "bad/documents", **how)
     assert reply.status_code == status, reply.text
     assert says in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a.b", "@acme", "a%2Fb", "a" * 65, "%00"])
-def test_a_name_that_could_be_a_path_is_refused(shelf: Shelf, name: str) -> None:
-    assert post(shelf.url, f"{name}/documents", json=DRAIN).status_code in (400, 404, 405)
-    assert not (shelf.root / name).exists() or name == ".."
+def test_a_name_that_could_be_a_path_is_refused(kb_server: KbServer, name: str) -> None:
+    assert post(kb_server.url, f"{name}/documents", json=DRAIN).status_code in (400, 404, 405)
+    assert not (kb_server.root / name).exists() or name == ".."
 
 
-def test_progress_comes_as_events_and_ends_with_the_outcome(shelf: Shelf) -> None:
+def test_progress_comes_as_events_and_ends_with_the_outcome(kb_server: KbServer) -> None:
     document = {"title": "Long", "text": make_text(400, seed=3)}
     headers = {"Accept": "text/event-stream"}
-    reply = post(shelf.url, "slow/documents", json=document, headers=headers)
+    reply = post(kb_server.url, "slow/documents", json=document, headers=headers)
     assert reply.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in reply.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
@@ -159,7 +164,7 @@ def test_an_upload_beyond_the_limit_is_a_413_and_other_bodies_have_their_own(
     libraries.close()
 
 
-def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: Shelf) -> None:
+def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: KbServer) -> None:
     reply = ask(filled.url, kb="cluster", k=2, reuse={"strategy": "reuse"})
     told = reply["explain"]
     assert told["strategy"] == "reuse"
@@ -174,7 +179,7 @@ def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: Shelf) -> N
     assert reply["choices"][0]["message"]["content"] == answer.text
 
 
-def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: Shelf) -> None:
+def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: KbServer) -> None:
     told = ask(filled.url, kb="cluster")["explain"]
     assert told["decision"]["chosen"] in {o["name"] for o in told["decision"]["options"]}
     assert all(option["reason"] for option in told["decision"]["options"])
@@ -186,7 +191,7 @@ def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: Shelf) -> 
     assert (told["strategy"], told["decision"]) == ("full", None)
 
 
-def test_explain_comes_in_the_last_chunk_of_a_stream(filled: Shelf) -> None:
+def test_explain_comes_in_the_last_chunk_of_a_stream(filled: KbServer) -> None:
     ask(filled.url, kb="cluster", reuse="prefix")  # from here on it is in the knowledge tree
     whole = ask(filled.url, kb="cluster", reuse="prefix")["explain"]
     with OpenAI(base_url=f"{filled.url}/v1", api_key="none") as client:
@@ -204,7 +209,7 @@ def test_explain_comes_in_the_last_chunk_of_a_stream(filled: Shelf) -> None:
     assert told["chunks"] == whole["chunks"]
 
 
-def test_documents_beside_a_knowledge_base_find_its_chunk_kv(filled: Shelf) -> None:
+def test_documents_beside_a_knowledge_base_find_its_chunk_kv(filled: KbServer) -> None:
     hits = post(filled.url, "cluster/search", json={"query": "quota", "k": 2}).json()["data"]
     documents = [{"text": hit["text"]} for hit in hits]
     told = ask(filled.url, kb="cluster", documents=documents, reuse="reuse")["explain"]
@@ -212,7 +217,7 @@ def test_documents_beside_a_knowledge_base_find_its_chunk_kv(filled: Shelf) -> N
     assert all(chunk["tier"] for chunk in told["chunks"]), "its text is the chunk's own"
 
 
-def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled: Shelf) -> None:
+def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled: KbServer) -> None:
     def turn(messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
         fields = {"kb": "cluster", "k": 1, "reuse": "reuse", "messages": messages, **more}
         return ask(filled.url, **fields)
@@ -235,7 +240,7 @@ def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled
         assert new["tokens"] == chunk["tokens"], "nothing is known of another conversation"
 
 
-def test_the_list_has_every_knowledge_base(filled: Shelf) -> None:
+def test_the_list_has_every_knowledge_base(filled: KbServer) -> None:
     listed = httpx.get(f"{filled.url}/v1/kb").json()["data"]
     notes = next(kb for kb in listed if kb["name"] == "cluster")
     assert (notes["documents"], notes["chunks"]) == (2, 2)
@@ -251,7 +256,7 @@ def test_the_list_has_every_knowledge_base(filled: Shelf) -> None:
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(
-    filled: Shelf, body: dict[str, Any], says: str
+    filled: KbServer, body: dict[str, Any], says: str
 ) -> None:
     reply = post(filled.url, "cluster/search", json=body)
     assert reply.status_code == 400
@@ -311,9 +316,9 @@ def _greedy() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_leased(shelf: Shelf) -> Iterator[None]:
+def _nothing_stays_leased(kb_server: KbServer) -> Iterator[None]:
     yield
-    assert shelf.libraries.num_pinned() == 0
+    assert kb_server.libraries.num_pinned() == 0
 
 
 def handles_below(folder: Path) -> int:
@@ -322,7 +327,7 @@ def handles_below(folder: Path) -> int:
     return sum(link.is_symlink() and str(folder) in os.readlink(link) for link in links)
 
 
-def test_many_who_ask_at_once_do_not_each_open_the_catalogue(filled: Shelf) -> None:
+def test_many_who_ask_at_once_do_not_each_open_the_catalogue(filled: KbServer) -> None:
     if not Path("/proc/self/fd").exists():
         pytest.skip("open files are counted in /proc; Linux has it, as CI does")
     with ThreadPoolExecutor(24) as clients:
@@ -330,10 +335,10 @@ def test_many_who_ask_at_once_do_not_each_open_the_catalogue(filled: Shelf) -> N
             clients.submit(ask, filled.url, f"Who drains {n}?", kb="cluster") for n in range(48)
         ]
         assert all(reply.result() for reply in asked)
-    assert handles_below(filled.root / "cluster") <= 3 * (SEARCHERS + Limits().chores + 1)
+    assert handles_below(filled.root / "cluster") <= 3 * (SEARCHERS + Limits().tasks + 1)
 
 
-def test_opening_one_knowledge_base_holds_up_nobody(weave: Any, tmp_path: Path) -> None:
+def test_opening_one_knowledge_base_holds_up_no_other_request(weave: Any, tmp_path: Path) -> None:
     opening, go_on = threading.Event(), threading.Event()
 
     def slow_embedder(name: str) -> WordEmbedder:
@@ -369,8 +374,9 @@ def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
 
     config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
     libraries = Libraries(weave, config, open_embedder=lambda name: Waiting())
+    impatient = ServerLifecycle(patience_s=0.2)
     with ThreadPoolExecutor(1) as client:
-        with serving(weave, libraries=libraries, patience_s=0.2) as url:
+        with serving(weave, libraries=libraries, lifecycle=impatient) as url:
             upload = client.submit(post, url, "big/documents", json=DRAIN)
             assert begun.wait(60)
         reply = upload.result()
@@ -383,7 +389,7 @@ def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
 
 
 def test_explain_says_what_was_guessed_while_searching(
-    filled: Shelf, monkeypatch: pytest.MonkeyPatch
+    filled: KbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loan = filled.libraries.lend("", "cluster")  # it stays open, and so stays the one
     over = loan.thing

@@ -18,6 +18,7 @@ import pytest
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
+from kvweave.serve.server import ServerLifecycle
 from kvweave.serve.uploads.forms import FormFile, FormFiles
 from kvweave.serve.uploads.spool import Spool
 from worlds.serving import serving
@@ -97,7 +98,8 @@ def holding(
     libraries = Libraries(weave, config, open_embedder=lambda name: embedder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(spools))
-        with serving(weave, limits, libraries=libraries, patience_s=patience_s) as url:
+        lifecycle = ServerLifecycle(patience_s=patience_s)
+        with serving(weave, limits, libraries=libraries, lifecycle=lifecycle) as url:
             held = Held(url, embedder, spools)
             yield held
             threading.Timer(release_s, embedder.go_on.set).start()
@@ -107,7 +109,7 @@ def holding(
 
 @pytest.fixture
 def held(weave: Weave, tmp_path: Path) -> Iterator[Held]:
-    limits = Limits(chores=1, waiting_chores=1, upload_bytes=32 * MIB)
+    limits = Limits(tasks=1, waiting_tasks=1, upload_bytes=32 * MIB)
     with holding(weave, tmp_path, limits) as world:
         yield world
 
@@ -175,7 +177,7 @@ def test_uploads_that_wait_are_on_the_disk_and_not_in_memory(weave: Weave, tmp_p
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    limits = Limits(chores=1, waiting_chores=many, upload_bytes=2 * size)
+    limits = Limits(tasks=1, waiting_tasks=many, upload_bytes=2 * size)
     with holding(weave, tmp_path, limits) as held, ThreadPoolExecutor(many + 1) as clients:
         assert upload() == 400  # no parser: nothing is taken in
         held.embedder.go_on.clear()
@@ -268,7 +270,7 @@ def test_a_client_that_leaves_an_upload_under_way_leaves_nothing(held: Held, acc
 
 
 def test_a_server_that_stops_leaves_nothing_of_what_waited(weave: Weave, tmp_path: Path) -> None:
-    limits = Limits(chores=1, waiting_chores=2)
+    limits = Limits(tasks=1, waiting_tasks=2)
     with ThreadPoolExecutor(2) as clients, ExitStack() as stack:
         with holding(weave, tmp_path, limits, patience_s=0.2, release_s=1.0) as held:
             held.embedder.go_on.clear()

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import CHECKS
 
 from kvweave.app.weave import Weave
+from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from worlds.serving import make_libraries, serving
 
@@ -28,7 +29,7 @@ EXAMPLES = int(os.environ.get("KVWEAVE_SCHEMA_EXAMPLES", "12"))
 
 
 def test_the_schema_names_every_route_and_no_422(weave: Weave) -> None:
-    schema = build_http(weave).openapi()
+    schema = build_http(make_context(weave)).openapi()
     assert {
         "/v1/chat/completions",
         "/v1/completions",

@@ -9,10 +9,10 @@ All methods may be called from any thread.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
@@ -20,7 +20,8 @@ from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions, store_config
-from kvweave.app.weave import Weave
+from kvweave.app.question import AUTO, AskOptions
+from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import Mode
@@ -134,6 +135,28 @@ class Libraries:
             yield loan.thing
         finally:
             loan.give_back()
+
+    def stream(
+        self, place: LibraryKey, question: str, **options: Unpack[AskOptions]
+    ) -> AnswerStream:
+        """As `Weave.stream`, over a knowledge base that stays open until the answer is closed.
+
+        The caller named it for its chunk KV: without `reuse` and `ratio` this is "auto" at once,
+        where `Weave.stream` waits until KV is stored and the machine was measured; and "full"
+        behind another system prompt. A strategy that the model is not ready for is a RequestError.
+        """
+        if options.get("reuse") is None and options.get("ratio") is None:
+            options["reuse"] = AUTO if options.get("system") is None else "full"
+        loan = self.lend(place.tenant, place.name)
+        with ExitStack() as unless_streamed:
+            unless_streamed.callback(loan.give_back)
+            try:
+                answer = loan.thing.stream(question, **options)
+            except ConfigError as error:
+                raise RequestError(str(error)) from error
+            answer.when_closed(loan.give_back)
+            unless_streamed.pop_all()
+        return answer
 
     def _open(self, place: LibraryKey) -> Weave:
         folder = self._folder(place)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.serve.errors import as_api_error, reply
+from kvweave.serve.auth import tenant_of
+from kvweave.serve.errors import as_api_error, error_response
 
 log = logging.getLogger("kvweave.requests")
 
@@ -56,7 +57,7 @@ class RequestLog:
         except Exception as error:  # a bug: told here, where the log still knows the request
             if status:
                 raise  # half a reply is out; the server cuts the connection
-            await reply(as_api_error(error))(scope, receive, sending)
+            await error_response(as_api_error(error))(scope, receive, sending)
         finally:
             self._say(scope, status, (time.perf_counter() - started_s) * 1e3)
             request_id.reset(token)
@@ -69,7 +70,7 @@ class RequestLog:
             "path": scope["path"],
             "status": status,
             "ms": round(ms, 1),
-            "tenant": scope.get("state", {}).get("tenant", ""),
+            "tenant": tenant_of(scope),
         }
         log.info("%s %s", scope["method"], scope["path"], extra={"fields": fields})
 

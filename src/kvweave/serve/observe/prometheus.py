@@ -1,22 +1,22 @@
-"""What the server counts, for Prometheus.
+"""What the server counts, for Prometheus: answers as they happen, and the state at a scrape."""
 
-answers      time to the first token, between tokens, in the queue; outcomes; tokens by source
-stores       bytes, hits, misses, evictions of every tier of every open knowledge base
-the engine   whatever `engine.stats()` says
-"""
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Answer
-from kvweave.serve.observe.scraping import LiveNumbers
 from kvweave.serve.observe.spans import AnswerSpans
+from kvweave.serve.workers.answer_pool import PoolCounts
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class ServerMetrics:
-    """The meter of one server's bridge, and its page. Used from any thread."""
+    """The meter of one server's answers, and its page. Used from any thread."""
 
     def __init__(self, spans: AnswerSpans | None = None) -> None:
         self._spans = spans
@@ -52,7 +52,7 @@ class ServerMetrics:
         for source in ("exact", "reused", "recomputed", "computed"):
             self._prompt.labels(source)
 
-    # ── the bridge's meter ───────────────────────────────────────────────────
+    # ── AnswerMeter, for the answer pool ─────────────────────────────────────
 
     def began(self, queue_s: float) -> None:
         self._queue.observe(queue_s)
@@ -90,9 +90,75 @@ class ServerMetrics:
 
     # ── the page ─────────────────────────────────────────────────────────────
 
-    def watch(self, live: LiveNumbers) -> None:
+    def watch(self, state: Collector) -> None:
         """Read these at every scrape."""
-        self._registry.register(live)
+        self._registry.register(state)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class StateCollector(Collector):
+    """Numbers that other objects keep, read at every scrape, on the event loop: nothing blocks.
+
+    Answers running and waiting; knowledge bases open and in use; every tier of every open store;
+    and what the engine counts, which knowledge bases by name share.
+    """
+
+    def __init__(
+        self,
+        counts: Callable[[], PoolCounts],
+        libraries: Libraries,
+        engine_stats: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._counts = counts
+        self._libraries = libraries
+        self._engine_stats = engine_stats
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        yield GaugeMetricFamily("kvweave_running", "Answers being computed", counts.running)
+        yield GaugeMetricFamily("kvweave_waiting", "Answers admitted, not begun", counts.waiting)
+        pinned = self._libraries.num_pinned()
+        yield GaugeMetricFamily("kvweave_kv_pinned", "Chunk KV that a lease holds", pinned)
+        yield from self._knowledge_bases()
+        yield from self._stores()
+        yield from engine_metrics(self._engine_stats())
+
+    def _knowledge_bases(self) -> Iterator[Metric]:
+        counts, config = self._libraries.counts(), self._libraries.config
+        for name, words, value in (
+            ("kb_open", "Knowledge bases that are open", counts.open),
+            ("kb_open_most", "Knowledge bases that may be open", config.open_most),
+            ("kb_in_use", "Knowledge bases that a request or an upload uses", counts.in_use),
+            ("kb_host_most_bytes", "Host memory for chunk KV of all of them", config.host_bytes),
+        ):
+            yield GaugeMetricFamily(f"kvweave_{name}", words, value)
+        opened = "Knowledge bases opened"
+        yield CounterMetricFamily("kvweave_kb_opened", opened, counts.opened)
+        closed = "Knowledge bases closed to make way for others"
+        yield CounterMetricFamily("kvweave_kb_closed", closed, counts.closed)
+        failed = "Knowledge bases that were not closed in order, see the log"
+        yield CounterMetricFamily("kvweave_kb_close_failures", failed, counts.close_failures)
+
+    def _stores(self) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for place, metrics in self._libraries.metrics():
+            for sample in metrics.snapshot():
+                names = ["tenant", "kb", *(name for name, _ in sample.labels)]
+                values = [place.tenant, place.name, *(value for _, value in sample.labels)]
+                key = f"{sample.name}{names}"
+                if key not in families:
+                    kind = CounterMetricFamily if sample.is_counter else GaugeMetricFamily
+                    name = f"kvweave_{sample.name.removesuffix('_total')}"
+                    families[key] = kind(
+                        name, "Of a chunk KV store, see docs/store.md", labels=names
+                    )
+                families[key].add_metric(values, sample.value)
+        yield from families.values()
+
+
+def engine_metrics(stats: Mapping[str, float]) -> Iterator[Metric]:
+    """Numbers as gauges named kvweave_engine_…"""
+    for name, value in stats.items():
+        yield GaugeMetricFamily(f"kvweave_engine_{name}", "Of the engine", value)

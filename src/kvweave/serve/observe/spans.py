@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_tracer() -> "Tracer | None":
-    """The tracer of the process, None where no one has configured OpenTelemetry."""
+    """The tracer of the process, None where OpenTelemetry is not configured."""
     try:
         from opentelemetry import trace
     except ImportError:
@@ -90,7 +90,7 @@ class AnswerSpans:
 
 
 def _stages(answer: Answer) -> list[tuple[str, float]]:
-    """Name and milliseconds, one behind the other."""
+    """Name and milliseconds, in the order in which they happen."""
     record = answer.explain
     stages = [] if record is None else [
         ("retrieve", record.stages.retrieve),

@@ -1,1 +1,1 @@
-"""What each address answers with."""
+"""What is served: each route translates its request into calls of `kvweave.app`, and back."""

@@ -1,33 +1,172 @@
-"""Answers in the wire format of /v1/chat/completions, whole or in chunks."""
+"""POST /v1/chat/completions: from the request to what is asked of kvweave, and back.
+
+Which fields go with which is checked here, in words of the wire format. What a field may hold where
+Python callers have it too, and what it means if it is left out, is decided in `app`.
+"""
 
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
-from kvweave.app.weave import Answer, TokenLogprob
-from kvweave.serve.bridge import Job
-from kvweave.serve.interleave import interleave
-from kvweave.serve.routes.explain import explain
+from kvweave.app.libraries.libraries import LibraryKey, check_name
+from kvweave.app.question import AskOptions
+from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
+from kvweave.serve.context import Context
+from kvweave.serve.errors import ApiError
+from kvweave.serve.routes.reply import Event, batches, interleave, usage_of
+from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
+from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.chat import (
+    ChatMessage,
+    ChatReply,
     ChatRequest,
     ContentLogprob,
     Logprobs,
     ReplyChoice,
     ReplyMessage,
     TopLogprob,
-    Usage,
 )
-from kvweave.serve.wire.explain import ChatReply
+from kvweave.serve.wire.explain import explain_of
+from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
+DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
+LONGEST_CONVERSATION_ID = 256
+OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user's first and last"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
 
-Event = dict[str, Any]
+
+def read_chat(request: ChatRequest, context: Context, tenant: str) -> list[Start]:
+    """What to start on workers. Raises ApiError or RequestError if the request is unsound."""
+    weave = context.weave
+    check_model(request, weave)
+    check_neutral(request, {"store": False})
+    _check_messages(request)
+    drawn = samplings(request, _max_tokens(request), _logprobs_wanted(request), context.limits)
+    if request.documents is None and request.kb is None:
+        _refuse_without_chunks(request)
+        messages = [{"role": _role(m.role), "content": m.text} for m in request.messages]
+        return [partial(weave.chat, messages, sampling=sampling) for sampling in drawn]
+    if request.kb is not None:
+        check_name(request.kb)
+    return _over_chunks(request, drawn, context, tenant)
+
+
+def _check_messages(request: ChatRequest) -> None:
+    """Not left to `app`: a plain chat has no question there, and here the field has its name."""
+    if not request.messages:
+        raise ApiError(400, "'messages' is empty; send at least one", param="messages")
+    if not request.messages[-1].text.strip():
+        last = f"messages.{len(request.messages) - 1}.content"
+        raise ApiError(400, f"'{last}' is empty; say something", param=last)
+
+
+def _max_tokens(request: ChatRequest) -> int:
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError(
+            400,
+            "'max_tokens' and 'max_completion_tokens' differ; send one of them",
+            param="max_tokens",
+        )
+    return next((n for n in limits if n is not None), DEFAULT_MAX_TOKENS)
+
+
+def _logprobs_wanted(request: ChatRequest) -> int | None:
+    if request.top_logprobs is not None and not request.logprobs:
+        message = "'top_logprobs' needs 'logprobs': true"
+        raise ApiError(400, message, param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _refuse_without_chunks(request: ChatRequest) -> None:
+    for name in ("k", "conversation_id", "order", "reuse"):
+        if name in request.model_fields_set:
+            raise ApiError(400, f"'{name}' needs 'kb' or 'documents'", param=name)
+
+
+def _over_chunks(
+    request: ChatRequest, drawn: Sequence[Sampling], context: Context, tenant: str
+) -> list[Start]:
+    """Chunks stand in front of the conversation, in the layout that reuse needs."""
+    system, turns = _turns(request.messages)
+    options: AskOptions = {
+        "documents": _documents(request),
+        "system": system,
+        "history": turns[:-1],
+        "conversation_id": request.conversation_id,
+        "tenant": tenant,
+    }
+    _check_reuse(request)
+    if request.reuse is not None:
+        options["reuse"], options["ratio"] = request.reuse.strategy, request.reuse.ratio
+        if request.reuse.bound is not None:
+            options["bound"] = request.reuse.bound
+    _check_retrieval(request)
+    if request.k is not None:
+        options["k"] = request.k
+    if request.order is not None:
+        options["order"] = request.order
+
+    def start(sampling: Sampling) -> AnswerStream:
+        question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)
+        if request.kb is None:
+            return context.weave.stream(question, **asked)
+        return context.libraries.stream(LibraryKey(tenant, request.kb), question, **asked)
+
+    return [partial(start, sampling) for sampling in drawn]
+
+
+def _turns(messages: Sequence[ChatMessage]) -> tuple[str | None, list[dict[str, str]]]:
+    """The system message, if there is one, and the rest."""
+    roles = [_role(message.role) for message in messages]
+    first = 1 if roles[0] == "system" else 0
+    wanted = ["user", "assistant"] * len(roles)
+    if not roles[first:] or roles[first:] != wanted[: len(roles) - first] or roles[-1] != "user":
+        shown = f"{', '.join(roles[:6])}{', …' if len(roles) > 6 else ''}"
+        message = f"{OVER}, behind at most one system message; got {shown}"
+        raise ApiError(400, message, param="messages")
+    system = messages[0].text if first else None
+    turns = [{"role": _role(m.role), "content": m.text} for m in messages[first:]]
+    return system, turns
+
+
+def _documents(request: ChatRequest) -> list[Document] | None:
+    if request.documents is None:
+        return None
+    documents = [Document(d.text, d.title) for d in request.documents]
+    for i, document in enumerate(documents):
+        if not document.text.strip():
+            raise ApiError(400, f"'documents.{i}' is empty; leave it out", param=f"documents.{i}")
+    return documents
+
+
+def _check_reuse(request: ChatRequest) -> None:
+    if request.kb is None and request.reuse is not None and request.reuse.strategy != "full":
+        message = "'reuse' needs 'kb', the knowledge base whose chunk KV is reused"
+        raise ApiError(400, message, param="reuse")
+
+
+def _check_retrieval(request: ChatRequest) -> None:
+    k, conversation = request.k, request.conversation_id
+    if k is not None and request.documents is not None:
+        raise ApiError(400, "'k' chooses among a knowledge base; send no 'documents'", param="k")
+    if k is not None and not 1 <= k <= MOST_CHUNKS:
+        raise ApiError(400, f"'k' must be between 1 and {MOST_CHUNKS}, got {k}", param="k")
+    if conversation is not None and request.kb is None:
+        raise ApiError(400, "'conversation_id' needs 'kb'", param="conversation_id")
+    if conversation is not None and not 1 <= len(conversation) <= LONGEST_CONVERSATION_ID:
+        message = f"'conversation_id' must have 1 to {LONGEST_CONVERSATION_ID} characters"
+        raise ApiError(400, message, param="conversation_id")
+
+
+def _role(role: str) -> str:
+    return "system" if role == "developer" else role  # OpenAI's newer name of the same
 
 
 @dataclass(frozen=True, slots=True)
-class ChatForm:
+class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
     model: str
@@ -35,7 +174,7 @@ class ChatForm:
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Answer], jobs: Sequence[Job]) -> ChatReply:
+    def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> ChatReply:
         choices = [
             ReplyChoice(
                 index=index,
@@ -51,11 +190,11 @@ class ChatForm:
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=usage(answers[:1], answers),
-            explain=explain(answers[0], jobs[0].queue_s) if wanted else None,
+            usage=usage_of(answers[:1], answers),
+            explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
         )
 
-    async def chunks(self, jobs: Sequence[Job]) -> AsyncIterator[Event]:
+    async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
         """The answers' chunks as they come. Raises what a worker failed with."""
         answers: dict[int, Answer] = {}
         streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
@@ -63,25 +202,21 @@ class ChatForm:
             yield chunk
         last: Event = {**self._chunk(0, {}), "choices": []}
         if self.request.explain:
-            last["explain"] = explain(answers[0], jobs[0].queue_s).model_dump()
+            last["explain"] = explain_of(answers[0], jobs[0].queue_s).model_dump()
         if self.request.with_usage:
             done = [answers[index] for index in range(len(jobs))]
-            last["usage"] = usage(done[:1], done).model_dump()
+            last["usage"] = usage_of(done[:1], done).model_dump()
         if self.request.explain or self.request.with_usage:
             yield last
 
     async def _choice(
-        self, index: int, job: Job, answers: dict[int, Answer]
+        self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
-        mailbox = job.mailbox
         yield self._chunk(index, {"role": "assistant", "content": ""})
-        while pieces := await mailbox.take():
-            text = "".join(piece.text for piece in pieces)
-            seen = [p.logprob for p in pieces if p.logprob is not None]
-            if text or seen:
-                logprobs = _logprobs(seen).model_dump() if self.request.logprobs else None
-                yield self._chunk(index, {"content": text}, logprobs=logprobs)
-        answers[index] = await mailbox.finish()
+        async for text, seen in batches(job):
+            logprobs = _logprobs(seen).model_dump() if self.request.logprobs else None
+            yield self._chunk(index, {"content": text}, logprobs=logprobs)
+        answers[index] = await job.mailbox.finish()
         yield self._chunk(index, {}, finish_reason=answers[index].finish_reason)
 
     def _chunk(
@@ -106,13 +241,6 @@ class ChatForm:
             "choices": [choice],
             **({"usage": None} if self.request.with_usage else {}),
         }
-
-
-def usage(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Usage:
-    """`prompts`: one answer to each prompt. A prompt counts once, however many answers it has."""
-    read = sum(answer.prompt_tokens for answer in prompts)
-    made = sum(answer.completion_tokens for answer in answers)
-    return Usage(prompt_tokens=read, completion_tokens=made, total_tokens=read + made)
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Logprobs:

@@ -1,4 +1,4 @@
-"""POST /v1/completions in words of kvweave, and the way back."""
+"""POST /v1/completions: from the request to what is asked of kvweave, and back."""
 
 import secrets
 import time
@@ -6,25 +6,25 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvweave.app.weave import Answer, TokenLogprob, Weave
-from kvweave.serve.bridge import Job, Start
-from kvweave.serve.drawing import check_model, check_neutral, samplings
+from kvweave.app.weave import Answer, TokenLogprob
+from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.interleave import interleave
-from kvweave.serve.limits import Limits
-from kvweave.serve.routes.chat import Event, usage
+from kvweave.serve.routes.reply import Event, batches, interleave, usage_of
+from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.completions import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
     CompletionRequest,
 )
+from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it for plain completions
 
 
-def read_completion(request: CompletionRequest, weave: Weave, limits: Limits) -> list[Start]:
+def read_completion(request: CompletionRequest, context: Context) -> list[Start]:
     """What to start on workers, the answers to a prompt side by side."""
+    weave, limits = context.weave, context.limits
     check_model(request, weave)
     check_neutral(request, {"echo": False, "best_of": 1, "suffix": ""})
     if len(request.prompt) > limits.choices:
@@ -40,7 +40,7 @@ def read_completion(request: CompletionRequest, weave: Weave, limits: Limits) ->
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionForm:
+class CompletionFormat:
     """Puts the answers to one request into the wire format."""
 
     model: str
@@ -48,7 +48,7 @@ class CompletionForm:
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Answer], jobs: Sequence[Job]) -> CompletionReply:
+    def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> CompletionReply:
         choices = [
             CompletionChoice(
                 index=index,
@@ -63,10 +63,10 @@ class CompletionForm:
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=usage(answers[:: self.request.n], answers),
+            usage=usage_of(answers[:: self.request.n], answers),
         )
 
-    async def chunks(self, jobs: Sequence[Job]) -> AsyncIterator[Event]:
+    async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
         """The answers' chunks as they come. Raises what a worker failed with."""
         answers: dict[int, Answer] = {}
         streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
@@ -74,18 +74,15 @@ class CompletionForm:
             yield chunk
         if self.request.with_usage:
             done = [answers[index] for index in range(len(jobs))]
-            counted = usage(done[:: self.request.n], done).model_dump()
+            counted = usage_of(done[:: self.request.n], done).model_dump()
             yield {**self._chunk(0, ""), "choices": [], "usage": counted}
 
     async def _choice(
-        self, index: int, job: Job, answers: dict[int, Answer]
+        self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         offset = 0
-        while pieces := await job.mailbox.take():
-            text = "".join(piece.text for piece in pieces)
-            seen = [p.logprob for p in pieces if p.logprob is not None]
-            if text or seen:
-                yield self._chunk(index, text, logprobs=self._logprobs(seen, offset))
+        async for text, seen in batches(job):
+            yield self._chunk(index, text, logprobs=self._logprobs(seen, offset))
             offset += sum(len(token.token) for token in seen)
         answers[index] = await job.mailbox.finish()
         yield self._chunk(index, "", finish_reason=answers[index].finish_reason)

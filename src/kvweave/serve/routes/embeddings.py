@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.wire.completions import EmbeddingRequest
+from kvweave.serve.wire.embeddings import EmbeddingRequest
 
 MOST_TEXTS = 2048  # as OpenAI has it
 
@@ -27,7 +27,7 @@ async def embeddings(request: EmbeddingRequest, context: Context) -> Response:
         if not text:
             raise ApiError(400, f"'input.{place}' is empty; leave it out", param="input")
     as_query = request.input_type == "query"
-    made = await context.chores.run(partial(libraries.embed, request.input, as_query=as_query))
+    made = await context.tasks.run(partial(libraries.embed, request.input, as_query=as_query))
     dim = made.vectors.shape[1]
     if request.dimensions not in (None, dim):
         message = f"'dimensions' is not supported other than {dim}, got {request.dimensions}"

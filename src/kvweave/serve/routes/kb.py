@@ -13,12 +13,13 @@ from kvweave.app.libraries.libraries import (
     OnProgress,
     check_name,
 )
-from kvweave.serve.context import Context, tenant_of
+from kvweave.serve.auth import tenant_of
+from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.uploads.ingesting import Ingesting, report_out
+from kvweave.serve.uploads.ingest_job import IngestJob
+from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
-from kvweave.serve.uploads.uploads import UploadReader
-from kvweave.serve.wire.chat import NAME_PATTERN
+from kvweave.serve.wire.base import MOST_CHUNKS, NAME_PATTERN
 from kvweave.serve.wire.kb import (
     DocumentList,
     DocumentOut,
@@ -29,16 +30,15 @@ from kvweave.serve.wire.kb import (
     KnowledgeBaseOut,
     RemovedOut,
     SearchRequest,
+    report_out,
 )
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import EventStream, as_events
 
-MOST_HITS = 1000
-
 
 def kb_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
-    libraries, chores, uploads = context.libraries, context.chores, UploadReader(context.limits)
+    libraries, tasks, uploads = context.libraries, context.tasks, UploadReader(context.limits)
     Name = Path(
         description="A knowledge base: letters, digits, - and _",
         json_schema_extra={"pattern": NAME_PATTERN},
@@ -46,8 +46,8 @@ def kb_routes(context: Context) -> APIRouter:
 
     @routes.get("")
     async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
-        tenant = tenant_of(request)
-        return await chores.run(partial(_knowledge_bases, libraries, tenant))
+        tenant = tenant_of(request.scope)
+        return await tasks.run(partial(_knowledge_bases, libraries, tenant))
 
     @routes.post(
         "/{name}/documents",
@@ -56,7 +56,7 @@ def kb_routes(context: Context) -> APIRouter:
         openapi_extra=UPLOAD_BODY,
     )
     async def upload_documents(request: Request, name: str = Name) -> Response | IngestOut:
-        tenant = tenant_of(request)
+        tenant = tenant_of(request.scope)
         if libraries.config.root is None and name not in libraries.names(tenant):
             raise ApiError(404, f"no knowledge base {name!r} here, and none can be made")
         check_name(name)
@@ -66,7 +66,7 @@ def kb_routes(context: Context) -> APIRouter:
                 spool = spooled.enter_context(closing(Spool()))
                 sources = await uploads.read(request, spool)
                 ingest = partial(_ingest, context, tenant, name, sources)
-                work = Ingesting(admission, ingest, spool.close, turn=(tenant, name))
+                work = IngestJob(admission, ingest, spool.close, turn=(tenant, name))
                 spooled.pop_all()  # from here on it goes when the work is over
         finally:
             admission.leave()
@@ -80,8 +80,8 @@ def kb_routes(context: Context) -> APIRouter:
 
     @routes.get("/{name}/documents")
     async def list_documents(request: Request, name: str = Name) -> DocumentList:
-        tenant = tenant_of(request)
-        documents = await chores.run(partial(libraries.documents, tenant, name))
+        tenant = tenant_of(request.scope)
+        documents = await tasks.run(partial(libraries.documents, tenant, name))
         return DocumentList(
             data=[
                 DocumentOut(
@@ -99,7 +99,7 @@ def kb_routes(context: Context) -> APIRouter:
 
     @routes.delete("/{name}/documents/{document_id}")
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
-        tenant = tenant_of(request)
+        tenant = tenant_of(request.scope)
         remove = partial(libraries.remove, tenant, name, document_id)
         removed = await context.writing.run(remove, turn=(tenant, name))
         return RemovedOut(id=document_id, chunks=removed)
@@ -108,10 +108,10 @@ def kb_routes(context: Context) -> APIRouter:
     async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
         if not body.query.strip():
             raise ApiError(400, "'query' is empty; say something", param="query")
-        if not 1 <= body.k <= MOST_HITS:
-            message = f"'k' must be between 1 and {MOST_HITS}, got {body.k}"
+        if not 1 <= body.k <= MOST_CHUNKS:
+            message = f"'k' must be between 1 and {MOST_CHUNKS}, got {body.k}"
             raise ApiError(400, message, param="k")
-        return await chores.run(partial(_search, libraries, tenant_of(request), name, body))
+        return await tasks.run(partial(_search, libraries, tenant_of(request.scope), name, body))
 
     return routes
 

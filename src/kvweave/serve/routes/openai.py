@@ -4,27 +4,23 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
-from kvweave.serve.answers import reply
-from kvweave.serve.asking import read_chat
-from kvweave.serve.context import Context, tenant_of
+from kvweave.serve.auth import tenant_of
+from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.chat import ChatForm
-from kvweave.serve.routes.completions import CompletionForm, read_completion
+from kvweave.serve.routes.chat import ChatFormat, read_chat
+from kvweave.serve.routes.completions import CompletionFormat, read_completion
 from kvweave.serve.routes.embeddings import embeddings
-from kvweave.serve.wire.chat import ChatRequest
-from kvweave.serve.wire.completions import (
-    CompletionReply,
-    CompletionRequest,
-    EmbeddingReply,
-    EmbeddingRequest,
-)
-from kvweave.serve.wire.explain import ChatReply, ModelCard, ModelList
+from kvweave.serve.routes.reply import reply
+from kvweave.serve.wire.chat import ChatReply, ChatRequest
+from kvweave.serve.wire.completions import CompletionReply, CompletionRequest
+from kvweave.serve.wire.embeddings import EmbeddingReply, EmbeddingRequest
 from kvweave.serve.wire.schema import ANSWER_ERRORS, ERRORS, or_events
+from kvweave.serve.wire.status import ModelCard, ModelList
 
 
 def openai_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["OpenAI"])
-    weave, bridge, limits = context.weave, context.bridge, context.limits
+    weave, answers, limits = context.weave, context.answers, context.limits
     started = int(time.time())
 
     def card() -> ModelCard:
@@ -48,10 +44,10 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answer, whole or as events")},
     )
     async def chat_completions(body: ChatRequest, request: Request) -> object:
-        starts = read_chat(body, weave, context.libraries, tenant_of(request), limits)
-        form = ChatForm(weave.model_name, body)
+        starts = read_chat(body, context, tenant_of(request.scope))
+        form = ChatFormat(weave.model_name, body)
         return await reply(
-            request, bridge, starts, form, stream=body.stream, within_s=limits.request_s
+            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )
 
     @routes.post(
@@ -60,10 +56,10 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answers, whole or as events")},
     )
     async def completions(body: CompletionRequest, request: Request) -> object:
-        starts = read_completion(body, weave, limits)
-        form = CompletionForm(weave.model_name, body)
+        starts = read_completion(body, context)
+        form = CompletionFormat(weave.model_name, body)
         return await reply(
-            request, bridge, starts, form, stream=body.stream, within_s=limits.request_s
+            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )
 
     @routes.post("/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)

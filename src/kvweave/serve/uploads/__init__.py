@@ -1,1 +1,1 @@
-"""Documents on their way in: forms, spools, and the blocking work behind them."""
+"""Documents that come in: the form or text, the spool where it waits, the ingest of it."""

@@ -4,6 +4,10 @@ All of them lie in one file, one behind the other: a form of many files costs on
 size in memory is that of a piece of it.
 """
 
+# Not Starlette's `request.form()`, which was tried (1.10): it takes a form that was cut off for a
+# whole one with fewer files, and keeps files of up to 1 MiB in memory, the others in a handle each,
+# which for 64 files and 68 uploads that wait is 4 GiB or 4,352 handles.
+
 from dataclasses import dataclass
 
 from python_multipart.exceptions import FormParserError

@@ -11,7 +11,7 @@ PIECE_BYTES = 1 << 20  # gathered in memory between two writes
 
 class Spool:
     """One temporary file without a name: it is gone when it is closed, and with the process however
-    that ends. Written on the event loop's side, then read by one chore, then closed by anyone.
+    that ends. Written for the event loop, then read by one thread, then closed by any.
 
     It lies in the system's folder for such files (`TMPDIR` names another).
     """

@@ -1,8 +1,9 @@
-"""Replies that belong to no request in particular: models, health, explain."""
+"""The explain block of a reply: what was done for an answer, in plain JSON."""
 
-from typing import Literal
+import math
 
-from kvweave.serve.wire.chat import Outgoing, ReplyChoice, Usage
+from kvweave.app.weave import Answer
+from kvweave.serve.wire.base import Outgoing
 
 
 class ChunkOut(Outgoing):
@@ -39,7 +40,7 @@ class DecisionOut(Outgoing):
     options: list[OptionOut]
 
 
-class TimelineOut(Outgoing):
+class Timeline(Outgoing):
     """Where the time went, in milliseconds."""
 
     queue: float  # admitted, not begun
@@ -65,43 +66,88 @@ class Explain(Outgoing):
     states: list[tuple[str, int, int]]  # runs of tokens of one state: state, start, end
     decision: DecisionOut | None  # null unless reuse is "auto"
     speculation: dict[str, int | float | None] | None = None  # what was guessed while searching
-    timeline_ms: TimelineOut
+    timeline_ms: Timeline
 
 
-class ChatReply(Outgoing):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int  # seconds since 1970
-    model: str
-    choices: list[ReplyChoice]
-    usage: Usage
-    explain: Explain | None = None  # extension; where it was asked for
+def explain_of(answer: Answer, queue_s: float) -> Explain:
+    """The explain block of an answer that waited `queue_s` for its worker."""
+    record = answer.explain
+    if record is None:  # nothing stored was looked at: all was computed
+        return Explain(
+            strategy="full",
+            ratio=0.0,
+            encoding=None,
+            tokens={"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens},
+            work=1.0,
+            loaded_bytes={},
+            chunks=[],
+            states=[("computed", 0, answer.prompt_tokens)],
+            decision=None,
+            timeline_ms=_timeline(answer, queue_s),
+        )
+    return Explain(
+        strategy=record.strategy,
+        ratio=record.ratio,
+        encoding=record.encoding,
+        tokens=record.counts,
+        work=round(record.work, 4),
+        loaded_bytes=record.loaded_bytes,
+        way=record.way,
+        chunks=[
+            ChunkOut(
+                start=chunk.start,
+                tokens=chunk.num_tokens,
+                state=str(chunk.state),
+                recomputed=chunk.recomputed,
+                tier=chunk.tier,
+                why=chunk.why,
+            )
+            for chunk in record.chunks
+        ],
+        states=[(str(state), start, end) for state, start, end in record.runs()],
+        decision=_decision(answer),
+        speculation=None if answer.speculation is None else answer.speculation.document(),
+        timeline_ms=_timeline(answer, queue_s),
+    )
 
 
-class ModelCard(Outgoing):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "kvweave"
-    max_model_len: int  # tokens of prompt and answer together; the name other servers use
+def _decision(answer: Answer) -> DecisionOut | None:
+    decision = answer.decision
+    if decision is None:
+        return None
+    return DecisionOut(
+        chosen=decision.judged.option,
+        predicted_ms=round(decision.judged.predicted_s * 1e3, 3),
+        actual_ms=round(decision.judged.actual_s * 1e3, 3),
+        ordered_by=decision.plan.ordered_by,
+        options=[
+            OptionOut(
+                name=option.name,
+                predicted_ms=_ms(option.predicted_s),
+                rows=option.rows,
+                load_bytes=option.load_bytes,
+                load_ms=None if option.load is None else _ms(option.load.seconds),
+                load_share=None if option.load is None else round(option.load.share, 3),
+                ratio=option.ratio,
+                reason=str(option.reason),
+            )
+            for option in decision.plan.options
+        ],
+    )
 
 
-class ModelList(Outgoing):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else round(seconds * 1e3, 3)
 
 
-class Health(Outgoing):
-    status: Literal["ok"] = "ok"
-    model: str
-    running: int  # answers being computed
-    waiting: int  # admitted, not begun
-    finished: int  # since the start, as are the next two
-    failed: int
-    abandoned: int  # the client left
-    pinned: int  # chunk KV that some lease holds
-
-
-class Ready(Outgoing):
-    status: Literal["ready"] = "ready"
-    model: str
+def _timeline(answer: Answer, queue_s: float) -> Timeline:
+    stages = None if answer.explain is None else answer.explain.stages
+    return Timeline(
+        queue=round(queue_s * 1e3, 3),
+        retrieve=round(stages.retrieve, 3) if stages else 0.0,
+        load=round(stages.load, 3) if stages else 0.0,
+        select=round(stages.select, 3) if stages else 0.0,
+        compute=round(stages.compute if stages else answer.ttft_ms, 3),
+        first_token=round(answer.ttft_ms, 3),
+        total=round(answer.total_ms, 3),
+    )

@@ -1,8 +1,9 @@
-"""Knowledge bases over HTTP: requests and replies."""
+"""Knowledge bases over HTTP: requests and replies, and replies made of what `app` gives."""
 
 from typing import Literal
 
-from kvweave.serve.wire.chat import Incoming, Outgoing, Text
+from kvweave.app.libraries.libraries import IngestProgress, IngestReport
+from kvweave.serve.wire.base import Incoming, Outgoing, Text
 
 
 class TextIn(Incoming):
@@ -98,3 +99,28 @@ class HitOut(Outgoing):
 class HitList(Outgoing):
     object: Literal["list"] = "list"
     data: list[HitOut]
+
+
+def report_out(report: IngestReport) -> IngestOut:
+    """An IngestReport in the wire format."""
+    return IngestOut(
+        added=report.added,
+        updated=report.updated,
+        unchanged=report.unchanged,
+        removed=report.removed,
+        new_chunks=report.new_chunks,
+        shared_chunks=report.shared_chunks,
+        skipped=[SkippedOut(source=s.source, reason=s.reason) for s in report.skipped],
+        elapsed_s=round(report.elapsed_s, 3),
+    )
+
+
+def progress_out(progress: IngestProgress) -> ProgressOut:
+    """What is known of an ingest under way, in the wire format."""
+    return ProgressOut(
+        phase=progress.phase,
+        done_bytes=progress.done_bytes,
+        total_bytes=progress.total_bytes,
+        documents=progress.num_documents,
+        chunks=progress.num_chunks,
+    )

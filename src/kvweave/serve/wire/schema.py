@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from kvweave.serve.wire.chat import ErrorReply
+from kvweave.serve.wire.base import ErrorReply
 from kvweave.serve.wire.kb import TextIn
 
 Responses = dict[int | str, dict[str, Any]]
@@ -90,4 +90,4 @@ def install_schema(http: FastAPI) -> None:
             http.openapi_schema = made
         return http.openapi_schema
 
-    http.openapi = schema  # type: ignore[method-assign]  # FastAPI's own way to change it
+    http.openapi = schema  # type: ignore[method-assign]  # as FastAPI documents it

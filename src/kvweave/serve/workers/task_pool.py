@@ -1,9 +1,9 @@
 """Blocking work that is no answer: uploads, searches, embeddings. A few at once, the others wait.
 
-Writers have threads of their own: a search never stands behind an upload. Those of one knowledge
-base take turns before they take a thread, so many of them leave the threads to writers of others.
+Writers have a pool of their own: a search never waits for an upload. Those of one knowledge base
+take turns before they take a thread, so that writers of other knowledge bases find threads free.
 
-A chore runs to its end even if its client has left: half an upload would help no one. Only a server
+A task runs to its end even if its client has left: half an upload would be of no use. Only a server
 that stops ends one in between, where nothing that was acknowledged is lost.
 """
 
@@ -23,11 +23,17 @@ from kvweave.serve.limits import Limits
 T = TypeVar("T")
 
 
-class Admission:
-    """A place among the chores, taken before the work is known. Give it work, or `leave`."""
+Begin = Callable[[Future[Any], Callable[[], object], Hashable], None]  # future, work, turn
 
-    def __init__(self, chores: "Chores") -> None:
-        self._chores: Chores | None = chores
+
+class Admission:
+    """A place in a TaskPool, taken before the work is known. Give it work, or `leave`."""
+
+    def __init__(self, begin: Begin, give_back: Callable[[], None]) -> None:
+        """`begin` runs work when its turn comes; `give_back` frees the place, once."""
+        self._begin = begin
+        self._give_back = give_back
+        self._is_unused = True  # no work was given yet, and it was not left
 
     def begin(
         self, work: Callable[[], T], on_done: Callable[[], None], turn: Hashable = None
@@ -37,37 +43,36 @@ class Admission:
         `on_done` is called once, on some thread, when it is over, failed or dropped unbegun; the
         result may be awaited, or left alone.
         """
-        chores = self._chores
-        assert chores is not None, "work is given once, before leaving"
-        self._chores = None
+        assert self._is_unused, "work is given once, before leaving"
+        self._is_unused = False
 
         def over(_: "Future[T]") -> None:
             on_done()
-            chores._leave()
+            self._give_back()
 
         future: Future[T] = Future()
         future.add_done_callback(over)
-        chores._start(future, partial(copy_context().run, work), turn)
+        self._begin(future, partial(copy_context().run, work), turn)
         return asyncio.shield(asyncio.wrap_future(future))
 
     def leave(self) -> None:
         """There will be no work. Nothing to a place that has some."""
-        chores, self._chores = self._chores, None
-        if chores is not None:
-            chores._leave()
+        if self._is_unused:
+            self._is_unused = False
+            self._give_back()
 
 
-class Chores:
-    """Runs functions on threads of its own. Used on the event loop."""
+class TaskPool:
+    """Admits functions and runs them on threads of its own. Used on the event loop."""
 
     def __init__(self, limits: Limits, what: str) -> None:
         """`what` they are called in a refusal."""
         self._what = what
-        self._most = limits.chores + limits.waiting_chores
-        self._threads = ThreadPoolExecutor(limits.chores, thread_name_prefix="chore")
+        self._most = limits.tasks + limits.waiting_tasks
+        self._threads = ThreadPoolExecutor(limits.tasks, thread_name_prefix="task")
         self._lock = threading.Lock()
         self._num_admitted = 0
-        # of every turn that somebody has, those who come after
+        # of every turn that is taken, the work that waits for it
         self._turns: dict[Hashable, deque[tuple[Future[Any], Callable[[], object]]]] = {}
         self._stopped = threading.Event()
 
@@ -77,7 +82,7 @@ class Chores:
             if self._num_admitted >= self._most:
                 raise busy(f"{self._most} {self._what} are under way")
             self._num_admitted += 1
-        return Admission(self)
+        return Admission(self._start, self._leave)
 
     async def run(self, work: Callable[[], T], turn: Hashable = None) -> T:
         """Admit `work` or raise a 429; then its result."""
@@ -88,7 +93,7 @@ class Chores:
         self._stopped.set()
 
     def check(self) -> None:
-        """For work that can end in between: raises EngineClosed once nobody waits any longer."""
+        """For work that can end in between: raises EngineClosed once the server gives it up."""
         if self._stopped.is_set():
             raise EngineClosed("the server stopped before all of it was done; send it again")
 
@@ -138,8 +143,8 @@ class Chores:
             if not waiting:
                 del self._turns[turn]
                 return
-            after = waiting.popleft()
-        self._submit(*after, turn)
+            following = waiting.popleft()
+        self._submit(*following, turn)
 
     def _leave(self) -> None:
         with self._lock:

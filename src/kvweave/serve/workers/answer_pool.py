@@ -1,8 +1,7 @@
 """Runs answers on worker threads and brings them to asyncio.
 
-The core is synchronous and computes, or waits for the engine, on the thread that iterates; the edge
-is asynchronous. A request is admitted or refused at once, so a full house is a quick 429 and not a
-long silence.
+`app` is synchronous: a thread that iterates an answer computes, or waits for the engine. The server
+is asynchronous. A request is admitted or refused at once, so that a full server says 429 quickly.
 """
 
 import asyncio
@@ -17,17 +16,16 @@ from typing import NamedTuple, Protocol
 from kvweave.app.weave import Answer, AnswerStream
 from kvweave.serve.errors import ApiError, busy
 from kvweave.serve.limits import Limits
-from kvweave.serve.mailbox import Mailbox
+from kvweave.serve.workers.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
-Start = Callable[
-    [], AnswerStream
-]  # may block and raise: it retrieves, tokenises, checks the prompt
+# On a worker thread. May block and raise: it retrieves, tokenises, checks the prompt.
+Start = Callable[[], AnswerStream]
 
 
-class BridgeCounts(NamedTuple):
-    """What the bridge is doing and has done."""
+class PoolCounts(NamedTuple):
+    """What the pool is doing and has done."""
 
     running: int
     waiting: int
@@ -36,7 +34,7 @@ class BridgeCounts(NamedTuple):
     abandoned: int
 
 
-class Meter(Protocol):
+class AnswerMeter(Protocol):
     """Hears what happens to answers, on their worker threads. Must not block."""
 
     def began(self, queue_s: float) -> None: ...
@@ -44,13 +42,13 @@ class Meter(Protocol):
         """None for the first one."""
 
     def ended(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
-        """The outcome is one of Counts: finished, failed, abandoned."""
+        """The outcome is one of PoolCounts: finished, failed, abandoned."""
 
 
-class Job:
+class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
-    def __init__(self, start: Start, meter: Meter) -> None:
+    def __init__(self, start: Start, meter: AnswerMeter) -> None:
         self.mailbox = Mailbox()
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
@@ -79,13 +77,13 @@ class Job:
             self.mailbox.fail(why or _gone())
 
     def _work(self) -> str:
-        """Compute on a worker thread; return which of Counts this was."""
+        """Compute on a worker thread; return which of PoolCounts this was."""
         outcome, answer = "failed", None
         self.queue_s = time.perf_counter() - self._admitted_s
         self._meter.began(self.queue_s)
         try:
             answer = self._compute()
-        except Exception as error:  # whatever it is, the one who waits must hear of it
+        except Exception as error:  # whatever it is, the waiting reader must hear of it
             self.mailbox.fail(error)
         else:
             outcome = "abandoned" if answer is None else "finished"
@@ -112,24 +110,24 @@ class Job:
         return answering.answer
 
 
-class Bridge:
+class AnswerPool:
     """Admits answers and counts them. Used on the event loop; only the counting is on any thread.
 
     An answer that its client has left still holds its place until its worker is free of it.
     """
 
-    def __init__(self, limits: Limits, meter: Meter) -> None:
+    def __init__(self, limits: Limits, meter: AnswerMeter) -> None:
         self._limits = limits
         self._meter = meter
         self._workers = ThreadPoolExecutor(limits.running, thread_name_prefix="answer")
         self._lock = threading.Lock()  # guards the two below
-        self._jobs: set[Job] = set()
+        self._jobs: set[AnswerJob] = set()
         self._ended = {"finished": 0, "failed": 0, "abandoned": 0}
 
-    def submit(self, starts: Sequence[Start]) -> list[Job]:
+    def submit(self, starts: Sequence[Start]) -> list[AnswerJob]:
         """Admit all answers of a request, or raise a 429 that says when to try again."""
         most = self._limits.running + self._limits.waiting
-        jobs = [Job(start, self._meter) for start in starts]
+        jobs = [AnswerJob(start, self._meter) for start in starts]
         with self._lock:
             if len(self._jobs) + len(jobs) > most:
                 raise busy(f"{len(self._jobs)} answers of at most {most} are running or waiting")
@@ -140,13 +138,13 @@ class Bridge:
             )
         return jobs
 
-    def counts(self) -> BridgeCounts:
+    def counts(self) -> PoolCounts:
         with self._lock:
             running = min(len(self._jobs), self._limits.running)
-            return BridgeCounts(running, len(self._jobs) - running, **self._ended)
+            return PoolCounts(running, len(self._jobs) - running, **self._ended)
 
     def abandon_all(self) -> None:
-        """Stop every job at the engine's next step; those who wait for them get a 503."""
+        """Stop every job at the engine's next step; the clients that wait for them get a 503."""
         with self._lock:
             jobs = list(self._jobs)
         for job in jobs:
@@ -157,7 +155,7 @@ class Bridge:
         self.abandon_all()
         await asyncio.to_thread(self._workers.shutdown)
 
-    def _leave(self, job: Job, future: "Future[str]") -> None:
+    def _leave(self, job: AnswerJob, future: "Future[str]") -> None:
         if future.cancelled():
             how = "abandoned"
             self._meter.ended(how, None, job.queue_s)

@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any
 
 from kvweave.app.libraries.libraries import IngestProgress, IngestReport, OnProgress
-from kvweave.serve.uploads.chores import Admission
-from kvweave.serve.wire.kb import IngestOut, ProgressOut, SkippedOut
+from kvweave.serve.wire.kb import progress_out, report_out
+from kvweave.serve.workers.task_pool import Admission
 
 
-class Ingesting:
-    """An ingest that runs as a chore from now on. A client that leaves ends the events, not the
+class IngestJob:
+    """An ingest in the task pool, from now on. A client that leaves ends the events, not the
     ingest. On the event loop."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Ingesting:
             await self._news.wait()
             self._news.clear()
             if self._latest:
-                yield _progress(self._latest.pop())
+                yield progress_out(self._latest.pop()).model_dump()
             if self._work.done():
                 yield report_out(self._work.result()).model_dump()
                 return
@@ -51,28 +51,4 @@ class Ingesting:
     def _over(self, work: "asyncio.Future[IngestReport]") -> None:
         self._news.set()
         if not work.cancelled():
-            work.exception()  # seen: whoever waited may have left
-
-
-def report_out(report: IngestReport) -> IngestOut:
-    """An IngestReport in the wire format."""
-    return IngestOut(
-        added=report.added,
-        updated=report.updated,
-        unchanged=report.unchanged,
-        removed=report.removed,
-        new_chunks=report.new_chunks,
-        shared_chunks=report.shared_chunks,
-        skipped=[SkippedOut(source=s.source, reason=s.reason) for s in report.skipped],
-        elapsed_s=round(report.elapsed_s, 3),
-    )
-
-
-def _progress(progress: IngestProgress) -> dict[str, Any]:
-    return ProgressOut(
-        phase=progress.phase,
-        done_bytes=progress.done_bytes,
-        total_bytes=progress.total_bytes,
-        documents=progress.num_documents,
-        chunks=progress.num_chunks,
-    ).model_dump()
+            work.exception()  # seen: the client that waited may have left

@@ -11,7 +11,7 @@ from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
 
 # A client that is still sending does not read, and would see a reset instead of the refusal. So a
-# little more is read and thrown away behind the reply.
+# little more is read and thrown away after the reply.
 DRAINED_BODIES = 8
 UPLOADS = re.compile(r"/v1/kb/[^/]+/documents")
 
@@ -93,8 +93,8 @@ class _Body:
         now_s = asyncio.get_running_loop().time()
         if self._began_s is None:
             self._began_s = now_s
-        behind_s = now_s - self._began_s - self._wait_s
-        return not self._is_over and self._read_bytes < self._least_rate * behind_s
+        late_s = now_s - self._began_s - self._wait_s
+        return not self._is_over and self._read_bytes < self._least_rate * late_s
 
     async def drain(self) -> None:
         """Throw away what still comes, within reason."""

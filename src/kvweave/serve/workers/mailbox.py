@@ -11,7 +11,7 @@ from kvweave.app.weave import Answer, Piece
 
 
 class Mailbox:
-    """The way of one answer. Made on the event loop, whose task reads; one thread writes.
+    """Carries one answer. Made on the event loop, whose task reads; one thread writes.
 
     The writer calls `open` once, `put` any number of times and `end` or `fail` once; `fail` may
     come at any time and from any thread, also without `open`: the first one counts. No call of the
@@ -63,7 +63,7 @@ class Mailbox:
     async def take(self) -> list[Piece]:
         """All that came since the last call, at least one piece; empty when the answer is over.
 
-        What the writer failed with is raised behind the pieces that came before it.
+        What the writer failed with is raised after the pieces that came before it.
         """
         while True:
             self._news.clear()  # before the look: news from here on rings again

@@ -7,12 +7,10 @@ from dataclasses import replace
 from kvweave.app.weave import Sampling, Weave
 from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
-from kvweave.serve.wire.chat import Drawing
-
-MOST_STOPS = 4
+from kvweave.serve.wire.base import MOST_STOPS, SamplingFields
 
 
-def check_model(request: Drawing, weave: Weave) -> None:
+def check_model(request: SamplingFields, weave: Weave) -> None:
     """Raise a 404 unless the request is for the model that is served."""
     if request.model not in (None, weave.model_name):
         raise ApiError(
@@ -23,11 +21,12 @@ def check_model(request: Drawing, weave: Weave) -> None:
         )
 
 
-def check_neutral(request: Drawing, neutral: dict[str, object]) -> None:
+def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
     """Fields that clients send with the value that asks for nothing: no other is accepted."""
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, **neutral}
+    given = request.model_dump(include=set(neutral))
     for name, value in neutral.items():
-        if (got := getattr(request, name)) != value:
+        if (got := given[name]) != value:
             wants = str(value).lower() or "an empty string"
             message = f"'{name}' is not supported other than {wants}, got {got!r}"
             raise ApiError(400, message, param=name)
@@ -36,7 +35,7 @@ def check_neutral(request: Drawing, neutral: dict[str, object]) -> None:
 
 
 def samplings(
-    request: Drawing,
+    request: SamplingFields,
     max_tokens: int,
     logprobs: int | None,
     limits: Limits,

@@ -1,4 +1,4 @@
-"""The way from a worker thread to asyncio: nothing lost, merged when slow, failures last."""
+"""From a worker thread to asyncio: nothing lost, merged when slow, failures last."""
 
 import asyncio
 import threading
@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from kvweave.app.weave import Answer, AnswerStream, Piece
-from kvweave.serve.bridge import Job
-from kvweave.serve.mailbox import Mailbox
 from kvweave.serve.observe.prometheus import ServerMetrics
-from kvweave.serve.routes.chat import ChatForm
+from kvweave.serve.routes.chat import ChatFormat
 from kvweave.serve.wire.chat import ChatRequest
+from kvweave.serve.workers.answer_pool import AnswerJob
+from kvweave.serve.workers.mailbox import Mailbox
 from worlds.serving import user
 
 ANSWER = Answer("abc", "stop", 5, 3, ttft_ms=1.0, total_ms=2.0)
@@ -34,12 +34,12 @@ def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
         def never_started() -> AnswerStream:
             raise AssertionError("the test writes into its mailbox itself")
 
-        job = Job(never_started, ServerMetrics())
+        job = AnswerJob(never_started, ServerMetrics())
         for text in ["a", "", "bc"]:
             job.mailbox.put(Piece(text))
         job.mailbox.end(ANSWER)
         request = ChatRequest.model_validate({"messages": user("hi")})
-        chunks = ChatForm("m", request).chunks([job])
+        chunks = ChatFormat("m", request).chunks([job])
         return [c["choices"][0]["delta"].get("content") async for c in chunks]
 
     assert asyncio.run(read()) == ["", "abc", None]

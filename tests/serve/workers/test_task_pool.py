@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvweave.serve.limits import Limits
-from kvweave.serve.uploads.chores import Chores
+from kvweave.serve.workers.task_pool import TaskPool
 
 
 class Gate:
@@ -34,58 +34,56 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_many_writers_of_one_leave_the_threads_to_writers_of_another() -> None:
     async def act() -> None:
-        chores, log = Chores(Limits(chores=2), "uploads"), list[str]()
+        pool, log = TaskPool(Limits(tasks=2), "uploads"), list[str]()
         first = Gate(log, "a1")
-        running = asyncio.create_task(chores.run(first, turn="a"))
+        running = asyncio.create_task(pool.run(first, turn="a"))
         await until(first.began.is_set)
-        behind = [
-            asyncio.create_task(chores.run(lambda: log.append("a"), turn="a")) for _ in "wxyz"
-        ]
+        behind = [asyncio.create_task(pool.run(lambda: log.append("a"), turn="a")) for _ in "wxyz"]
         await asyncio.sleep(0)
-        assert await asyncio.wait_for(chores.run(lambda: "b1", turn="b"), 10) == "b1"
+        assert await asyncio.wait_for(pool.run(lambda: "b1", turn="b"), 10) == "b1"
         assert log == ["a1"], "those of the same turn still wait"
         first.let.set()
         assert await running == "a1"
         await asyncio.gather(*behind)
         assert log == ["a1", "a", "a", "a", "a"]
-        assert chores.num_admitted == 0
-        await chores.close()
+        assert pool.num_admitted == 0
+        await pool.close()
 
     asyncio.run(act())
 
 
 def test_a_turn_that_failed_lets_the_next_one_begin() -> None:
     async def act() -> None:
-        chores = Chores(Limits(chores=1), "uploads")
+        pool = TaskPool(Limits(tasks=1), "uploads")
 
         def fails() -> None:
             raise ValueError("no")
 
-        tasks = [asyncio.create_task(chores.run(w, turn="a")) for w in (fails, lambda: 7)]
+        tasks = [asyncio.create_task(pool.run(w, turn="a")) for w in (fails, lambda: 7)]
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(found[0], ValueError)
         assert found[1] == 7
-        await chores.close()
+        await pool.close()
 
     asyncio.run(act())
 
 
 def test_closing_drops_what_waits_for_a_turn_or_a_thread_and_says_so() -> None:
     async def act() -> None:
-        chores, log, over = Chores(Limits(chores=1), "uploads"), list[str](), list[str]()
+        pool, log, over = TaskPool(Limits(tasks=1), "uploads"), list[str](), list[str]()
         first = Gate(log, "first")
-        running = chores.admit().begin(first, lambda: over.append("first"), "a")
+        running = pool.admit().begin(first, lambda: over.append("first"), "a")
         await until(first.began.is_set)
-        turn = chores.admit().begin(lambda: log.append("turn"), lambda: over.append("turn"), "a")
-        thread = chores.admit().begin(lambda: log.append("t"), lambda: over.append("thread"), "b")
-        closing = asyncio.create_task(chores.close())
+        turn = pool.admit().begin(lambda: log.append("turn"), lambda: over.append("turn"), "a")
+        thread = pool.admit().begin(lambda: log.append("t"), lambda: over.append("thread"), "b")
+        closing = asyncio.create_task(pool.close())
         for dropped in (turn, thread):
             with pytest.raises(asyncio.CancelledError):
                 await dropped
         first.let.set()
         assert await running == "first"
         await closing
-        await until(lambda: chores.num_admitted == 0)
+        await until(lambda: pool.num_admitted == 0)
         assert log == ["first"]
         assert sorted(over) == ["first", "thread", "turn"]
 

@@ -1,0 +1,43 @@
+"""For those who look after the server: /healthz, /readyz, /metrics."""
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvweave.serve.context import Context
+from kvweave.serve.errors import ApiError
+from kvweave.serve.wire.schema import refusals
+from kvweave.serve.wire.status import Health, Ready
+
+
+def health_routes(context: Context) -> APIRouter:
+    routes = APIRouter(tags=["watching"])
+    readiness = context.readiness
+
+    @routes.get("/healthz")
+    async def healthz() -> Health:
+        """The process is alive."""
+        return Health(
+            model=context.weave.model_name,
+            pinned=context.libraries.num_pinned(),
+            **context.answers.counts()._asdict(),
+        )
+
+    @routes.get("/readyz", responses=refusals(503))
+    async def readyz() -> Ready:
+        """The model is loaded, the machine measured if need be, and new work is taken."""
+        if readiness.is_stopping:
+            raise ApiError(503, "the server is stopping", headers={"Retry-After": "5"})
+        if readiness.preparing is not None:
+            message = f"{readiness.preparing}; ready in a moment"
+            raise ApiError(503, message, headers={"Retry-After": "1"})
+        return Ready(model=context.weave.model_name)
+
+    @routes.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics_page() -> Response:
+        return Response(context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    return routes

@@ -1,0 +1,148 @@
+"""From starts to a reply: admit, wait or stream, and stop the work when its client is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from kvweave.app.weave import Answer, TokenLogprob
+from kvweave.serve.errors import ApiError
+from kvweave.serve.wire.base import Usage
+from kvweave.serve.wire.sse import EventStream, as_events
+from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start
+
+T = TypeVar("T")
+Event = dict[str, Any]  # one chunk of a streamed reply
+
+CLIENT_CLOSED = 499  # its client is gone; it shows in logs
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its reply."""
+
+
+class ReplyFormat(Protocol):
+    """Puts the answers to one request into a wire format. On the event loop."""
+
+    def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> BaseModel: ...
+    def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]: ...
+
+
+async def reply(
+    request: Request,
+    pool: AnswerPool,
+    starts: Sequence[Start],
+    form: ReplyFormat,
+    *,
+    stream: bool,
+    within_s: float,
+) -> Response | BaseModel:
+    """The reply to a request. What ends it early ends the work too: a client that leaves, a
+    failure, too long a time, a server that stops."""
+    jobs = pool.submit(starts)
+    alarm = asyncio.get_running_loop().call_later(within_s, _give_up, jobs, within_s)
+    handed_over = False
+
+    def close() -> None:
+        alarm.cancel()
+        for job in jobs:
+            job.abandon()
+
+    try:
+        if not stream:
+            answers = await unless_gone(request, _all(job.mailbox.finish() for job in jobs))
+            return form.whole(answers, jobs)
+        # until here an unsound prompt can still be a 400
+        await unless_gone(request, _all(job.mailbox.opened() for job in jobs))
+        events = EventStream(as_events(form.chunks(jobs)), on_close=close)
+        handed_over = True
+        return events
+    except ClientGone:
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        if not handed_over:
+            close()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or ClientGone as soon as the client hangs up."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _all(works: Any) -> list[Any]:
+    """Results in order; the first failure at once."""
+    return list(await asyncio.gather(*works))
+
+
+def _give_up(jobs: Sequence[AnswerJob], within_s: float) -> None:
+    message = f"the answer was not finished within {within_s:g} s; ask for fewer tokens"
+    for job in jobs:
+        job.abandon(ApiError(504, message, code="timeout"))
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client hangs up. The body has been read, so nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def batches(job: AnswerJob) -> AsyncIterator[tuple[str, list[TokenLogprob]]]:
+    """Text and log probabilities of all that came since the last one; never both empty."""
+    while pieces := await job.mailbox.take():
+        text = "".join(piece.text for piece in pieces)
+        seen = [p.logprob for p in pieces if p.logprob is not None]
+        if text or seen:
+            yield text, seen
+
+
+async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
+    """All items of all streams; within a stream in order. The first failure ends it."""
+    if len(streams) == 1:
+        async for item in streams[0]:
+            yield item
+        return
+    # One place in the queue: a slow reader holds the streams back, and they merge meanwhile.
+    queue: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(1)
+
+    async def drain(stream: AsyncIterator[T]) -> None:
+        try:
+            async for item in stream:
+                await queue.put((item,))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(drain(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            got = await queue.get()
+            if got is None:
+                num_open -= 1
+            elif isinstance(got, Exception):
+                raise got
+            else:
+                yield got[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def usage_of(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Usage:
+    """`prompts`: one answer to each prompt. A prompt counts once, however many answers it has."""
+    read = sum(answer.prompt_tokens for answer in prompts)
+    made = sum(answer.completion_tokens for answer in answers)
+    return Usage(prompt_tokens=read, completion_tokens=made, total_tokens=read + made)

@@ -1,0 +1,116 @@
+"""What bodies share: how they are read, the fields of sampling, usage, refusals.
+
+Requests are read strictly: a number in quotes is a wrong type, and a field that is not here is
+refused by name. A null means the same as leaving the field out.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from kvweave.app.libraries.libraries import NAME
+
+NAME_PATTERN = f"^{NAME.pattern}$"  # of a knowledge base
+MOST_CHUNKS = 1000  # that `k` may ask for
+MOST_STOPS = 4
+
+
+def _encodable(text: str) -> str:
+    """JSON can name halves of a surrogate pair; no tokenizer can read them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "must be valid Unicode text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class Incoming(BaseModel):
+    """Part of a request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: part for name, part in value.items() if part is not None}
+        return value
+
+
+def schema_only(**bounds: Any) -> Any:
+    """Bounds for the schema alone: they are checked where the words for it are better."""
+    return Field(json_schema_extra=bounds)
+
+
+def _listed(stop: Any) -> Any:
+    if not isinstance(stop, str | list):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    return [stop] if isinstance(stop, str) else stop
+
+
+Stops = Annotated[list[Text], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+
+
+class StreamOptions(Incoming):
+    include_usage: bool = False
+
+
+class SamplingFields(Incoming):
+    """How answers are drawn, and how many: what chat and plain completions share."""
+
+    model: Text | None = None  # left out: the one that is served
+    max_tokens: Annotated[int | None, schema_only(minimum=1)] = None
+    temperature: Annotated[float, schema_only(minimum=0, maximum=100)] = 1.0
+    top_p: Annotated[float, schema_only(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, schema_only(minimum=0)] = 0  # extension; 0 keeps all tokens
+    repetition_penalty: Annotated[float, schema_only(minimum=0.01, maximum=100)] = 1.0  # extension
+    seed: Annotated[int | None, schema_only(minimum=0, maximum=2**63 - 1)] = None
+    stop: Annotated[Stops, schema_only(maxItems=MOST_STOPS)] = Field(default_factory=list)
+    n: Annotated[int, schema_only(minimum=1, maximum=16)] = 1  # answers to each prompt
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # Only the value that asks for nothing is accepted:
+    presence_penalty: Annotated[float, schema_only(const=0)] = 0.0
+    frequency_penalty: Annotated[float, schema_only(const=0)] = 0.0
+    # The caller's own bookkeeping; it has no bearing on the answer.
+    user: Text | None = None
+
+    @property
+    def with_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class Outgoing(BaseModel):
+    """Part of a reply."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class Usage(Outgoing):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ErrorDetail(Outgoing):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Outgoing):
+    """The body of every refusal and failure."""
+
+    error: ErrorDetail
