@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish
+from common.results import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
 from kvweave.plan.other_paths import AlternativePaths
@@ -215,6 +215,7 @@ def main() -> None:
     config |= {"shares": {"known": KNOWN, "shared": SHARED, "unique": round(1 - KNOWN - SHARED, 2)}}
     print("parameters:", ", ".join(f"{name} {value}" for name, value in config.items()))
     finish(
+        __doc__,
         {
             "bench": "altpath",
             "commit": commit(),

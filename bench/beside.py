@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common import finish, result_header
+from common.results import finish, result_header
 from kvweave.engine import lifecycle as desk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -175,7 +175,7 @@ def main() -> None:
     ratio = results["own step"]["gap_ms_p95"] / results["joined"]["gap_ms_p95"]
     config = {name: value for name, value in vars(args).items() if name != "out"}
     found = {"config": config, "ways": results, "gap_p95_ratio": round(ratio, 2)}
-    finish({**result_header("beside", "cpu"), **found}, args.out)
+    finish(__doc__, {**result_header("beside", "cpu"), **found}, args.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from common import finish, result_header
+from common.results import finish, result_header
+from common.shapes import random_decoder
 from kvweave.fuse import fuse, fused_pass, prefill
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prompt_chunks import PromptChunk
@@ -44,7 +45,6 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.rope import RopeSpec
 from kvweave.model.spec import ModelSpec
-from shapes import random_decoder
 
 SPEC = ModelSpec(
     family="llama", num_layers=32, hidden_dim=4, inner_dim=4, num_heads=1, num_kv_heads=1,
@@ -168,7 +168,7 @@ def main() -> None:
         "chunks": args.chunks, "chunk_tokens": CHUNK_TOKENS, "preamble": PREAMBLE,
         "question": QUESTION, "layers": SPEC.num_layers, "repeats": args.repeats,
     }  # fmt: skip
-    finish({**result_header("host_time", "cpu"), "config": config, "ms": ways}, args.out)
+    finish(__doc__, {**result_header("host_time", "cpu"), "config": config, "ms": ways}, args.out)
 
 
 def long_prompt(

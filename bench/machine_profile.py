@@ -2,18 +2,18 @@
 
 Also a bench of its own: how far off is bilinear interpolation at points between the measured ones?
 
-    python bench/machine_profile.py --model smollm2 --out bench/results/machine-profile-cpu.json
+    python bench/machine_profile.py --model smollm2 --out bench/results/machine_profile-cpu.json
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from common import REPO, commit, cpu_device, device_words, finish
+from common.files import RESULTS
+from common.results import commit, cpu_device, device_words, finish, read_results
 from kvweave.kv.tree.node import TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
@@ -26,12 +26,12 @@ NEW = (32, 128, 512, 1024)
 PROMPTS = (512, 1024, 2048)  # recompute: all tokens
 ROWS = (32, 128, 512)
 BETWEEN = ((128, 64), (384, 256), (768, 768), (1536, 320))  # held out
-SAVED = REPO / "bench" / "results" / "machine-profile-cpu.json"
+SAVED = RESULTS / "machine_profile-cpu.json"
 
 
 def saved_profile(path: Path = SAVED) -> MachineProfile:
     """The profile a bench prices with: the committed one, so that results can be repeated."""
-    return profile_from(json.loads(path.read_text())["profile"])
+    return profile_from(read_results(path)["runs"][-1]["profile"])
 
 
 def prefill(decoder: Decoder, cached: int, new: int) -> None:
@@ -94,6 +94,7 @@ def main() -> None:
         errors.append(grid.at(cached, new) / truth - 1)
         print(f"between: cached {cached}, new {new}: {truth:.3f} s, off by {errors[-1]:+.1%}")
     finish(
+        __doc__,
         {
             "bench": "machine_profile",
             "commit": commit(),

@@ -26,14 +26,14 @@ import argparse
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish
-from counting_owner import CountingOwner
+from common.counting_owner import CountingOwner
+from common.results import commit, cpu_device, finish, versions
+from common.streams import Ask, conversation_stream, question_stream
 from hitrate import GIB, PREAMBLE, TOKEN_BYTES
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.dedup import ChunkMap
@@ -45,7 +45,6 @@ from kvweave.plan.ordering import (
     num_promotable,
 )
 from kvweave.plan.overlap import overlap
-from streams import Ask, conversation_stream, question_stream
 
 Chunks = tuple[ChunkRef, ...]
 
@@ -167,10 +166,8 @@ def main() -> None:
     parser.add_argument("--peer-requests", type=int, default=900, help="as many with the peer")
     parser.add_argument("--host-gib", type=float, nargs="+", default=[4, 1024])
     args = parser.parse_args()
-    try:
-        peer: str | None = version("contextpilot")
-    except PackageNotFoundError:
-        peer = None
+    peer = versions("contextpilot").get("contextpilot")
+    if peer is None:
         print("contextpilot is not installed: pip install --no-deps contextpilot")
     streams = {
         name: [
@@ -207,6 +204,7 @@ def main() -> None:
             f"{name}: prefix {o.prefix:.1%}, one earlier request {o.total:.1%}, all {o.union:.1%}"
         )
     finish(
+        __doc__,
         {
             "bench": "ordering",
             "commit": commit(),

@@ -1,13 +1,9 @@
 """bench/host_time.py: it times the code that is there, part by part."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import host_time
 from kvweave.kv.config import HostTierConfig, StoreConfig

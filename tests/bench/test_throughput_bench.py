@@ -1,18 +1,14 @@
-"""The load generator of bench/throughput.py: it waits for nobody and finds the highest rate."""
+"""The load generator of bench/throughput/run.py: it waits for nobody and finds the highest rate."""
 
-import sys
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-from open_loop import arrivals, highest_rate, percentile, probe
-from throughput import WAYS, warm_requests
+from throughput.open_loop import arrivals, highest_rate, percentile, probe
+from throughput.run import WAYS, warm_requests
 
 
 def test_twice_the_rate_is_the_same_pattern_twice_as_fast() -> None:

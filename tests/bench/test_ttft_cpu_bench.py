@@ -1,17 +1,14 @@
-"""What bench/ttft_cpu.py says of its turns: each way beside the full prefill of the same turn."""
+"""What bench/ttft/cpu.py says of its turns: each way beside the full prefill of the same turn."""
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-from ttft_cpu import WAYS, judge_auto, summarise
-from ttft_cpu_world import TEXT_TOKENS, TIERS, texts_of
+from ttft.cpu import WAYS, judge_auto, summarise
+from ttft.cpu_world import TEXT_TOKENS, TIERS, texts_of
 
 
 class Words:

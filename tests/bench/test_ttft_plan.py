@@ -1,20 +1,16 @@
 """The planner's promise on the machine that broke it: never 5 % slower than full prefill.
 
-Times of one H200, as bench/ttft.py --device cuda measured them (medians, milliseconds): what full
-prefill took, passes over chunk KV on the device, and every way from disk, in the page cache and
-cold, with the speed at which it was read.
+Times of one H200, as bench/ttft/run.py --device cuda measured them (medians, milliseconds): what
+full prefill took, passes over chunk KV on the device, and every way from disk, in the page cache
+and cold, with the speed at which it was read.
 """
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-from ttft_plan import GATES, Case, Cell, Prompts, choices
+from ttft.plan import GATES, Case, Cell, Prompts, choices
 
 PROMPTS = Prompts({"8k": 16, "32k": 64}, chunk_tokens=510, preamble=32, question=64, num_layers=32)
 CHUNK_BYTES = {"raw": 73_539_584, "int8": 42_213_376, "int4": 25_567_232}  # with anchors

@@ -1,0 +1,198 @@
+"""What bench/ttft/cpu.py asks: one knowledge base, one model, and a Weave for each place of the KV.
+
+Each is asked as a user would, through `Weave`; what comes back is the time by stage.
+"""
+
+import argparse
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.files import read_jsonl
+from kvweave.app.auto.facts import CalibratedGate
+from kvweave.app.library.encoder_setup import KV_FOLDER, make_encoder
+from kvweave.app.library.library import Library
+from kvweave.app.weave import AUTO, Sampling, Weave
+from kvweave.calibrate.profiles import user_path
+from kvweave.corpus.embedder import SentenceEmbedder
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.config import EngineConfig
+from kvweave.errors import ConfigError
+from kvweave.fuse.encode.contexts import digest_ids
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.strategy import NAMES, open_strategy
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.store import KVStore
+from kvweave.model.files.locate import locate
+from kvweave.model.load import load_decoder
+from kvweave.text.prompt import SYSTEM
+from kvweave.text.tokenizer import Tokenizer
+
+CHUNK_TOKENS = 320
+TEXT_TOKENS = 300
+TIERS = ("host", "disk warm", "disk cold")
+STAGES = ("retrieve", "load", "select", "compute", "rest")
+
+
+class Way(NamedTuple):
+    """A strategy at a ratio."""
+
+    strategy: str
+    ratio: float | None
+
+    def __str__(self) -> str:
+        return self.strategy if self.ratio is None else f"{self.strategy} {self.ratio:g}"
+
+
+class World:
+    """One knowledge base, one model, and a Weave per tier."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._chunks = args.chunks
+        model = locate(args.model)
+        self._decoder, self._tokenizer = load_decoder(model, device="cpu"), Tokenizer(model)
+        self._folder = folder
+        self._preparation = Preparation.parse(args.encoding, ["anchors:kvzip"])
+        self._kb = KnowledgeBase.open(
+            folder,
+            tokenizer=self._tokenizer,
+            embedder=SentenceEmbedder(locate("minilm"), name="minilm"),
+            chunk_tokens=CHUNK_TOKENS,
+            create=True,
+        )
+        texts = list(texts_of(args.data, self._tokenizer, args.documents))
+        self.questions = [f"What does it say about {_words(text)}?" for _, text in texts[:5]]
+        disk = DiskTierConfig(folder / KV_FOLDER)
+        with self._library((disk,)) as library:
+            library.ingest(texts, chunk_kv=True)
+        self._stores = {
+            "host": KVStore(StoreConfig(tiers=(HostTierConfig(), disk))),
+            "disk warm": KVStore(StoreConfig(tiers=(disk,))),
+            "disk cold": KVStore(StoreConfig(tiers=(disk,))),
+        }
+        self._weaves = {
+            tier: Weave(
+                self._decoder,
+                self._tokenizer,
+                args.model,
+                SYSTEM,
+                self._over(store),
+                EngineConfig(tree_share=0.0),  # or a second run would find the first one's prefix
+                promotion=0,
+            )
+            for tier, store in self._stores.items()
+        }
+        self._bound = args.bound
+        self.took: Counter[tuple[str, str]] = Counter()  # what auto chose, by tier
+        os.environ["KVWEAVE_HOME"] = str(folder / "home")  # this run's own machine profile
+        if args.profile is not None:
+            mine = user_path(self._decoder.weights.fingerprint)
+            mine.parent.mkdir(parents=True)
+            shutil.copyfile(args.profile, mine)
+        self.allowed = self._allowed()
+
+    def _allowed(self) -> dict[str, float]:
+        """Strategies that the gate lets through, each with its ratio."""
+        weave = self._weaves["host"]
+        encoder = weave.library.encoder
+        table = weave.profile and weave.profile.table(
+            self._decoder.revision, encoder.encoding_context, digest_ids(encoder.preamble_ids)
+        )
+        gate = CalibratedGate(table)
+        verdicts = {name: gate.min_ratio(name, self._bound).ratio for name in NAMES}
+        return {name: ratio for name, ratio in verdicts.items() if ratio is not None}
+
+    @contextmanager
+    def _library(self, tiers: Any) -> Iterator[Library]:
+        with KVStore(StoreConfig(tiers=tiers)) as store:
+            yield self._over(store)
+
+    def _over(self, store: KVStore) -> Library:
+        encoder = make_encoder(
+            self._decoder, self._tokenizer, store, self._preparation, SYSTEM, self._kb, None
+        )
+        return Library(self._kb, store, self._decoder, encoder)
+
+    def warm(self) -> None:
+        """Bring what the questions need into host memory."""
+        for turn in range(len(self.questions)):
+            self.ask("host", Way("reuse", None), -1 - turn)
+
+    def possible(self, ways: Sequence[Way]) -> tuple[list[Way], dict[str, str]]:
+        """Ways this model can go, and why not the others."""
+        found, skipped = [], {}
+        for way in ways:
+            if way.strategy == AUTO:
+                found.append(way)
+                continue
+            try:
+                open_strategy(way.strategy, self._weaves["host"].facts)
+                found.append(way)
+            except ConfigError as error:
+                skipped[str(way)] = str(error)
+                print(f"{way} is left out: {error}")
+        return found, skipped
+
+    def ask(self, tier: str, way: Way, turn: int) -> tuple[dict[str, float], int]:
+        """Milliseconds to the first token, by stage, and the prompt's length."""
+        if tier == "disk cold":
+            drop_page_cache(self._folder / KV_FOLDER)
+        answer = self._weaves[tier].ask(
+            self.questions[turn % len(self.questions)],
+            k=self._chunks,
+            reuse=way.strategy,
+            ratio=way.ratio,
+            bound=self._bound,
+            sampling=Sampling(max_tokens=1),
+        )
+        if answer.decision is not None and turn >= 0:
+            self.took[tier, answer.decision.plan.chosen.name] += 1
+        measured = {"ttft": answer.ttft_ms}
+        if answer.explain is not None:
+            stages = answer.explain.stages
+            measured |= {
+                "retrieve": stages.retrieve, "load": stages.load, "select": stages.select,
+                "compute": stages.compute,
+            }  # fmt: skip
+            measured["rest"] = answer.ttft_ms - sum(measured[s] for s in STAGES[:-1])
+            found = [c.tier for c in answer.explain.chunks if c.tier]
+            wanted = "host" if tier == "host" else "disk"
+            if way.strategy not in ("full", "prefix", AUTO) and turn >= 0:
+                assert found == [wanted] * self._chunks, f"chunk KV came from {found}"
+        return measured, answer.prompt_tokens
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+        self._kb.close()
+
+
+def texts_of(data: Path, tokenizer: Tokenizer, count: int) -> Iterator[tuple[str, str]]:
+    """Texts of about 300 tokens, one per document long enough, as (title, text)."""
+    found = 0
+    for record in islice(read_jsonl(data / "kb_python_peps" / "docs.jsonl.gz"), 20, None):
+        words = record["text"].split()
+        start = min(400, len(words) // 2)
+        ids = tokenizer.encode_text(" ".join(words[start : start + 400]))[:TEXT_TOKENS]
+        if len(ids) == TEXT_TOKENS:
+            yield record["title"], tokenizer.decode(ids).strip()
+            found += 1
+        if found == count:
+            return
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split()[5:12])
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Tell the kernel to forget the files' pages (they were synced when written)."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
