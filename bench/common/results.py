@@ -3,6 +3,8 @@
 A file under bench/results/ holds one question on one kind of device, with all runs, oldest first:
 
     {"question": "How …?", "runs": [{"date": …, "args": […], "bench": …, "commit": …, …}, …]}
+
+`date` is when the run began. A person may add a `note`: what a run was for.
 """
 
 import json
@@ -36,10 +38,11 @@ def save_run(question: str, result: Mapping[str, Any], out: Path) -> None:
 
     Called again by the same process it replaces that run: a long bench saves as it goes.
     """
-    earlier = read_results(out)["runs"] if out.is_file() else []
-    runs = [run for run in earlier if run["date"] != STARTED]
+    asked = {"question": question.splitlines()[0], "runs": []}
+    kept = read_results(out) if out.is_file() else asked
+    runs = [run for run in kept["runs"] if run["date"] != STARTED]
     runs.append({"date": STARTED, "args": sys.argv[1:], **result})
-    write_results({"question": question.splitlines()[0], "runs": runs}, out)
+    write_results({**kept, "runs": runs}, out)
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def write_results(results: Mapping[str, Any], out: Path) -> None:
-    """Fields on a line each, elements of a list of objects too: readable, short in a diff."""
+    """Fields on a line each, elements of a long list too: readable, short in a diff."""
     runs = ",\n".join(_run_text(run) for run in results["runs"])
     text = f'{{\n"question": {json.dumps(results["question"])},\n"runs": [\n{runs}\n]\n}}\n'
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +65,7 @@ def _run_text(run: Mapping[str, Any]) -> str:
     fields = []
     for name, value in run.items():
         text = json.dumps(value)
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        if isinstance(value, list) and len(text) > 100:
             text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
         fields.append(f" {json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(fields) + "\n}"

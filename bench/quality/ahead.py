@@ -26,9 +26,13 @@ def main() -> None:
     parser.add_argument("result", type=Path, help="what run.py or join.py wrote")
     parser.add_argument("--run", type=int, default=-1, help="which of its runs; the last")
     parser.add_argument("--strategy", default="weave")
+    parser.add_argument("--encodings", help="of these alone, comma separated")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = compare(read_results(args.result)["runs"][args.run]["cells"], args.strategy)
+    cells = read_results(args.result)["runs"][args.run]["cells"]
+    if args.encodings is not None:
+        cells = [cell for cell in cells if cell["encoding"] in args.encodings.split(",")]
+    found = compare(cells, args.strategy)
     for kind in ("ratio", "work"):
         behind = [each for each in found if each[f"ahead_by_{kind}"] <= 0]
         print(f"at equal {kind}: ahead of all others in {len(found) - len(behind)} of {len(found)}")

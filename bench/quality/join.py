@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 
+import quality.run
 from common.results import finish, result_header
 from quality.stats import FULL, REUSE, read_values, summarise
 
@@ -46,7 +47,11 @@ def main() -> None:
     header = {**result_header("quality", "cpu"), "device": args.device, "torch": args.torch}
     header["commit"] = made[-1]["commit"]
     joined = {"questions_left_out": left_out, "questions_with_another_answer": other}
-    finish(__doc__, {**header, "runs": made, **joined, "cells": summarise(values)}, args.out)
+    finish(
+        quality.run.__doc__,
+        {**header, "runs": made, **joined, "cells": summarise(values)},
+        args.out,
+    )
 
 
 def join(runs: list[list[dict[Any, Any]]]) -> tuple[list[dict[Any, Any]], int]:

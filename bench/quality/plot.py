@@ -5,11 +5,9 @@ python bench/quality/plot.py bench/results/quality-h200.json bench/results/quali
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 
@@ -25,61 +23,95 @@ STRATEGIES = {  # in the order of the legend
     "epic": "#e377c2",
     "random": "#7f7f7f",
 }
+WIDTH, HEIGHT = 290, 210  # of a panel
+LEFT, TOP, GAP = 60, 66, 40
+MOST_WORK, MOST, LEAST = 60, 100, -5  # % shown: of full prefill, and of the gap
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="what run.py or join.py wrote")
+    parser.add_argument("target", type=Path, help="the picture, .svg")
     parser.add_argument("--run", type=int, default=-1, help="which of its runs; the last")
-    parser.add_argument("target", type=Path, help="the picture, .svg or .png")
     args = parser.parse_args()
-    mpl.rcParams["svg.hashsalt"] = "kvweave"  # the same figures give the same file
     result = read_results(args.source)["runs"][args.run]
-    figure = draw(result)
-    figure.savefig(args.target, bbox_inches="tight", metadata={"Date": None})
+    args.target.write_text("\n".join(draw(result)) + "\n")
 
 
-def draw(result: dict[str, Any]) -> Figure:
-    """One panel per set and encoding context."""
+def draw(result: dict[str, Any]) -> Iterator[str]:
+    """One panel per set and encoding context; lines with their 95 % intervals."""
     cells = result["cells"]
     sets = list(dict.fromkeys(c["set"] for c in cells))
     # plain reuse of isolated chunk KV is always there: what recovery counts from
     encodings = list(dict.fromkeys(c["encoding"] for c in cells if c["strategy"] in STRATEGIES))
-    size = (4.2 * len(sets), 3.4 * len(encodings))
-    figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(encodings), len(sets), sharex=True, sharey=True, squeeze=False)
-    for row, encoding in zip(panels, encodings, strict=True):
-        for panel, name in zip(row, sets, strict=True):
-            here = [c for c in cells if c["set"] == name and c["encoding"] == encoding]
-            draw_panel(panel, here)
-            panel.set_title(f"{name}, {encoding} (n = {here[0]['n']})", fontsize=10)
-    for panel in panels[-1]:
-        panel.set_xlabel("rows through layers, % of full prefill")
-    for row in panels:
-        row[0].set_ylabel("KL gap recovered, %")
-    panels[0][0].legend(fontsize=7, loc="lower right")
+    width = LEFT + len(sets) * (WIDTH + GAP)
+    height = TOP + len(encodings) * (HEIGHT + GAP) + 24
     runs = result.get("runs") or [{**result["config"], "commit": result["commit"]}]
     commits = ", ".join(run["commit"] for run in runs)
-    figure.suptitle(f"{Path(runs[0]['model']).stem}, {result['device']}, {commits}", fontsize=10)
-    return figure
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="11" text-anchor="middle">'
+    )
+    yield "<style>polyline{fill:none;stroke-width:1.5}polygon{stroke:none;opacity:.12}</style>"
+    yield f'<rect width="{width}" height="{height}" fill="white"/>'
+    title = f"{Path(runs[0]['model']).stem}, {result['device']}, {commits}"
+    yield f'<text x="{width / 2:g}" y="18" font-size="13">{title}</text>'
+    for i, (name, colour) in enumerate(STRATEGIES.items()):
+        across = width * (i + 0.5) / len(STRATEGIES)
+        yield f'<text x="{across:g}" y="38" fill="{colour}">● {name}</text>'
+    for row, encoding in enumerate(encodings):
+        for column, name in enumerate(sets):
+            here = [c for c in cells if (c["set"], c["encoding"]) == (name, encoding)]
+            at = f"{LEFT + column * (WIDTH + GAP)} {TOP + row * (HEIGHT + GAP)}"
+            yield f'<g transform="translate({at})">'
+            heading = f"{name}, {encoding} (n = {here[0]['n']})"
+            yield f'<text x="{WIDTH / 2:g}" y="-7">{heading}</text>'
+            yield from axes()
+            yield from curves(here)
+            yield "</g>"
+    yield f'<text x="{width / 2:g}" y="{height - 10}">rows through layers, % of full prefill</text>'
+    middle = f"16 {height / 2:g}"
+    yield f'<text transform="translate({middle}) rotate(-90)">KL gap recovered, %</text></svg>'
 
 
-def draw_panel(panel: Any, cells: list[dict[str, Any]]) -> None:
+def axes() -> Iterator[str]:
+    yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#888"/>'
+    across = [f"M{x(work)} 0V{HEIGHT}" for work in range(10, MOST_WORK, 10)]
+    up = [f"M0 {y(part)}H{WIDTH}" for part in range(0, MOST, 20)]
+    yield f'<path d="{"".join([*across, *up])}" stroke="#ddd"/>'
+    for work in range(0, MOST_WORK + 1, 10):
+        yield f'<text x="{x(work)}" y="{HEIGHT + 13}">{work}</text>'
+    for part in range(0, MOST + 1, 20):
+        yield f'<text x="-5" y="{y(part + 1.5)}" dy="8" text-anchor="end">{part}</text>'
+
+
+def curves(cells: list[dict[str, Any]]) -> Iterator[str]:
+    """From plain reuse upwards, as far as the panel goes."""
     reuse = next(c for c in cells if c["strategy"] == "reuse")
     for name, colour in STRATEGIES.items():
-        line = sorted(
-            (c for c in [reuse, *(c for c in cells if c["strategy"] == name)]),
-            key=lambda c: c["ratio"],
-        )
-        if len(line) == 1:
+        own = sorted((c for c in cells if c["strategy"] == name), key=lambda c: c["ratio"])
+        if not own:
             continue
-        work = [100 * c["work"] for c in line]
-        panel.plot(work, [c["recovered"] for c in line], color=colour, marker=".", label=name)
-        low, high = zip(*(c["recovered_ci"] for c in line), strict=True)
-        panel.fill_between(work, low, high, color=colour, alpha=0.12, linewidth=0)
-    panel.set_xlim(0, 60)
-    panel.set_ylim(-5, 100)
-    panel.grid(alpha=0.3)
+        line = [reuse, *own]
+        low = [point(c["work"], c["recovered_ci"][0]) for c in line]
+        high = [point(c["work"], c["recovered_ci"][1]) for c in reversed(line)]
+        middle = [point(c["work"], c["recovered"]) for c in line]
+        yield f'<g fill="{colour}" stroke="{colour}"><polygon points="{" ".join([*low, *high])}"/>'
+        yield f'<polyline points="{" ".join(middle)}"/>'
+        dots = (each.split(",") for each in middle)
+        yield "".join(f'<circle cx="{a}" cy="{b}" r="2"/>' for a, b in dots) + "</g>"
+
+
+def point(work: float, recovered: float) -> str:
+    return f"{x(100 * work)},{y(recovered)}"
+
+
+def x(work: float) -> float:
+    return round(WIDTH * work / MOST_WORK, 1)
+
+
+def y(recovered: float) -> float:
+    return round(HEIGHT * (MOST - recovered) / (MOST - LEAST), 1)
 
 
 if __name__ == "__main__":
