@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--step-rows", type=int, default=EngineConfig().step_rows)
-    parser.add_argument("--prompts", type=int, default=8, help="per way and round")
+    parser.add_argument("--prompts", type=int, default=8, help="per mode and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")

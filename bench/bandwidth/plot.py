@@ -43,15 +43,15 @@ def plot(result: dict[str, Any], out: Path) -> None:
         for speed in speeds
     ]
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">GB/s</text>')
-    for i, (way, colour) in enumerate(COLOURS.items()):
-        own = sorted((c for c in cells if c["way"] == way), key=lambda c: c["gb_s"])
+    for i, (mode, colour) in enumerate(COLOURS.items()):
+        own = sorted((c for c in cells if c["way"] == mode), key=lambda c: c["gb_s"])
         for field, dash in (("ttft_ms", ""), ("selected_ms", ' stroke-dasharray="5 4"')):
             points = " ".join(f"{x(c['gb_s']):.1f},{y(c[field]):.1f}" for c in own)
             parts.append(
                 f'<polyline points="{points}" fill="none" stroke="{colour}" '
                 f'stroke-width="2"{dash}/>'
             )
-        label = f"{way} (dashed: until its rows are known)"
+        label = f"{mode} (dashed: until its rows are known)"
         parts.append(
             f'<text x="{WIDTH - 30}" y="{TOP + 18 + 18 * i}" text-anchor="end" '
             f'fill="{colour}">{label}</text>'

@@ -46,7 +46,7 @@ from kvweave.kv.transfers import Transfer
 
 SPEEDS = (1, 2, 3, 5, 8, 12, 20, 35, 50)  # GB/s
 FAST = 8  # GB/s
-WAYS = (("qcfuse", 0.15), ("prophetkv", 0.15))
+MODES = (("qcfuse", 0.15), ("prophetkv", 0.15))
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def measure(world: World, repeats: int, codec: str = "raw") -> dict[str, Any]:
     with KVStore(StoreConfig((HostTierConfig(total + GIB // 4),))) as store:
         for chunk in packed:
             store.save(chunk)
-        for name, ratio in WAYS:
+        for name, ratio in MODES:
             for speed in SPEEDS:
                 runs = [
                     once(world, store, size, name, ratio, speed, codec) for _ in range(repeats + 1)
@@ -144,7 +144,7 @@ def measure(world: World, repeats: int, codec: str = "raw") -> dict[str, Any]:
 
 def verdict(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the cells say about the two."""
-    of = {name: [c for c in cells if c["way"] == name] for name, _ in WAYS}
+    of = {name: [c for c in cells if c["way"] == name] for name, _ in MODES}
     pairs = list(zip(of["qcfuse"], of["prophetkv"], strict=True))
     found = {
         "slope": {name: slope(own, "ttft_ms") for name, own in of.items()},

@@ -1,7 +1,7 @@
 """How many tokens per second does a GPU decode, with steps played from CUDA graphs and without?
 
 Random weights of a real shape. `steps`: one row of each sequence over paged KV of random numbers,
-both ways in turn at every step, tokens on the host at the end of each. `engine`: the same through
+both modes in turn at every step, tokens on the host at the end of each. `engine`: the same through
 the engine, whose prompts are computed first and held until all are there.
 
     python bench/gpu/decode.py --out bench/results/gpu_decode-h200.json
@@ -31,7 +31,7 @@ from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode, open_recorded
 from kvweave.model.rows import Rows
 
-WAYS = {"plain": 0, "recorded": 64}  # EngineConfig.recorded_rows
+MODES = {"plain": 0, "recorded": 64}  # EngineConfig.recorded_rows
 SETTLING = 12  # steps of a size before they count: compiled, recorded, clocks up
 
 
@@ -81,7 +81,7 @@ def measure_steps(args: argparse.Namespace, decoder: Decoder) -> list[dict[str, 
     pool = KVPool(decoder.spec, max(args.batch) * each, args.page, decoder.dtype, decoder.device)
     pool.keys.normal_()
     pool.values.normal_()
-    recorded = open_recorded(decoder, pool, WAYS["recorded"])
+    recorded = open_recorded(decoder, pool, MODES["recorded"])
     if recorded is None:
         print("steps cannot be recorded on this machine: plain ones alone")
     tables = [range(i * each, (i + 1) * each) for i in range(max(args.batch))]
@@ -94,7 +94,7 @@ def measure_steps(args: argparse.Namespace, decoder: Decoder) -> list[dict[str, 
 
 
 class Steps:
-    """One batch, both ways in turn at every step."""
+    """One batch, both modes in turn at every step."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ def measure_engine(args: argparse.Namespace, decoder: Decoder, batch: int) -> di
     ).tolist()
     row: dict[str, Any] = {"batch": batch}
     answers = {}
-    for way, recorded_rows in WAYS.items():
+    for mode, recorded_rows in MODES.items():
         cfg = EngineConfig(
             page_tokens=args.page, pool_tokens=batch * each, max_running=batch, tree_share=0.0,
             alone_rows=8192, guess_rows=8192, recorded_rows=recorded_rows,
@@ -187,8 +187,8 @@ def measure_engine(args: argparse.Namespace, decoder: Decoder, batch: int) -> di
             tickets = [engine.submit(request, held=True) for request in requests]
             while engine.pending_prefills():
                 time.sleep(0.01)
-            answers[way], rate = decode_rate(tickets)
-            row[f"{way}_tokens_per_s"] = round(rate, 1)
+            answers[mode], rate = decode_rate(tickets)
+            row[f"{mode}_tokens_per_s"] = round(rate, 1)
             if engine._recorded is not None:
                 row["played"], row["sizes"] = engine._recorded.num_played, engine._recorded.sizes
         drop_memory(decoder.device)

@@ -1,8 +1,8 @@
 """Where does the host's time go in a pass that the device could do faster than it is told to?
 
-One prompt from host memory, as bench/ttft/cuda.py makes it. Per way: wall time with recorded layers
-and without, how long the device was busy, orders per layer by kind, and the functions that cost the
-host most.
+One prompt from host memory, as bench/ttft/cuda.py makes it. Per mode: wall time with recorded
+layers and without, how long the device was busy, orders per layer by kind, and the functions that
+cost the host most.
 
     python bench/gpu/host.py --sizes 8k=16 --out bench/results/gpu_host-h200.json
 """
@@ -30,11 +30,11 @@ from kvweave.fuse import recorded_layers
 from kvweave.fuse.prefill import prefill_from_store
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
-from ttft.cuda import WAYS
+from ttft.cuda import MODES
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 SHOWN = 12  # functions
-MORE_WAYS = (("prophetkv", 0.15),)
+MORE_MODES = (("prophetkv", 0.15),)
 
 
 def main() -> None:
@@ -47,8 +47,8 @@ def main() -> None:
         for chunk in packed:
             store.save(chunk)
         for size in world.sizes:
-            for name, ratio in chosen_ways(args.ways):
-                run = way(world, store, size, name, ratio)
+            for name, ratio in chosen_modes(args.ways):
+                run = one_pass(world, store, size, name, ratio)
                 results[f"{size.name}_{name}"] = found = look(run, world, args.repeats)
                 print(f"{size.name} {name} {ratio:g}: {found['numbers']}", flush=True)
                 for line in found["functions"]:
@@ -57,7 +57,9 @@ def main() -> None:
     finish(__doc__, {**header, **results}, args.out)
 
 
-def way(world: World, store: KVStore, size: Size, name: str, ratio: float) -> Callable[[], None]:
+def one_pass(
+    world: World, store: KVStore, size: Size, name: str, ratio: float
+) -> Callable[[], None]:
     strategy, chunks = world.strategy(name), world.prompt_chunks(size, "raw")
 
     def run() -> None:
@@ -70,8 +72,8 @@ def way(world: World, store: KVStore, size: Size, name: str, ratio: float) -> Ca
     return run
 
 
-def chosen_ways(names: str) -> list[tuple[str, float]]:
-    return [way for way in (*WAYS, *MORE_WAYS) if not names or way[0] in names.split(",")]
+def chosen_modes(names: str) -> list[tuple[str, float]]:
+    return [mode for mode in (*MODES, *MORE_MODES) if not names or mode[0] in names.split(",")]
 
 
 def look(run: Callable[[], None], world: World, repeats: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What does each way of reuse cost in answer quality?
+"""What does each strategy of reuse cost in answer quality?
 
 For every question: full prefill gives the greedy answer; every encoding x strategy x ratio is then
 judged on that answer (KL of the distributions, full ‖ method) and on the gold answer (NLL), and

@@ -51,7 +51,7 @@ from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.text.prompt import lay_out
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
-from speculation.shelf import Shelf, make_large
+from speculation.search_only_kb import SearchOnlyKB, make_large
 
 MODES: tuple[Mode, ...] = ("off", "on", "auto")
 WARM_UP = "Who are you?"
@@ -60,7 +60,7 @@ Row = dict[str, Any]
 
 
 class Measured(NamedTuple):
-    """One question, answered one way."""
+    """One question, answered in one mode."""
 
     tokens: list[int]
     ttft_s: float
@@ -72,7 +72,7 @@ class Measured(NamedTuple):
 
 @dataclass
 class Bench:
-    shelf: Shelf
+    kb: SearchOnlyKB
     asking: EngineClient
     tokenizer: Tokenizer
     k: int
@@ -80,9 +80,9 @@ class Bench:
     device: torch.device
 
     def ask(self, speculation: Speculation, question: str, namespace: str) -> Measured:
-        """`namespace` keeps what other ways have computed out of reach."""
+        """`namespace` keeps what other modes have computed out of reach."""
 
-        def way_of(hits: Sequence[Hit]) -> Submission:
+        def submission_of(hits: Sequence[Hit]) -> Submission:
             prompt = lay_out(self.tokenizer, question, [hit.chunk.token_ids for hit in hits])
             eos_ids, note = self.tokenizer.eos_ids, AnswerNotes()
             request = exact_request(prompt, self.sampling, eos_ids, use_tree=True)
@@ -90,13 +90,13 @@ class Bench:
             return Submission(len(prompt.token_ids), request, keep_record(note, prompt), note)
 
         started_s = time.perf_counter()
-        way, choices = speculation.answer(question, self.k, way_of)
+        submission, choices = speculation.answer(question, self.k, submission_of)
         tokens = [next(choices).token_id]
         ttft_s = time.perf_counter() - started_s
         tokens += [choice.token_id for choice in choices]
-        said = way.note.speculation
+        said = submission.note.speculation
         if said is None:
-            search_s = self.shelf.searched_s
+            search_s = self.kb.searched_s
             return Measured(tokens, ttft_s, search_s, search_s, 0, 0)
         open_s = (said.search_ms - said.hidden_ms) / 1e3
         return Measured(
@@ -107,23 +107,23 @@ class Bench:
         """Searches alone, so that "auto" knows how long they take and when their lists stand."""
         for vector in vectors:
             started_s = time.perf_counter()  # by itself, so also what it takes elsewhere
-            stages = self.shelf.index.search_staged(vector, self.k, MAX_STAGES)
+            stages = self.kb.index.search_staged(vector, self.k, MAX_STAGES)
             lists = [found.ids.tolist() for found in stages]
             speculation.pace.searched(time.perf_counter() - started_s, lists, MAX_STAGES)
 
     def level(self, where: str, share: float, questions: Sequence[str], learn_from: Vectors) -> Row:
-        self.shelf.index.share = share
-        self.shelf.elsewhere = where == "elsewhere"
+        self.kb.index.share = share
+        self.kb.elsewhere = where == "elsewhere"
         for question in [WARM_UP, *questions]:
-            self.shelf.record(self.shelf.vectors[question], self.k)
-        kb, device = cast(KnowledgeBase, self.shelf), self.device
-        ways = {
+            self.kb.record(self.kb.vectors[question], self.k)
+        kb, device = cast(KnowledgeBase, self.kb), self.device
+        by_mode = {
             mode: Speculation(kb, self.asking, device, SpeculationConfig(mode)) for mode in MODES
         }
-        self.learn(ways["auto"], learn_from)
+        self.learn(by_mode["auto"], learn_from)
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         for number, question in enumerate([WARM_UP, *questions]):  # the first warms up
-            for mode, speculation in ways.items():
+            for mode, speculation in by_mode.items():
                 one = self.ask(speculation, question, f"{where} {share} {mode}")
                 if number:
                     got[mode].append(one)
@@ -212,9 +212,9 @@ def main() -> None:
     tokenizer, device = Tokenizer(folder), torch.device(args.device)
     by_text = dict(zip(asked, asked_vectors, strict=True))
     by_text[WARM_UP] = embedder.embed_query(WARM_UP)
-    shelf = Shelf(index, passages, tokenizer, by_text)
+    kb = SearchOnlyKB(index, passages, tokenizer, by_text)
     asking = EngineClient(decoder, EngineConfig(pool_tokens=1 << 15))
-    bench = Bench(shelf, asking, tokenizer, args.k, Sampling(max_tokens=6), device)
+    bench = Bench(kb, asking, tokenizer, args.k, Sampling(max_tokens=6), device)
     others = asked_vectors[args.questions :]
     rows = [bench.level("elsewhere", share, questions, others) for share in args.shares]
     rows += [bench.level("here", share, questions, others) for share in args.here]

@@ -4,13 +4,13 @@ Open-loop Poisson arrivals over a skewed stream of questions; full prefill, exac
 in turn, each on a server that has just been started and warmed with other draws of the same stream.
 The number that counts is the highest arrival rate at which the 95th percentile of the time to the
 first token stays within 5 times full prefill's unloaded one. That bound is in seconds and the same
-for all ways. Each rate is tried for a while with questions of its own draw, the same for all ways.
+for all modes. Each rate is tried for a while with questions of its own draw, the same for all.
 
     python bench/throughput/run.py --data ../shared/data --out bench/results/throughput-cpu.json
     python bench/throughput/run.py --device cuda --shape llama-3.1-8b
 
-Exact ways must give the answers of the plain loop that serves one request alone; everything must be
-answered; at the end no page, lease or request may be held.
+Exact modes must give the answers of the plain loop that serves one request alone; everything must
+be answered; at the end no page, lease or request may be held.
 """
 
 import argparse
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 from common.results import finish, result_header
 from throughput.open_loop import Probe, Served, alone, highest_rate, probe
 
-WAYS = ("full", "prefix", "auto")
+MODES = ("full", "prefix", "auto")
 BOUND = 5.0  # times full prefill's unloaded TTFT
 LONGER = 3.0  # arrivals last at least so many times the bound
 WARM_SEED, ALONE_SEED = 1, 2
@@ -46,7 +46,7 @@ class World(Protocol):
     def config(self) -> dict[str, Any]: ...
     def serving(self) -> AbstractContextManager[None]: ...
     def stream(self, count: int, seed: int) -> list[int]: ...
-    def serve(self, way: str, number: int) -> Iterable[Any]: ...
+    def serve(self, mode: str, number: int) -> Iterable[Any]: ...
     def reference(self, number: int) -> Any: ...
     def answer(self, tokens: Sequence[Any]) -> Any: ...
     def prompt_tokens(self, number: int) -> int: ...
@@ -56,8 +56,8 @@ def main() -> None:
     args = parse_args()
     world = open_world(args)
     bench = Bench(world, args)
-    for way in WAYS:
-        bench.measure(way)
+    for mode in MODES:
+        bench.measure(mode)
     drift = bench.drift()
     cells, rates = bench.cells, bench.rates
     show(cells)
@@ -70,8 +70,8 @@ def main() -> None:
         "auto_over_full": over(rates, "auto"),
         "prefix_over_full": over(rates, "prefix"),
         "completed_over_full": over(most_completed(cells), "auto"),
-        "cpu_s_per_request": {way: cpu_s(cells, way) for way in WAYS},
-        "requests_per_s": {way: round(rate, 3) for way, rate in rates.items()},
+        "cpu_s_per_request": {mode: cpu_s(cells, mode) for mode in MODES},
+        "requests_per_s": {mode: round(rate, 3) for mode, rate in rates.items()},
         "answers_checked": bench.checked,
         "answers_equal": bench.equal,
         "leaks": bench.leaks,
@@ -100,9 +100,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--bound", type=float, default=0.02, help="of auto, in nats per token")
     parser.add_argument("--ratio", type=float, default=0.15, help="of auto, with --shape")
     parser.add_argument("--window", type=float, default=30.0, help="seconds of arrivals per rate")
-    parser.add_argument("--probes", type=int, default=4, help="rates tried per way")
+    parser.add_argument("--probes", type=int, default=4, help="rates tried per mode")
     parser.add_argument("--warm", type=int, default=24, help="requests before anything counts")
-    parser.add_argument("--sample", type=int, default=5, help="answers compared per exact way")
+    parser.add_argument("--sample", type=int, default=5, help="answers compared per exact mode")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="2 minutes, and rough")
     parser.add_argument("--out", type=Path)
@@ -124,14 +124,14 @@ def open_world(args: argparse.Namespace) -> World:
     return WeaveWorld(args)
 
 
-def warm_requests(way: str, args: argparse.Namespace) -> int:
-    """Full prefill has no caches to fill; but a GPU records decode steps of every size, each way
+def warm_requests(mode: str, args: argparse.Namespace) -> int:
+    """Full prefill has no caches to fill; but a GPU records decode steps of every size, each mode
     on an engine of its own, and whoever does that while it is measured looks slower."""
-    return 2 if way == "full" and args.device == "cpu" else args.warm
+    return 2 if mode == "full" and args.device == "cpu" else args.warm
 
 
 class Bench:
-    """Measures one way after another; full prefill first, because it sets the bound."""
+    """Measures one mode after another; full prefill first, because it sets the bound."""
 
     def __init__(self, world: World, args: argparse.Namespace) -> None:
         self._world, self._args = world, args
@@ -143,38 +143,38 @@ class Bench:
         self.leaks: dict[str, dict[str, int]] = {}
         self.prompt_tokens = 0
 
-    def measure(self, way: str) -> None:
+    def measure(self, mode: str) -> None:
         world, args = self._world, self._args
         with world.serving():
-            serve = partial(world.serve, way)
-            count = warm_requests(way, args)
+            serve = partial(world.serve, mode)
+            count = warm_requests(mode, args)
             warm = probe(serve, count, 1.0, 1e9, world.stream(MOST, WARM_SEED), 0)
-            unloaded = self._unloaded(way)
-            if way == "full":
+            unloaded = self._unloaded(mode)
+            if mode == "full":
                 self.bound_s = BOUND * unloaded["ttft_ms"] / 1e3
             found: list[Probe] = []
 
             def probe_at(rate: float) -> bool:
                 before = world.engine.stats()
-                seed = 10 + len(found)  # questions of their own, the same for all ways
+                seed = 10 + len(found)  # questions of their own, the same for all modes
                 numbers = world.stream(MOST, seed)
                 # a queue that grows must have the time to reach the bound
                 window_s = max(args.window, LONGER * self.bound_s)
                 found.append(probe(serve, rate, window_s, self.bound_s, numbers, seed))
-                self._note(way, found[-1], unloaded, before)
+                self._note(mode, found[-1], unloaded, before)
                 return found[-1].within
 
-            if way == "full":
+            if mode == "full":
                 seconds = (unloaded["ttft_ms"] + unloaded["decode_ms"]) / 1e3
-                self.rates[way] = highest_rate(probe_at, 0.9 / seconds, args.probes)
+                self.rates[mode] = highest_rate(probe_at, 0.9 / seconds, args.probes)
             else:
                 full = self.rates["full"] or min(cell["rate"] for cell in self.cells)
                 same = full if probe_at(full) else 0.0
                 start = full * self._guess(unloaded)
-                self.rates[way] = highest_rate(probe_at, start, args.probes - 1, same)
-            self._check(way, [warm, *found])
-            self.leaks[way] = held(world)
-            assert not any(self.leaks[way].values()), f"{way} still holds {self.leaks[way]}"
+                self.rates[mode] = highest_rate(probe_at, start, args.probes - 1, same)
+            self._check(mode, [warm, *found])
+            self.leaks[mode] = held(world)
+            assert not any(self.leaks[mode].values()), f"{mode} still holds {self.leaks[mode]}"
 
     def drift(self) -> float:
         """Full prefill's unloaded TTFT once more, over what it was at the beginning."""
@@ -185,20 +185,20 @@ class Bench:
             print(f"the machine changed meanwhile: full prefill takes {drift:.2f} times as long")
         return round(drift, 2)
 
-    def _unloaded(self, way: str) -> dict[str, float]:
+    def _unloaded(self, mode: str) -> dict[str, float]:
         world, args = self._world, self._args
         numbers = world.stream(MOST, ALONE_SEED)[: max(3, args.sample)]
-        serve = partial(world.serve, way)
+        serve = partial(world.serve, mode)
         served = alone(serve, numbers)
-        if way == "full":  # sets the bound: what else the machine does must not widen it
+        if mode == "full":  # sets the bound: what else the machine does must not widen it
             pairs = zip(served, alone(serve, numbers), strict=True)
             served = [min(pair, key=lambda one: one.token_s[0]) for pair in pairs]
         self.prompt_tokens = round(statistics.fmean(map(world.prompt_tokens, set(numbers))))
         errors = [one.error for one in served if one.error]
-        assert not errors, f"{way} fails when nothing else runs: {errors[0]}"
+        assert not errors, f"{mode} fails when nothing else runs: {errors[0]}"
         first = statistics.median(one.token_s[0] for one in served)
         rest = statistics.median(one.token_s[-1] - one.token_s[0] for one in served)
-        print(f"{way}: unloaded TTFT {first * 1e3:.0f} ms, the other tokens {rest * 1e3:.0f} ms")
+        print(f"{mode}: unloaded TTFT {first * 1e3:.0f} ms, the other tokens {rest * 1e3:.0f} ms")
         return {"ttft_ms": round(first * 1e3, 1), "decode_ms": round(rest * 1e3, 1)}
 
     def _guess(self, unloaded: dict[str, float]) -> float:
@@ -206,7 +206,7 @@ class Bench:
         return max(1.2, min(4.0, 0.75 * self.bound_s * 1e3 / BOUND / unloaded["ttft_ms"]))
 
     def _note(
-        self, way: str, seen: Probe, unloaded: dict[str, float], before: dict[str, float]
+        self, mode: str, seen: Probe, unloaded: dict[str, float], before: dict[str, float]
     ) -> None:
         after = self._world.engine.stats()
         tokens = {
@@ -214,17 +214,17 @@ class Bench:
             for name in sorted(after)
             if name.startswith("tokens_")
         }
-        cell = {"way": way, **seen.numbers(), "unloaded": unloaded, "tokens": tokens}
+        cell = {"way": mode, **seen.numbers(), "unloaded": unloaded, "tokens": tokens}
         cell["preemptions"] = int(after["preemptions"] - before["preemptions"])
         self.cells.append(cell)
         print(line(cell), flush=True)
 
-    def _check(self, way: str, probes: Sequence[Probe]) -> None:
-        """Everything was answered; exact ways as the plain loop does it, alone."""
+    def _check(self, mode: str, probes: Sequence[Probe]) -> None:
+        """Everything was answered; exact modes as the plain loop does it, alone."""
         served = [one for each in probes for one in each.served]
         lost = [one for one in served if one.error is not None or not one.done]
-        assert not lost, f"{len(lost)} requests of {way} were not answered: {lost[0].error}"
-        if way == "auto":
+        assert not lost, f"{len(lost)} requests of {mode} were not answered: {lost[0].error}"
+        if mode == "auto":
             return
         sample: dict[int, Served] = {}
         for one in reversed(served):
@@ -235,7 +235,7 @@ class Bench:
             wanted, got = self._world.reference(number), self._world.answer(one.tokens)
             self.equal += wanted == got
             if wanted != got:
-                print(f"{way}, question {number}: {got!r} under load, {wanted!r} alone")
+                print(f"{mode}, question {number}: {got!r} under load, {wanted!r} alone")
 
 
 def held(world: World) -> dict[str, int]:
@@ -251,20 +251,21 @@ def held(world: World) -> dict[str, int]:
     }
 
 
-def over(rates: dict[str, float], way: str) -> float | None:
-    return round(rates[way] / rates["full"], 2) if rates["full"] else None
+def over(rates: dict[str, float], mode: str) -> float | None:
+    return round(rates[mode] / rates["full"], 2) if rates["full"] else None
 
 
 def most_completed(cells: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Requests per second that were finished at the best of all rates, bound or no bound."""
     return {
-        way: max(cell["completed_per_s"] for cell in cells if cell["way"] == way) for way in WAYS
+        mode: max(cell["completed_per_s"] for cell in cells if cell["way"] == mode)
+        for mode in MODES
     }
 
 
-def cpu_s(cells: Sequence[dict[str, Any]], way: str) -> float:
+def cpu_s(cells: Sequence[dict[str, Any]], mode: str) -> float:
     """What a request costs at the highest load: where others use the machine, clocks say little."""
-    busiest = max((cell for cell in cells if cell["way"] == way), key=lambda cell: cell["rate"])
+    busiest = max((cell for cell in cells if cell["way"] == mode), key=lambda cell: cell["rate"])
     return float(busiest["cpu_s_per_request"])
 
 
@@ -280,7 +281,7 @@ def line(cell: dict[str, Any]) -> str:
 def show(cells: Sequence[dict[str, Any]]) -> None:
     print(f"\n{'way':<8}{'rate/s':>7}{'requests':>9}{'done/s':>9}", end="")
     print("".join(f"{name:>9}" for name in ("TTFT p50", "p95", "TBT p50", "p95")), "  bound")
-    for cell in sorted(cells, key=lambda cell: (WAYS.index(cell["way"]), cell["rate"])):
+    for cell in sorted(cells, key=lambda cell: (MODES.index(cell["way"]), cell["rate"])):
         print(line(cell))
 
 

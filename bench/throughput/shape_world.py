@@ -42,7 +42,7 @@ CODEC = "raw"
 
 
 class ShapeWorld:
-    """One decoder, one store; a fresh engine for every way."""
+    """One decoder, one store; a fresh engine for every mode."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -101,8 +101,8 @@ class ShapeWorld:
         weights = [1 / (rank + 1) ** ZIPF for rank in ranks for _ in range(QUESTIONS)]
         return random.Random(seed).choices(range(len(self._questions)), weights, k=count)
 
-    def serve(self, way: str, number: int) -> Iterator[int]:
-        ticket = self.engine.submit(self._request(way, number))
+    def serve(self, mode: str, number: int) -> Iterator[int]:
+        ticket = self.engine.submit(self._request(mode, number))
         try:
             for choice in ticket:
                 yield choice.token_id
@@ -120,11 +120,11 @@ class ShapeWorld:
     def prompt_tokens(self, number: int) -> int:
         return len(self._request("full", number).prompt_ids)
 
-    def _request(self, way: str, number: int) -> EngineRequest:
+    def _request(self, mode: str, number: int) -> EngineRequest:
         question, places = self._questions[number]
         ids = [self._chunks[place] for place in places]
         fused = None
-        if way == "auto":
+        if mode == "auto":
             chunks = tuple(PromptChunk(each, self._key(each), self._key(each)) for each in ids)
             fused = FusedPart(
                 self.store, lambda: self._preamble, chunks, self._strategy, self._args.ratio
@@ -135,7 +135,7 @@ class ShapeWorld:
             frozenset(),  # random weights would end answers anywhere: all have the same length
             self._preamble.token_ids,
             tuple(EngineChunk(ChunkId(f"{p:032x}"), i) for p, i in zip(places, ids, strict=True)),
-            use_tree=way != "full",
+            use_tree=mode != "full",
             fused=fused,
         )
 

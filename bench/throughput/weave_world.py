@@ -40,7 +40,7 @@ OPENED = "gate opened by hand"
 
 
 class WeaveWorld:
-    """One model and one knowledge base; a fresh Weave for every way."""
+    """One model and one knowledge base; a fresh Weave for every mode."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         torch.set_num_threads(args.threads)
@@ -92,14 +92,14 @@ class WeaveWorld:
         weights = [1 / (rank + 1) ** ZIPF for rank in ranks]
         return drawn.choices(range(len(self.questions)), weights, k=count)
 
-    def serve(self, way: str, number: int) -> Iterator[str]:
+    def serve(self, mode: str, number: int) -> Iterator[str]:
         args = self._args
         answering = self.weave.stream(
             self.questions[number],
             k=args.k,
-            reuse=way,
+            reuse=mode,
             sampling=Sampling(max_tokens=args.answer),
-            bound=args.bound if way == "auto" else 0.0,
+            bound=args.bound if mode == "auto" else 0.0,
         )
         for piece in answering:
             yield piece.text

@@ -1,17 +1,17 @@
 """How long until the first token on a CPU, and where does the time go?
 
 A knowledge base of chunks of about 300 tokens, ten of them in every prompt; questions asked through
-`Weave` as a user would, one after another, every way in turn. Each way is measured with its chunk
+`Weave` as a user would, one after another, every mode in turn. Each mode is measured with its chunk
 KV in host memory, on disk with a warm page cache, and on disk with the cache dropped.
 
     python bench/ttft/run.py --data ../shared/data --out bench/results/ttft-cpu.json
 
-Full prefill is asked again in every turn, first. `speedup` is its time over that of a way in the
+Full prefill is asked again in every turn, first. `speedup` is its time over that of a mode in the
 same turn, median of the turns: a virtual machine is faster in one minute than in the next, and so
 both are measured within half a minute. `speedup_15` and `speedup_0` are those of `weave` at 15 %
 and of `reuse`, host tier.
 
-`auto` is the planner's choice among the ways that the model's calibration allows within --bound;
+`auto` is the planner's choice among the modes that the model's calibration allows within --bound;
 `auto_over_best` is its time over that of the best of them, full and prefix included, and
 `auto_over_full` over full prefill's, medians, by tier.
 """
@@ -32,22 +32,22 @@ from rich.table import Table
 from common.results import finish, result_header
 from kvweave.app.weave import AUTO
 from kvweave.calibrate.gate import BOUND
-from ttft.cpu_world import STAGES, TIERS, Way, World
+from ttft.cpu_world import STAGES, TIERS, Mode, World
 
-WAYS = (
-    Way("full", None),
-    Way("prefix", None),
-    Way("reuse", None),
-    Way("epic", 0.15),
-    Way("cacheblend", 0.15),
-    Way("fusionrag", 0.15),
-    Way("qcfuse", 0.15),
-    Way("prophetkv", 0.15),
-    Way("weave", 0.05),
-    Way("weave", 0.15),
-    Way("weave", 0.3),
-    Way("weave-deep", 0.15),
-    Way(AUTO, None),
+MODES = (
+    Mode("full", None),
+    Mode("prefix", None),
+    Mode("reuse", None),
+    Mode("epic", 0.15),
+    Mode("cacheblend", 0.15),
+    Mode("fusionrag", 0.15),
+    Mode("qcfuse", 0.15),
+    Mode("prophetkv", 0.15),
+    Mode("weave", 0.05),
+    Mode("weave", 0.15),
+    Mode("weave", 0.3),
+    Mode("weave-deep", 0.15),
+    Mode(AUTO, None),
 )
 
 
@@ -58,18 +58,18 @@ def main() -> None:
     prompt_tokens: list[int] = []
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
         world = World(args, Path(folder))
-        ways, skipped = world.possible(
-            [w for w in WAYS if not args.only or w.strategy in ("full", *args.only)]
+        modes, skipped = world.possible(
+            [w for w in MODES if not args.only or w.strategy in ("full", *args.only)]
         )
         world.warm()
-        task = progress.add_task("asking", total=(args.rounds + 1) * len(TIERS) * len(ways))
+        task = progress.add_task("asking", total=(args.rounds + 1) * len(TIERS) * len(modes))
         for turn in range(-1, args.rounds):  # the first round warms up
             for tier in TIERS:
-                for way in ways:
-                    measured, tokens = world.ask(tier, way, turn)
+                for mode in modes:
+                    measured, tokens = world.ask(tier, mode, turn)
                     progress.advance(task)
                     if turn >= 0:
-                        took[tier, str(way)].append(measured)
+                        took[tier, str(mode)].append(measured)
                         prompt_tokens.append(tokens)
         world.close()
     cells = summarise(took)
@@ -113,14 +113,14 @@ def parse_args() -> argparse.Namespace:
 def judge_auto(
     by: dict[tuple[str, str], float], allowed: dict[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Auto beside the best way it was allowed, and beside full prefill, by tier."""
+    """Auto beside the best mode it was allowed, and beside full prefill, by tier."""
     names = {f"{name} {ratio:g}" if ratio else name for name, ratio in allowed.items()}
     over_best, over_full = {}, {}
     for tier in TIERS:
         auto, full = by.get((tier, AUTO)), by[tier, "full"]
         if auto is None:
             continue
-        singles = [ms for (t, way), ms in by.items() if t == tier and way in {*names, "prefix"}]
+        singles = [ms for (t, mode), ms in by.items() if t == tier and mode in {*names, "prefix"}]
         over_best[tier] = round(auto / min([full, *singles]), 3)
         over_full[tier] = round(auto / full, 3)
     return {"auto_over_best": over_best, "auto_over_full": over_full}
@@ -130,7 +130,7 @@ def summarise(
     took: dict[tuple[str, str], list[dict[str, float]]],
 ) -> list[dict[str, Any]]:
     cells = []
-    for (tier, way), measured in took.items():
+    for (tier, mode), measured in took.items():
         ttft = statistics.median(m["ttft"] for m in measured)
         beside = zip(took[tier, "full"], measured, strict=True)
         speedups = [full["ttft"] / m["ttft"] for full, m in beside]
@@ -142,7 +142,7 @@ def summarise(
         cells.append(
             {
                 "tier": tier,
-                "way": way,
+                "way": mode,
                 "ttft_ms": round(ttft, 1),
                 "best_ms": round(min(m["ttft"] for m in measured), 1),
                 "speedup": round(statistics.median(speedups), 2),

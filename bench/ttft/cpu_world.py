@@ -39,7 +39,7 @@ TIERS = ("host", "disk warm", "disk cold")
 STAGES = ("retrieve", "load", "select", "compute", "rest")
 
 
-class Way(NamedTuple):
+class Mode(NamedTuple):
     """A strategy at a ratio."""
 
     strategy: str
@@ -121,32 +121,32 @@ class World:
     def warm(self) -> None:
         """Bring what the questions need into host memory."""
         for turn in range(len(self.questions)):
-            self.ask("host", Way("reuse", None), -1 - turn)
+            self.ask("host", Mode("reuse", None), -1 - turn)
 
-    def possible(self, ways: Sequence[Way]) -> tuple[list[Way], dict[str, str]]:
-        """Ways this model can go, and why not the others."""
+    def possible(self, modes: Sequence[Mode]) -> tuple[list[Mode], dict[str, str]]:
+        """Modes that this model can run, and why not the others."""
         found, skipped = [], {}
-        for way in ways:
-            if way.strategy == AUTO:
-                found.append(way)
+        for mode in modes:
+            if mode.strategy == AUTO:
+                found.append(mode)
                 continue
             try:
-                open_strategy(way.strategy, self._weaves["host"].facts)
-                found.append(way)
+                open_strategy(mode.strategy, self._weaves["host"].facts)
+                found.append(mode)
             except ConfigError as error:
-                skipped[str(way)] = str(error)
-                print(f"{way} is left out: {error}")
+                skipped[str(mode)] = str(error)
+                print(f"{mode} is left out: {error}")
         return found, skipped
 
-    def ask(self, tier: str, way: Way, turn: int) -> tuple[dict[str, float], int]:
+    def ask(self, tier: str, mode: Mode, turn: int) -> tuple[dict[str, float], int]:
         """Milliseconds to the first token, by stage, and the prompt's length."""
         if tier == "disk cold":
             drop_page_cache(self._folder / KV_FOLDER)
         answer = self._weaves[tier].ask(
             self.questions[turn % len(self.questions)],
             k=self._chunks,
-            reuse=way.strategy,
-            ratio=way.ratio,
+            reuse=mode.strategy,
+            ratio=mode.ratio,
             bound=self._bound,
             sampling=Sampling(max_tokens=1),
         )
@@ -162,7 +162,7 @@ class World:
             measured["rest"] = answer.ttft_ms - sum(measured[s] for s in STAGES[:-1])
             found = [c.tier for c in answer.explain.chunks if c.tier]
             wanted = "host" if tier == "host" else "disk"
-            if way.strategy not in ("full", "prefix", AUTO) and turn >= 0:
+            if mode.strategy not in ("full", "prefix", AUTO) and turn >= 0:
                 assert found == [wanted] * self._chunks, f"chunk KV came from {found}"
         return measured, answer.prompt_tokens
 

@@ -1,4 +1,4 @@
-"""Time to the first token on a GPU: every way, tier and codec beside our own full prefill.
+"""Time to the first token on a GPU: every strategy, tier and codec beside our own full prefill.
 
 Random weights of a real shape, random prompts of chunks of 510 tokens. Chunk KV is computed by the
 model itself, stored through the store, and prefilled from it as a request would be. Each cell is
@@ -33,7 +33,7 @@ from kvweave.kv.store import KVStore
 from kvweave.model.rows import Rows
 from ttft.summary import summarise
 
-WAYS = (
+MODES = (
     ("reuse", 0.0), ("epic", 0.15), ("fusionrag", 0.15), ("qcfuse", 0.15), ("weave", 0.15),
     ("weave-deep", 0.15),
 )  # fmt: skip
@@ -122,7 +122,7 @@ class Runs:
         for size in world.sizes:
             chunks = world.prompt_chunks(size, "raw")
             source = ComputedChunks(world.made[: size.chunks])
-            for name, ratio in WAYS:
+            for name, ratio in MODES:
                 if name == "qcfuse":  # anchors come from the store
                     continue
                 strategy = world.strategy(name)
@@ -159,9 +159,9 @@ class Runs:
         with KVStore(StoreConfig((HostTierConfig(size + GIB // 4),))) as store:
             for chunk in packed:
                 store.save(chunk)
-            ways = WAYS if codec == "raw" else WAYS[:1] + WAYS[2:3]
+            modes = MODES if codec == "raw" else MODES[:1] + MODES[2:3]
             for each in self.world.sizes:
-                self.from_store(store, each, "host", codec, ways)
+                self.from_store(store, each, "host", codec, modes)
                 if codec == "raw":
                     self.from_store(store, each, "host", codec, (("prefix", 0.0),))
 
@@ -174,10 +174,10 @@ class Runs:
                 store.save(chunk, wait_s=60)
             store.flush(120)
             os.sync()
-            ways = WAYS[:1] + WAYS[2:3]
+            modes = MODES[:1] + MODES[2:3]
             for each in self.world.sizes:
                 for state in ("disk warm", "disk cold"):
-                    self.from_store(store, each, state, codec, ways, folder=folder)
+                    self.from_store(store, each, state, codec, modes, folder=folder)
 
     def from_store(
         self,
@@ -185,12 +185,12 @@ class Runs:
         size: Size,
         tier: str,
         codec: str,
-        ways: Any,
+        modes: Any,
         folder: Path | None = None,
     ) -> None:
         world = self.world
         chunks = world.prompt_chunks(size, codec)
-        for name, ratio in ways:
+        for name, ratio in modes:
             strategy = world.strategy(name)
 
             def once(strategy: Any = strategy, ratio: float = ratio) -> dict[str, float]:
@@ -219,14 +219,14 @@ class Runs:
         size: Size,
         tier: str,
         codec: str,
-        way: str,
+        mode: str,
         ratio: float,
         once: Callable[[], dict[str, float]],
         repeats: int | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> float:
         if time.perf_counter() - self.began_s > self.args.limit_s:
-            say(f"no time left for {size.name} {tier} {codec} {way}")
+            say(f"no time left for {size.name} {tier} {codec} {mode}")
             return float("nan")
         times: list[float] = []
         seen: list[dict[str, float]] = []
@@ -245,7 +245,7 @@ class Runs:
         if "compute" in middle:
             middle["rest"] = round(ms - sum(middle[k] for k in ("load", "select", "compute")), 2)
         cell = {
-            "size": size.name, "tier": tier, "codec": codec, "way": way, "ratio": ratio,
+            "size": size.name, "tier": tier, "codec": codec, "way": mode, "ratio": ratio,
             "ttft_ms": round(ms, 2), "best_ms": round(min(times), 2), "stages_ms": middle,
             "times_ms": [round(each, 2) for each in times],
         }  # fmt: skip

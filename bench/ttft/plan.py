@@ -1,8 +1,8 @@
-"""What the planner chooses where chunk KV lies on disk, played with the times each way took.
+"""What the planner chooses where chunk KV lies on disk, played with the times each mode took.
 
 The profile is made of the run's own measurements: full prefill, passes over chunk KV that was on
 the device, the speed at which each store was read, and copies from host memory. The planner itself
-plans; what its choice took is looked up among the runs of that way and told to it as the engine
+plans; what its choice took is looked up among the runs of that mode and told to it as the engine
 would. So there is a first choice, from measured parts alone, and later ones that know what earlier
 ones took.
 """
@@ -57,7 +57,7 @@ def choices(prompts: Prompts, cells: Sequence[Cell], host_bytes_per_s: float) ->
     """Per gate, size, disk state and codec: what is chosen first and later, against full prefill.
 
     `over_full` is the first choice's time over full prefill's, `worst_over_full` that of the
-    slowest way chosen in a row of requests; for one case and, at the end, for all of them.
+    slowest mode chosen in a row of requests; for one case and, at the end, for all of them.
     """
     by = {(c["size"], c["tier"], c["codec"], c["way"]): c for c in cells}
     found: dict[str, Any] = {gate: [] for gate in GATES}
@@ -92,7 +92,9 @@ class Case:
     ) -> None:
         self.size, self.state, self.codec = size, state, codec
         self._runs = {
-            way: by[size, state, codec, way] for way in ratios if (size, state, codec, way) in by
+            mode: by[size, state, codec, mode]
+            for mode in ratios
+            if (size, state, codec, mode) in by
         }
         self._full = by[size, "none", "", "full"]
         self._link = link_name("disk", codec)
@@ -103,7 +105,7 @@ class Case:
         names = [ChunkId(f"chunk {i}") for i in range(num_chunks)]
         copy = Stored("isolated", "disk", self._bytes // num_chunks, False, codec=codec)
         rows = (question, question + budget(num_chunks * tokens, SOME), total)
-        passes = [*(by[size, "device", "raw", way] for way in ("reuse", "epic")), self._full]
+        passes = [*(by[size, "device", "raw", mode] for mode in ("reuse", "epic")), self._full]
         self._profile = MachineProfile(
             "bench",
             "bench",
@@ -121,7 +123,7 @@ class Case:
             tree,
             CostModel(self._profile, layer0_free=False),
             lambda asked: {chunk: [copy] for chunk in asked},
-            tuple(StrategyInfo(way) for way in ratios),
+            tuple(StrategyInfo(mode) for mode in ratios),
             OpenGate(ratios),
             now_s=lambda: self._now_s,
         )
@@ -134,50 +136,50 @@ class Case:
         rounds: list[tuple[Plan, str, float]] = []
         for number in range(ROUNDS):
             plan = self._planner.plan(self._request)
-            way = plan.strategy or "full"
-            if way not in (*self._runs, "full") or plan.chosen.name.startswith("mixed"):
+            mode = plan.strategy or "full"
+            if mode not in (*self._runs, "full") or plan.chosen.name.startswith("mixed"):
                 break  # nobody measured that
-            runs = seconds(self._cell(way))
-            rounds.append((plan, way, runs[number % len(runs)]))
-            self._learn(plan, way, rounds[-1][2])
+            runs = seconds(self._cell(mode))
+            rounds.append((plan, mode, runs[number % len(runs)]))
+            self._learn(plan, mode, rounds[-1][2])
         said: dict[str, Any] = {"size": self.size, "tier": self.state, "codec": self.codec}
         if not rounds:
             return {**said, "over_full": None, "worst_over_full": None, "why": "not measured"}
-        (first, way, _), (last, later, _) = rounds[0], rounds[-1]
-        ways = [way for _, way, _ in rounds]
-        took_ms = self._cell(way)["ttft_ms"]
-        medians = [self._cell(way)["ttft_ms"] for way in ways]
+        (first, mode, _), (last, later, _) = rounds[0], rounds[-1]
+        modes = [mode for _, mode, _ in rounds]
+        took_ms = self._cell(mode)["ttft_ms"]
+        medians = [self._cell(mode)["ttft_ms"] for mode in modes]
         return {
             **said,
-            "choice": way,
+            "choice": mode,
             "priced_ms": priced_ms(first),
             "took_ms": took_ms,
             "over_full": round(took_ms / full_ms, 3),
             "later": later,
             "later_priced_ms": priced_ms(last),
             "later_share": round(self._share(), 3),
-            "ways": ", ".join(f"{w} {len(list(group))}" for w, group in groupby(ways)),
+            "ways": ", ".join(f"{w} {len(list(group))}" for w, group in groupby(modes)),
             "worst_over_full": round(max(medians) / full_ms, 3),
         }
 
-    def price_s(self, way: str, ratio: float) -> float:
-        """What a way is priced at with every chunk loaded, before anything was learnt."""
+    def price_s(self, mode: str, ratio: float) -> float:
+        """What a mode is priced at with every chunk loaded, before anything was learnt."""
         chunks, question = self._request.chunks, self._request.question_tokens
         tokens = sum(chunk.num_tokens for chunk in chunks)
         rows, total = question + budget(tokens, ratio), self._profile.prefill.ys[0]
         loads = {self._link: self._bytes}
         costs = self._planner.costs
-        return costs.fused(StrategyInfo(way), rows, total, question, tokens, loads).seconds
+        return costs.fused(StrategyInfo(mode), rows, total, question, tokens, loads).seconds
 
-    def _cell(self, way: str) -> Cell:
-        return self._full if way == "full" else self._runs[way]
+    def _cell(self, mode: str) -> Cell:
+        return self._full if mode == "full" else self._runs[mode]
 
-    def _learn(self, plan: Plan, way: str, took_s: float) -> None:
+    def _learn(self, plan: Plan, mode: str, took_s: float) -> None:
         """As `planning.py` does when an answer begins."""
         self._now_s += 1.0
-        if way == "full":
+        if mode == "full":
             return
-        speed = self._runs[way]["stages_ms"]["read_gb_s"] * 1e9
+        speed = self._runs[mode]["stages_ms"]["read_gb_s"] * 1e9
         self._profile.links[self._link].observe(self._bytes, self._bytes / speed)
         self._planner.took(plan, took_s)
 
@@ -186,7 +188,7 @@ class Case:
 
 
 def priced_ms(plan: Plan) -> dict[str, float]:
-    """What each way was priced at; `full` among them."""
+    """What each mode was priced at; `full` among them."""
     return {
         option.name.rpartition(" ")[2]: round(option.predicted_s * 1e3, 1)
         for option in plan.options

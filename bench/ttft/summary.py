@@ -56,11 +56,11 @@ def speedups(result: dict[str, Any], cells: list[dict[str, Any]], where: str, sa
     if "reuse" in by:
         result[f"speedup_0_{where}"] = by["reuse"]
         say(f"speedup_0_{where} = {by['reuse']}")
-    asked = {way: by[way] for way in QUERY_AWARE if way in by}
+    asked = {mode: by[mode] for mode in QUERY_AWARE if mode in by}
     if asked:
-        best = max(asked, key=lambda way: asked[way])
+        best = max(asked, key=lambda mode: asked[mode])
         result[f"speedup_15_{where}"] = asked[best]
-        others = {way: by[way] for way in ("epic", *asked) if way in by}
+        others = {mode: by[mode] for mode in ("epic", *asked) if mode in by}
         result.setdefault("speedup_15_by_way", {})[where] = others
         say(f"speedup_15_{where} = {asked[best]} ({best}; {others})")
 

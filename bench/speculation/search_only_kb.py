@@ -42,7 +42,7 @@ def make_large(vectors: Vectors, copies: int) -> LargeIndex:
 
 
 @dataclass
-class Shelf:
+class SearchOnlyKB:
     """As much of a knowledge base as a search needs: questions are embedded already."""
 
     index: LargeIndex
@@ -57,7 +57,7 @@ class Shelf:
     )
 
     @property
-    def embedder(self) -> "Shelf":
+    def embedder(self) -> "SearchOnlyKB":
         return self
 
     def embed_query(self, text: str) -> Vector:
