@@ -1,6 +1,6 @@
 """What does a fused prefill cost those who are being answered beside it?
 
-Somebody is being answered while prompts with stored chunk KV come in, one after another. Measured
+A request is being answered while prompts with stored chunk KV come in, one after another. Measured
 are the gaps between the tokens of that answer, and the time to the first token of the prompts,
 beside it and alone:
 

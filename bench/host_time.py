@@ -1,4 +1,4 @@
-"""Host milliseconds of a fused prefill of a long prompt, by part: what no faster device takes away.
+"""How long does the host work on a fused prefill, by part, whatever the device?
 
 64 chunks of 510 tokens, chunk KV in the host tier, brought through the ring that feeds a GPU. The
 model lies on torch's `meta` device, where every operator has its shapes and no numbers: what is

@@ -1,6 +1,7 @@
-"""Measures what prefill costs on this machine by cached and new tokens, for the other benches.
+"""What does prefill cost on this machine, by cached and new tokens?
 
-Also a bench of its own: how far off is bilinear interpolation at points between the measured ones?
+Other benches price by what it saves (`saved_profile`). And how far off is bilinear interpolation at
+points between the measured ones?
 
     python bench/machine_profile.py --model smollm2 --out bench/results/machine_profile-cpu.json
 """

@@ -2,7 +2,7 @@
 
 Real streams (MMLU and NQ-open over a Wikipedia knowledge base, MTRAG conversations) through the
 exact knowledge tree. The figure is the share of retrieved chunk tokens that were found behind
-their path, or that the conversation already held, so that nobody computed them. Orderings:
+their path, or that the conversation already held, so that they were not computed. Orderings:
 
     given         the order of retrieval
     frequency     CRAFT: by access count, ties by id; a chunk enters the tree once seen twice
@@ -137,7 +137,7 @@ def orderings(with_peer: bool) -> dict[str, Callable[[float], Ordering]]:
 
 
 def avoided(asks: Sequence[Ask], ordering: Ordering, dedup: bool) -> float:
-    """Share of retrieved chunk tokens that nobody had to compute."""
+    """Share of retrieved chunk tokens that did not have to be computed."""
     total = saved = 0
     chunk_map = ChunkMap()
     history: dict[str, list[str]] = {}

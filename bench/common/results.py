@@ -65,7 +65,7 @@ def _run_text(run: Mapping[str, Any]) -> str:
     fields = []
     for name, value in run.items():
         text = json.dumps(value)
-        if isinstance(value, list) and len(text) > 100:
+        if isinstance(value, list) and len(text) > 200:
             text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
         fields.append(f" {json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(fields) + "\n}"

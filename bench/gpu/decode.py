@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
+import torch
 
 from common.results import finish, result_header
 from common.shapes import SHAPES, random_decoder

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
+
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 
 from common.gpu_world import STACK, Size, World
 from common.results import finish, result_header, versions

@@ -1,7 +1,7 @@
-"""Is our own full prefill on a GPU a strong baseline? A decoder of a named shape, random weights.
+"""Is our own full prefill on a GPU a strong baseline?
 
 Every speed-up on the GPU is over this, so it must not be slow: with our kernels, and in the same
-run with plain PyTorch in their place.
+run with plain PyTorch in their place. A decoder of a named shape with random weights.
 
     python bench/gpu/prefill.py --out bench/results/gpu_prefill-h200.json
 """
@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
+import torch
 
 from common.results import finish, result_header
 from common.shapes import SHAPES, random_decoder

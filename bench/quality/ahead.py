@@ -2,7 +2,7 @@
 
 At equal work: between two of its ratios a strategy's share of the KL gap recovered is taken to lie
 on the straight line between them (it lies above: gains fall with work). Beyond its last ratio the
-line goes to full prefill, which nobody measured: `measured` says which cells do not rest on that.
+line goes to full prefill, which was not measured: `measured` says which cells do not rest on that.
 """
 
 import argparse
@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 from common.results import finish, read_results
 

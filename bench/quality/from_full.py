@@ -6,8 +6,8 @@ is read off there (`changed`).
 The oracle is for the bench alone. Which rows are worth recomputing? Those that the question looks
 at and whose stored KV is wrong. It knows both: for every layer the attention that the question of
 full prefill pays to a row, times how far the row's stored value is from full prefill's, summed.
-Nobody can choose so without computing everything first. It is no bound, as it judges every row by
-itself, but a sign of how much a better choice of as many rows could bring.
+No strategy can choose so without computing everything first. It is no bound, as it judges every
+row by itself, but a sign of how much a better choice of as many rows could bring.
 
 Shapes: H hits.
 """

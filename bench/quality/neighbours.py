@@ -14,9 +14,10 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
+import numpy as np
 
 from common.files import read_jsonl
 from common.vector_cache import cached_vectors

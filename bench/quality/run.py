@@ -21,12 +21,13 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
+
 import torch
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 
 from common.results import finish, result_header
 from kvweave.fuse.strategy import NEEDS_PROFILE

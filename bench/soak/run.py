@@ -21,12 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
+
 import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 
 from common.files import REPO
 from common.results import finish, result_header
@@ -52,7 +53,7 @@ def start(args: argparse.Namespace, folder: Path, log: Path) -> tuple[subprocess
     command = [sys.executable, "-m", "kvweave", "serve", "--port", "0", "--model", model]
     command += ["--kb-root", str(folder / "kbs"), "--encoding", "filler:1", "--log-format", "json"]
     command += ["--max-body-mb", "0.2", "--max-upload-mb", "1", "--waiting", str(args.waiting)]
-    own = folder / "home"  # what is measured of a tiny model is of no use to anyone
+    own = folder / "home"  # a tiny model's machine profile must not stay behind
     own.mkdir()
     (own / "models").symlink_to(home() / "models")
     env = {**os.environ, "PYTHONPATH": str(REPO / "src"), "KVWEAVE_HOME": str(own)}

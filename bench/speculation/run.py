@@ -28,11 +28,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
+
 import torch
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 
 from common.files import read_jsonl
 from common.results import finish, result_header

@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 from common.results import finish, result_header
 from throughput.open_loop import Probe, Served, alone, highest_rate, probe
@@ -126,7 +127,7 @@ def open_world(args: argparse.Namespace) -> World:
 
 def warm_requests(mode: str, args: argparse.Namespace) -> int:
     """Full prefill has no caches to fill; but a GPU records decode steps of every size, each mode
-    on an engine of its own, and whoever does that while it is measured looks slower."""
+    on an engine of its own, and a mode that does that while it is measured looks slower."""
     return 2 if mode == "full" and args.device == "cpu" else args.warm
 
 
@@ -239,7 +240,7 @@ class Bench:
 
 
 def held(world: World) -> dict[str, int]:
-    """What is held although nobody asks any more. Raises if the engine's books do not balance."""
+    """What is held although no request is left. Raises if the engine's books do not balance."""
     engine = world.engine
     engine.run_alone(engine.check_integrity)
     stats = engine.stats()

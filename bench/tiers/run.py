@@ -14,11 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
+
 import torch
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
 
 from common.results import device_words, finish, result_header
 from kvweave.kv.config import StoreConfig

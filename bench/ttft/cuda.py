@@ -1,6 +1,7 @@
-"""Time to the first token on a GPU: every strategy, tier and codec beside our own full prefill.
+"""How long until the first token on a GPU, and where does the time go?
 
-Random weights of a real shape, random prompts of chunks of 510 tokens. Chunk KV is computed by the
+Every strategy, tier and codec beside our own full prefill, in the same run. Random weights of a
+real shape, random prompts of chunks of 510 tokens. Chunk KV is computed by the
 model itself, stored through the store, and prefilled from it as a request would be. Each cell is
 the median of a few runs after one to warm up; every run ends when the first token is on the host.
 
@@ -14,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +64,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no cell after this long")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
+
+
+class CellKey(NamedTuple):
+    """What one cell measures."""
+
+    size: Size
+    tier: str
+    codec: str
+    mode: str
+    ratio: float
 
 
 class Runs:
@@ -114,7 +125,7 @@ class Runs:
                 int(world.decoder.forward([rows])[0].argmax())
                 return {}
 
-            self.full_ms[size.name] = self.cell(size, "none", "", "full", 0.0, once, 3)
+            self.full_ms[size.name] = self.cell(CellKey(size, "none", "", "full", 0.0), once, 3)
 
     def on_device(self) -> None:
         """Chunk KV that lies in device memory already."""
@@ -144,7 +155,7 @@ class Runs:
                     int(fused.logits.argmax())
                     return stages(fused.load_s, fused.select_s, fused.pass_s)
 
-                self.cell(size, "device", "raw", name, ratio, once)
+                self.cell(CellKey(size, "device", "raw", name, ratio), once)
 
     def pack(self, codec: str) -> list[PackedChunk]:
         started_s = time.perf_counter()
@@ -212,25 +223,22 @@ class Runs:
                     drop(folder)
 
             slow = tier.startswith("disk")
-            self.cell(size, tier, codec, name, ratio, once, 3 if slow else None, before)
+            key = CellKey(size, tier, codec, name, ratio)
+            self.cell(key, once, 3 if slow else None, before)
 
     def cell(
         self,
-        size: Size,
-        tier: str,
-        codec: str,
-        mode: str,
-        ratio: float,
+        key: CellKey,
         once: Callable[[], dict[str, float]],
         repeats: int | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> float:
         if time.perf_counter() - self.began_s > self.args.limit_s:
-            say(f"no time left for {size.name} {tier} {codec} {mode}")
+            say(f"no time left for {key.size.name} {key.tier} {key.codec} {key.mode}")
             return float("nan")
         times: list[float] = []
         seen: list[dict[str, float]] = []
-        unseen = 0 if tier == "disk cold" else 2  # the first warms up, the second records
+        unseen = 0 if key.tier == "disk cold" else 2  # the first warms up, the second records
         for turn in range(-unseen, repeats or self.args.repeats):
             before()
             wait(self.world.device)
@@ -245,11 +253,12 @@ class Runs:
         if "compute" in middle:
             middle["rest"] = round(ms - sum(middle[k] for k in ("load", "select", "compute")), 2)
         cell = {
-            "size": size.name, "tier": tier, "codec": codec, "way": mode, "ratio": ratio,
+            "size": key.size.name, "tier": key.tier, "codec": key.codec, "way": key.mode,
+            "ratio": key.ratio,
             "ttft_ms": round(ms, 2), "best_ms": round(min(times), 2), "stages_ms": middle,
             "times_ms": [round(each, 2) for each in times],
         }  # fmt: skip
-        if full := self.full_ms.get(size.name):
+        if full := self.full_ms.get(key.size.name):
             cell["speedup"] = round(full / ms, 2)
         self.cells.append(cell)
         say(" ".join(f"{v}" for v in cell.values()))

@@ -138,7 +138,7 @@ class Case:
             plan = self._planner.plan(self._request)
             mode = plan.strategy or "full"
             if mode not in (*self._runs, "full") or plan.chosen.name.startswith("mixed"):
-                break  # nobody measured that
+                break  # that was not measured
             runs = seconds(self._cell(mode))
             rounds.append((plan, mode, runs[number % len(runs)]))
             self._learn(plan, mode, rounds[-1][2])

@@ -10,7 +10,8 @@ model's shape, over bare PyTorch (cuda.py).
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # bench/, where common/ is
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Every bench script still imports and says what its options are.
 
-Nothing else runs most of them: a name that moves in src/ would break one and nobody would see it
-until its figures were wanted again. All of them are asked in one process of their own, so that
-torch is imported once and what a bench sets up stays there.
+Nothing else runs most of them: a name that moves in src/ would break one unseen, until its figures
+were wanted again. All of them are asked in one process of their own, so that torch is imported once
+and what a bench sets up stays there.
 """
 
 import ast
@@ -72,6 +72,22 @@ def troubles() -> dict[str, str]:
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_bench_imports_and_a_script_tells_its_options(asked: str) -> None:
     assert troubles()[asked] == ""
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if os.sep in name])
+def test_a_script_in_a_folder_looks_for_modules_in_bench_instead(name: str) -> None:
+    """Before it imports anything: torch would take ttft/cuda.py for a package of that name."""
+    tree = ast.parse((BENCH / name).read_text())
+    foreign = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in ([node.module] if isinstance(node, ast.ImportFrom) else node.names)
+        if str(getattr(module, "name", module)).split(".")[0] not in sys.stdlib_module_names
+    ]
+    swaps = [node.lineno for node in tree.body if "sys.path[0] = " in ast.unparse(node)]
+    assert len(swaps) == 1
+    assert swaps[0] < min(foreign)
 
 
 @pytest.mark.parametrize("name", FILES)

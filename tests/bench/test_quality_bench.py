@@ -110,7 +110,7 @@ def test_what_recovery_counts_from_is_measured_whatever_is_asked_for(
 
 
 def test_ratios_of_nothing_and_everything_can_be_asked_for(chat_model_folder: Path) -> None:
-    """Nobody probes there, and the check against `fuse` knows."""
+    """No strategy probes there, and the check against `fuse` knows."""
     lab, question = lab_and_question(chat_model_folder, strategies="weave,oracle", ratios="0,1")
     found = lab.ask(question, check=True)
     for name in ("weave", "oracle"):

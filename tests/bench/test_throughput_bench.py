@@ -1,4 +1,4 @@
-"""The load generator of bench/throughput/run.py: it waits for nobody and finds the highest rate."""
+"""The load generator of bench/throughput/run.py: waits for no answer, finds the highest rate."""
 
 import threading
 import time
