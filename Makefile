@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PORT ?= 8321
 MODEL ?= smollm2
 
-.PHONY: help serve test test-slow check fix bench models clean
+.PHONY: help serve test test-slow check fix models clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 

@@ -28,7 +28,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish
+from common.counting_owner import CountingOwner
+from common.results import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
 from kvweave.plan.other_paths import AlternativePaths
@@ -75,55 +76,26 @@ def known_chunks(args: argparse.Namespace) -> list[ChunkId]:
     return [ChunkId(f"known-{i}") for i in range(args.known)]
 
 
-def prefix_chain(
-    queries: list[list[ChunkId]], known: list[ChunkId], args: argparse.Namespace
+def by_path(
+    queries: list[list[ChunkId]], known: list[ChunkId], args: argparse.Namespace, *, shorter: bool
 ) -> Outcome:
-    """A plain prefix cache. Precomputed chunks stand right behind the preamble."""
+    """What is computed is stored under its full path; precomputed chunks stand right behind the
+    preamble. A plain prefix cache finds a chunk behind its whole path alone; the published lookup,
+    taken literally, under `shorter` ones too."""
     stored = {(chunk,) for chunk in known}
     computed = set(known)
     repeats = hits = 0
     for number, query in enumerate(queries):
         counts = number >= args.warm
         for place, chunk in enumerate(query):
-            path = tuple(query[: place + 1])
-            if path in stored:
-                hits += counts
-                continue
-            repeats += counts and chunk in computed
-            computed.add(chunk)
-            stored.add(path)
-    return Outcome(len(stored), repeats, hits, hits)
-
-
-def listing(
-    queries: list[list[ChunkId]], known: list[ChunkId], args: argparse.Namespace
-) -> Outcome:
-    """The published lookup taken literally: what is computed is stored under its full path."""
-    stored = {(chunk,) for chunk in known}
-    computed = set(known)
-    repeats = hits = 0
-    for number, query in enumerate(queries):
-        counts = number >= args.warm
-        for place, chunk in enumerate(query):
-            if any(tuple(query[start : place + 1]) in stored for start in range(place + 1)):
+            starts = range(place + 1 if shorter else 1)
+            if any(tuple(query[start : place + 1]) in stored for start in starts):
                 hits += counts
                 continue
             repeats += counts and chunk in computed
             computed.add(chunk)
             stored.add(tuple(query[: place + 1]))
-    return Outcome(len(stored), repeats, hits)
-
-
-class NoBytes:
-    """Pages without bytes: only the books matter here."""
-
-    def copy_out(self, pages: Pages) -> Pages | None:
-        return pages
-
-    copy_in = copy_out
-
-    def free(self, tier: object, pages: Pages) -> None:
-        """Nothing was taken."""
+    return Outcome(len(stored), repeats, hits, 0 if shorter else hits)
 
 
 def content(
@@ -136,7 +108,7 @@ def content(
     computed for the `threshold`th time."""
     preamble = ChunkRef(ChunkId("preamble"), CHUNK_TOKENS)
     config = TreeConfig(1 + args.tree_nodes, 0)  # a byte per chunk, and one for the preamble
-    tree = KnowledgeTree(config, NoBytes(), lambda x, y: float(y), preamble)
+    tree = KnowledgeTree(config, CountingOwner(), lambda x, y: float(y), preamble)
     tree.install_preamble(Pages(1, None))
     copies, computed, table = set(known), Counter(known), AccessTable()
     paths = AlternativePaths(tree, copies.__contains__)
@@ -181,8 +153,8 @@ def main() -> None:
     args = parser.parse_args()
     queries, known = make_queries(args), known_chunks(args)
     caches = {
-        "prefix chain": prefix_chain,
-        "listing": listing,
+        "prefix chain": partial(by_path, shorter=False),
+        "listing": partial(by_path, shorter=True),
         "content": content,
         "content at 2": partial(content, threshold=PROMOTION),
     }
@@ -215,6 +187,7 @@ def main() -> None:
     config |= {"shares": {"known": KNOWN, "shared": SHARED, "unique": round(1 - KNOWN - SHARED, 2)}}
     print("parameters:", ", ".join(f"{name} {value}" for name, value in config.items()))
     finish(
+        __doc__,
         {
             "bench": "altpath",
             "commit": commit(),

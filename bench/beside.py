@@ -1,6 +1,6 @@
 """What does a fused prefill cost those who are being answered beside it?
 
-Somebody is being answered while prompts with stored chunk KV come in, one after another. Measured
+A request is being answered while prompts with stored chunk KV come in, one after another. Measured
 are the gaps between the tokens of that answer, and the time to the first token of the prompts,
 beside it and alone:
 
@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common import finish, result_header
+from common.results import finish, result_header
 from kvweave.engine import lifecycle
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--step-rows", type=int, default=EngineConfig().step_rows)
-    parser.add_argument("--prompts", type=int, default=8, help="per way and round")
+    parser.add_argument("--prompts", type=int, default=8, help="per mode and round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
@@ -175,7 +175,7 @@ def main() -> None:
     ratio = results["own step"]["gap_ms_p95"] / results["joined"]["gap_ms_p95"]
     config = {name: value for name, value in vars(args).items() if name != "out"}
     found = {"config": config, "ways": results, "gap_p95_ratio": round(ratio, 2)}
-    finish({**result_header("beside", "cpu"), **found}, args.out)
+    finish(__doc__, {**result_header("beside", "cpu"), **found}, args.out)
 
 
 if __name__ == "__main__":

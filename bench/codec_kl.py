@@ -7,7 +7,7 @@ KV that went through a codec, and the distributions are compared, KL(full || cod
 - `reused`: isolated chunk KV through the codec, laid side by side (ratio 0): rounding on top of
   what reuse itself costs.
 
-    python bench/codec_kl.py --data ../shared/data --prompts 50
+    python bench/codec_kl.py --data ../shared/data --out bench/results/codec_kl-cpu.json
 """
 
 import argparse
@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common import finish, read_jsonl, result_header
+from common.files import read_jsonl
+from common.results import finish, result_header
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import classify
@@ -62,7 +63,7 @@ def main() -> None:
     Console().print(table)
     config = {k: v for k, v in vars(args).items() if k != "out"} | {"data": "hotpotqa"}
     header = result_header("codec_kl", args.device)
-    finish({**header, "config": config, "kl_nats": results}, args.out)
+    finish(__doc__, {**header, "config": config, "kl_nats": results}, args.out)
 
 
 def parse_args() -> argparse.Namespace:

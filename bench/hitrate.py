@@ -18,13 +18,13 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish
-from counting_owner import CountingOwner
+from common.counting_owner import CountingOwner
+from common.results import commit, cpu_device, finish
+from common.streams import Ask, question_stream
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.profile import MachineProfile
 from kvweave.types import ChunkId
 from machine_profile import saved_profile
-from streams import Ask, question_stream
 
 POLICIES = ("pgdsf", "gdsf", "lru", "lfu")
 PREAMBLE = ChunkRef(ChunkId("preamble"), 32)
@@ -119,6 +119,7 @@ def main() -> None:
     faster = {p: [r[p]["ttft_s"] / r["pgdsf"]["ttft_s"] for r in rows] for p in POLICIES[1:]}
     show(rows)
     finish(
+        __doc__,
         {
             "bench": "hitrate",
             "commit": commit(),

@@ -1,4 +1,4 @@
-"""Host milliseconds of a fused prefill of a long prompt, by part: what no faster device takes away.
+"""How long does the host work on a fused prefill, by part, whatever the device?
 
 64 chunks of 510 tokens, chunk KV in the host tier, brought through the ring that feeds a GPU. The
 model lies on torch's `meta` device, where every operator has its shapes and no numbers: what is
@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from common import finish, result_header
+from common.results import finish, result_header
+from common.shapes import random_decoder
 from kvweave.fuse import fuse, fused_pass, prefill
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.request import ChunkSpan, PromptChunk
@@ -43,7 +44,6 @@ from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.rope import RopeSpec
 from kvweave.model.spec import ModelSpec
-from shapes import random_decoder
 
 SPEC = ModelSpec(
     family="llama", num_layers=32, hidden_dim=4, inner_dim=4, num_heads=1, num_kv_heads=1,
@@ -51,7 +51,7 @@ SPEC = ModelSpec(
     rope=RopeSpec("default", 10_000.0, 2),
 )  # fmt: skip
 CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64
-WAYS = (("reuse", 0.0), ("epic", 0.15), ("weave", 0.15))
+MODES = (("reuse", 0.0), ("epic", 0.15), ("weave", 0.15))
 META = torch.device("meta")
 RING = Ring(META, 64 << 20)
 # orders and arithmetic that cost a GPU little and `meta` much, and what is done while it is busy
@@ -159,13 +159,13 @@ def main() -> None:
     decoder = random_decoder(SPEC, META, torch.float32)
     with KVStore(StoreConfig((HostTierConfig(GIB // 2),))) as store:
         once = long_prompt(decoder, store, args.chunks)
-        ways = {name: way_ms(once, name, ratio, args.repeats) for name, ratio in WAYS}
-    show(ways)
+        modes = {name: mode_ms(once, name, ratio, args.repeats) for name, ratio in MODES}
+    show(modes)
     config = {
         "chunks": args.chunks, "chunk_tokens": CHUNK_TOKENS, "preamble": PREAMBLE,
         "question": QUESTION, "layers": SPEC.num_layers, "repeats": args.repeats,
     }  # fmt: skip
-    finish({**result_header("host_time", "cpu"), "config": config, "ms": ways}, args.out)
+    finish(__doc__, {**result_header("host_time", "cpu"), "config": config, "ms": modes}, args.out)
 
 
 def long_prompt(
@@ -196,7 +196,7 @@ def long_prompt(
     return once
 
 
-def way_ms(
+def mode_ms(
     once: Callable[[Strategy, float], object], name: str, ratio: float, repeats: int
 ) -> dict[str, float]:
     """Median milliseconds of each part, and the sum of those that do not stand apart."""
@@ -212,12 +212,12 @@ def way_ms(
     return {**found, "host": round(sum(v for p, v in found.items() if p not in APART), 3)}
 
 
-def show(ways: dict[str, dict[str, float]]) -> None:
-    table = Table("host ms", *ways)
-    parts = list(next(iter(ways.values())))
+def show(modes: dict[str, dict[str, float]]) -> None:
+    table = Table("host ms", *modes)
+    parts = list(next(iter(modes.values())))
     for part in sorted(parts, key=lambda part: part in APART):
         name = f"({part})" if part in APART else part
-        table.add_row(name, *(f"{found[part]:.2f}" for found in ways.values()))
+        table.add_row(name, *(f"{found[part]:.2f}" for found in modes.values()))
     Console().print(table)
 
 

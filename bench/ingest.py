@@ -5,7 +5,7 @@ catalogue, words, index, all on the disk. The baseline in the same run is the ba
 once with the very same chunk texts: one `SentenceTransformer.encode` over everything, which may
 sort all of them by length. The two alternate, so that a slow moment of the machine hits both.
 
-    python bench/ingest.py --data DATA --model smollm2 --embedder minilm
+    python bench/ingest.py --data ../shared/data --out bench/results/ingest-cpu.json
 """
 
 import argparse
@@ -20,7 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish, read_jsonl, versions
+from common.files import read_jsonl
+from common.results import commit, cpu_device, finish, versions
 from kvweave.cli.knowledge_bases import find_embedder, find_tokenizer
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import SentenceEmbedder
@@ -120,6 +121,7 @@ def main() -> None:
     table.add_row(*(str(results[key]) for key in keys))
     Console().print(table)
     finish(
+        __doc__,
         {
             "bench": "ingest",
             "commit": commit(),

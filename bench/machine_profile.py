@@ -1,12 +1,12 @@
-"""Measures what prefill costs on this machine by cached and new tokens, for the other benches.
+"""What does prefill cost on this machine, by cached and new tokens?
 
-Also a bench of its own: how far off is bilinear interpolation at points between the measured ones?
+Other benches price by what it saves (`saved_profile`). And how far off is bilinear interpolation at
+points between the measured ones?
 
-    python bench/machine_profile.py --model smollm2 --out bench/results/machine-profile-cpu.json
+    python bench/machine_profile.py --model smollm2 --out bench/results/machine_profile-cpu.json
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common import REPO, commit, cpu_device, device_words, finish
+from common.files import RESULTS
+from common.results import commit, cpu_device, device_words, finish, read_results
 from kvweave.kv.tree.node import TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
@@ -29,12 +30,12 @@ NEW = (32, 128, 512, 1024)
 PROMPTS = (512, 1024, 2048)  # recompute: all tokens
 ROWS = (32, 128, 512)
 BETWEEN = ((128, 64), (384, 256), (768, 768), (1536, 320))  # held out
-SAVED = REPO / "bench" / "results" / "machine-profile-cpu.json"
+SAVED = RESULTS / "machine_profile-cpu.json"
 
 
 def saved_profile(path: Path = SAVED) -> MachineProfile:
     """The profile a bench prices with: the committed one, so that results can be repeated."""
-    return profile_from(json.loads(path.read_text())["profile"])
+    return profile_from(read_results(path)["runs"][-1]["profile"])
 
 
 def prefill(decoder: Decoder, cached: int, new: int) -> None:
@@ -122,6 +123,7 @@ def main() -> None:
         errors.append(grid.at(cached, new) / truth - 1)
         print(f"between: cached {cached}, new {new}: {truth:.3f} s, off by {errors[-1]:+.1%}")
     finish(
+        __doc__,
         {
             "bench": "machine_profile",
             "commit": commit(),

@@ -2,7 +2,7 @@
 
 Real streams (MMLU and NQ-open over a Wikipedia knowledge base, MTRAG conversations) through the
 exact knowledge tree. The figure is the share of retrieved chunk tokens that were found behind
-their path, or that the conversation already held, so that nobody computed them. Ways:
+their path, or that the conversation already held, so that they were not computed. Orderings:
 
     given         the order of retrieval
     frequency     CRAFT: by access count, ties by id; a chunk enters the tree once seen twice
@@ -26,14 +26,15 @@ import argparse
 import contextlib
 import io
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish
-from counting_owner import CountingOwner
+from common.counting_owner import CountingOwner
+from common.overlap import overlap
+from common.results import commit, cpu_device, finish, versions
+from common.streams import Ask, conversation_stream, question_stream
 from hitrate import GIB, PREAMBLE, TOKEN_BYTES
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.dedup import ChunkMap
@@ -46,14 +47,12 @@ from kvweave.plan.ordering import (
     frequency_order,
     num_promotable,
 )
-from overlap import overlap
-from streams import Ask, conversation_stream, question_stream
 
 Chunks = tuple[ChunkRef, ...]
 
 
-class Way:
-    """One way of ordering in front of one tree."""
+class Ordering:
+    """One ordering in front of one tree."""
 
     def __init__(self, host_gib: float, promote: bool) -> None:
         config = TreeConfig(int(0.25 * GIB), int(host_gib * GIB))
@@ -82,12 +81,12 @@ class Way:
         return tokens
 
 
-class Frequency(Way):
+class Frequency(Ordering):
     def order(self, chunks: Chunks) -> Chunks:
         return frequency_order(chunks, self.table)
 
 
-class Planned(Way):
+class Planned(Ordering):
     common_tail = False
 
     def order(self, chunks: Chunks) -> Chunks:
@@ -103,7 +102,7 @@ class Tailed(Planned):
     common_tail = True
 
 
-class Pilot(Way):
+class Pilot(Ordering):
     """The peer's online mode: one context per call, its own index of what it has seen."""
 
     def __init__(self, host_gib: float, promote: bool) -> None:
@@ -120,9 +119,9 @@ class Pilot(Way):
         return tuple(by_id[name] for name in reordered[0])
 
 
-def ways(with_peer: bool) -> dict[str, Callable[[float], Way]]:
-    found: dict[str, Callable[[float], Way]] = {
-        "given": lambda gib: Way(gib, promote=False),
+def orderings(with_peer: bool) -> dict[str, Callable[[float], Ordering]]:
+    found: dict[str, Callable[[float], Ordering]] = {
+        "given": lambda gib: Ordering(gib, promote=False),
         "frequency": lambda gib: Frequency(gib, promote=True),
         "planner": lambda gib: Planned(gib, promote=False),
         "planner promoted": lambda gib: Planned(gib, promote=True),
@@ -133,8 +132,8 @@ def ways(with_peer: bool) -> dict[str, Callable[[float], Way]]:
     return found
 
 
-def avoided(asks: Sequence[Ask], way: Way, dedup: bool) -> float:
-    """Share of retrieved chunk tokens that nobody had to compute."""
+def avoided(asks: Sequence[Ask], ordering: Ordering, dedup: bool) -> float:
+    """Share of retrieved chunk tokens that did not have to be computed."""
     total = saved = 0
     chunk_map = ChunkMap()
     history: dict[str, list[str]] = {}
@@ -143,12 +142,12 @@ def avoided(asks: Sequence[Ask], way: Way, dedup: bool) -> float:
         total += sum(chunk.num_tokens for chunk in chunks)
         said = history.setdefault(ask.conversation, []) if ask.conversation else []
         if not dedup:
-            saved += way.run(chunks)
+            saved += ordering.run(chunks)
             continue
         parted = chunk_map.part(ask.conversation, said, chunks)
         saved += sum(chunk.num_tokens for chunk in parted.in_history)
         if not said:
-            saved += way.run(parted.new)
+            saved += ordering.run(parted.new)
         said.append(str(turn))
         chunk_map.sent(ask.conversation, str(turn), [chunk.id for chunk in parted.new])
     return saved / total
@@ -163,10 +162,8 @@ def main() -> None:
     parser.add_argument("--peer-requests", type=int, default=900, help="as many with the peer")
     parser.add_argument("--host-gib", type=float, nargs="+", default=[4, 1024])
     args = parser.parse_args()
-    try:
-        peer: str | None = version("contextpilot")
-    except PackageNotFoundError:
-        peer = None
+    peer = versions("contextpilot").get("contextpilot")
+    if peer is None:
         print("contextpilot is not installed: pip install --no-deps contextpilot")
     streams = {
         name: [
@@ -186,14 +183,17 @@ def main() -> None:
                 for dedup in (False, True) if name == "mtrag" else (False,):
                     row: dict[str, object] = {"set": name, "requests": length}
                     row |= {"host_gib": gib, "dedup": dedup}
-                    for way, make in ways(with_peer).items():
-                        row[way] = round(avoided(asks, make(gib), dedup), 4)
+                    for ordering, make in orderings(with_peer).items():
+                        row[ordering] = round(avoided(asks, make(gib), dedup), 4)
                     rows.append(row)
     table = Table(title=f"chunk KV computation avoided, top-{args.top_k}")
-    for column in ("set", "requests", "host GiB", "dedup", *ways(peer is not None)):
+    for column in ("set", "requests", "host GiB", "dedup", *orderings(peer is not None)):
         table.add_column(column, justify="right")
     for row in rows:
-        cells = [f"{row[way]:.1%}" if way in row else "–" for way in ways(peer is not None)]
+        cells = [
+            f"{row[ordering]:.1%}" if ordering in row else "–"
+            for ordering in orderings(peer is not None)
+        ]
         table.add_row(
             str(row["set"]), str(row["requests"]), f"{row['host_gib']:g}", str(row["dedup"]), *cells
         )
@@ -203,6 +203,7 @@ def main() -> None:
             f"{name}: prefix {o.prefix:.1%}, one earlier request {o.total:.1%}, all {o.union:.1%}"
         )
     finish(
+        __doc__,
         {
             "bench": "ordering",
             "commit": commit(),

@@ -19,8 +19,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish
-from counting_owner import CountingOwner
+from common.counting_owner import CountingOwner
+from common.results import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.inputs import Verdict
@@ -146,6 +146,7 @@ def main() -> None:
     Console().print(table)
     print("ordered by", by, "· chosen", chosen)
     finish(
+        __doc__,
         {
             "bench": "planner",
             "commit": commit(),

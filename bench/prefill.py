@@ -4,17 +4,20 @@ Every later speed-up is measured against our full prefill, so it must not be a w
 take turns in one process; the figure is the ratio of medians. Then the opt-in int8 products, with
 the price in KL beside the speed.
 
-    python bench/prefill.py --tokens 3000
+    python bench/prefill.py --tokens 3000 --out bench/results/prefill-cpu.json
 """
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from common import REPO, alternate, device_words, medians, report
+from common.files import REPO
+from common.measuring import alternate, medians
+from common.results import device_words, finish, result_header
 from kvweave.kernels.linear import Int8Linear
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
@@ -64,11 +67,11 @@ def main() -> None:
             name, f"{r['prefill_tok_s']}", f"{r['ratio']:.2f}", f"{r['decode_tok_s']}", price
         )
     Console().print(table)
-    report(
-        "prefill",
-        "cpu",
-        vars(args),
+    finish(
+        __doc__,
         {
+            **result_header("prefill", "cpu"),
+            "config": {name: value for name, value in vars(args).items() if name != "out"},
             "ratio": rows["kvweave"]["ratio"],
             "int8_ratio": rows.get("kvweave int8", {}).get("ratio"),
             "int8_over_fp32": None
@@ -77,6 +80,7 @@ def main() -> None:
             "int8_kl_nats": None if divergence is None else round(divergence, 5),
             "rows": rows,
         },
+        args.out,
     )
 
 
@@ -89,6 +93,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="add the run to this result file")
     return parser.parse_args()
 
 

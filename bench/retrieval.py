@@ -6,7 +6,7 @@ build time and memory; and for staged search, after each stage, the share of que
 top-5 is already the final one. The yardstick in the same run is the flat index; bm25s stands
 beside our own lexical search.
 
-    python bench/retrieval.py --data DATA --embedder minilm
+    python bench/retrieval.py --data ../shared/data --out bench/results/retrieval-cpu.json
 
 Vectors are computed once (bench/cache, resumable after a kill).
 """
@@ -27,7 +27,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common import commit, cpu_device, finish, read_jsonl, rss_mb, versions
+from common.files import read_jsonl
+from common.measuring import rss_mb
+from common.results import commit, cpu_device, finish, versions
+from common.vector_cache import cached_vectors
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
@@ -36,7 +39,6 @@ from kvweave.corpus.index import VectorIndex, make_index
 from kvweave.corpus.index.files import LocalIndex, load_index, save_index
 from kvweave.corpus.lexical import fuse_ranks, search_words
 from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
-from vector_cache import cached_vectors
 
 KINDS = ("flat", "ivf", "hnsw")
 STAGES = 8
@@ -127,7 +129,7 @@ def build_in_a_process(kind: str, vectors_file: Path, folder: Path) -> Row:
 
 
 def build(kind: str, vectors_file: Path, folder: Path) -> None:
-    from common import peak_rss_mb
+    from common.measuring import peak_rss_mb
 
     vectors = np.load(vectors_file)
     index = make_index(kind, vectors.shape[1], collection="")
@@ -283,6 +285,7 @@ def main() -> None:
         results = measure(args, Path(work))
     show(results)
     finish(
+        __doc__,
         {
             "bench": "retrieval",
             "commit": commit(),

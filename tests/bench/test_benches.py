@@ -1,8 +1,8 @@
 """Every bench script still imports and says what its options are.
 
-Nothing else runs most of them: a name that moves in src/ would break one and nobody would see it
-until its figures were wanted again. All of them are asked in one process of their own, so that
-torch is imported once and what a bench sets up stays there.
+Nothing else runs most of them: a name that moves in src/ would break one unseen, until its figures
+were wanted again. All of them are asked in one process of their own, so that torch is imported once
+and what a bench sets up stays there.
 """
 
 import ast
@@ -17,26 +17,34 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 BENCH = REPO / "bench"
-HELPERS = sorted(p.stem for p in BENCH.glob("*.py") if "__main__" not in p.read_text())
-SCRIPTS = sorted({p.stem for p in BENCH.glob("*.py")} - set(HELPERS))
+FILES = sorted(str(path.relative_to(BENCH)) for path in BENCH.rglob("*.py"))
+SCRIPTS = [name for name in FILES if "__main__" in (BENCH / name).read_text()]
 ASKED = [
     *(f"{name} --help" for name in SCRIPTS),
-    "ttft --device cuda --help",  # a script of its own behind the same name
-    *HELPERS,
+    "ttft/run.py --device cuda --help",  # a script of its own behind the same name
+    *(name for name in FILES if name not in SCRIPTS),
 ]
-# Prints for each of its arguments, a module with or without options, what went wrong with it.
+# Prints for each file of bench/, with or without options, what went wrong with it. Every file is
+# run as if by `python FILE`, with nothing that an earlier one imported from bench/ or put on the
+# path; one without options is only imported.
 ASK_ALL = """
-import contextlib, importlib, io, json, sys, traceback
-for asked in sys.argv[1:]:
-    name, *options = asked.split()
-    sys.argv = [name + ".py", *options]
+import contextlib, importlib, io, json, os, runpy, sys, traceback
+bench, path = sys.argv[1], sys.path[1:]
+for asked in sys.argv[2:]:
+    file, *options = asked.split()
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(bench):
+            del sys.modules[name]
+    sys.argv = [os.path.join(bench, file), *options]
+    sys.path[:] = [os.path.dirname(sys.argv[0]) if options else bench, *path]
     trouble, said = "", io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            module = importlib.import_module(name)
             if options:
-                module.main()
+                runpy.run_path(sys.argv[0], run_name="__main__")
                 trouble = "went on behind --help"
+            else:
+                importlib.import_module(file.removesuffix(".py").replace(os.sep, "."))
     except SystemExit as end:
         if end.code or "usage:" not in said.getvalue():
             trouble = f"exit code {end.code}, said {said.getvalue()!r}"
@@ -50,10 +58,10 @@ for asked in sys.argv[1:]:
 def troubles() -> dict[str, str]:
     """What went wrong with each of ASKED; "" is nothing."""
     ran = subprocess.run(
-        [sys.executable, "-c", ASK_ALL, *ASKED],
+        [sys.executable, "-c", ASK_ALL, str(BENCH), *ASKED],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), str(REPO / "src")])},
+        env={**os.environ, "PYTHONPATH": str(REPO / "src")},
         check=False,
         timeout=200,
     )
@@ -66,12 +74,28 @@ def test_a_bench_imports_and_a_script_tells_its_options(asked: str) -> None:
     assert troubles()[asked] == ""
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, *HELPERS])
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if os.sep in name])
+def test_a_script_in_a_folder_looks_for_modules_in_bench_instead(name: str) -> None:
+    """Before it imports anything: torch would take ttft/cuda.py for a package of that name."""
+    tree = ast.parse((BENCH / name).read_text())
+    foreign = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for module in ([node.module] if isinstance(node, ast.ImportFrom) else node.names)
+        if str(getattr(module, "name", module)).split(".")[0] not in sys.stdlib_module_names
+    ]
+    swaps = [node.lineno for node in tree.body if "sys.path[0] = " in ast.unparse(node)]
+    assert len(swaps) == 1
+    assert swaps[0] < min(foreign)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_what_a_bench_takes_from_kvweave_is_there(name: str) -> None:
     """Imports inside functions too, which only a run (or a GPU with Triton) would reach."""
     lost = [
         f"{node.module}.{each.name}, line {node.lineno}"
-        for node in ast.walk(ast.parse((BENCH / f"{name}.py").read_text()))
+        for node in ast.walk(ast.parse((BENCH / name).read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvweave"
         for each in node.names
         if each.name not in names_in(node.module or "")

@@ -1,11 +1,6 @@
 """bench/codec_kl.py: rounding alone, and on top of reuse."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from codec_kl import score
 from kvweave.kv.format.codec import CODECS

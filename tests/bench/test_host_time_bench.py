@@ -1,20 +1,16 @@
 """bench/host_time.py: it times the code that is there, part by part."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import host_time
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
 
 
-@pytest.mark.parametrize(("name", "ratio"), host_time.WAYS)
+@pytest.mark.parametrize(("name", "ratio"), host_time.MODES)
 def test_every_way_runs_and_its_parts_are_timed(
     monkeypatch: pytest.MonkeyPatch, name: str, ratio: float
 ) -> None:
@@ -22,7 +18,7 @@ def test_every_way_runs_and_its_parts_are_timed(
     monkeypatch.setattr(host_time, "SPEC", replace(host_time.SPEC, num_layers=3))
     decoder = host_time.random_decoder(host_time.SPEC, host_time.META, torch.float32)
     with KVStore(StoreConfig((HostTierConfig(8 << 20, pinned=False),))) as store:
-        found = host_time.way_ms(host_time.long_prompt(decoder, store, 2), name, ratio, 1)
+        found = host_time.mode_ms(host_time.long_prompt(decoder, store, 2), name, ratio, 1)
     idle = {"reuse": {"drift", "selector"}, "epic": {"drift", "selector"}, "weave": set()}[name]
     assert {part for part, ms in found.items() if not ms} == idle
 

@@ -7,8 +7,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
+from common.overlap import overlap
 from kvweave.types import ChunkId
-from overlap import overlap
 
 
 def test_overlap_of_the_papers_example() -> None:

@@ -1,32 +1,28 @@
 """The quality bench's bookkeeping: what is left out is said, and nothing is mixed or made up."""
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-BENCH = Path(__file__).parents[2] / "bench"
+from kvweave.calibrate.trials import Trials
+from kvweave.fuse.encode.chunk_pass import encode_chunks
+from kvweave.fuse.encode.contexts import Variant
+from kvweave.fuse.selectors.base import Scene
+from kvweave.kernels.rope import rotate
+from kvweave.model.rows import Rows
+from kvweave.text.prompt import Document, build_prompt
+from quality import run, stats
+from quality.ahead import compare
+from quality.data import Question
+from quality.from_full import Oracle
+from quality.join import join
+from quality.lab import Lab
+
 CONFIG = {"model": "tiny", "encodings": "isolated", "ratios": "0.15"}
-
-
-@pytest.fixture
-def stats(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.delitem(sys.modules, "common", raising=False)
-    import quality_stats
-
-    return quality_stats
-
-
-@pytest.fixture
-def quality(stats: ModuleType) -> ModuleType:
-    import quality
-
-    return quality
 
 
 def value(number: int, full_nll: float, reuse_nll: float) -> dict[Any, Any]:
@@ -42,9 +38,7 @@ def value(number: int, full_nll: float, reuse_nll: float) -> dict[Any, Any]:
     return {**cells, "set": "2wiki", "number": number}
 
 
-def test_a_run_goes_on_only_with_figures_of_the_same_settings(
-    stats: ModuleType, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_only_with_figures_of_the_same_settings(tmp_path: Path) -> None:
     path = tmp_path / "values.jsonl"
     assert stats.open_values(path, CONFIG) == []
     stats.append_values(path, value(3, 1.0, 2.0))
@@ -56,7 +50,7 @@ def test_a_run_goes_on_only_with_figures_of_the_same_settings(
         stats.open_values(path, CONFIG)
 
 
-def test_no_share_is_given_of_a_gap_that_is_noise(stats: ModuleType) -> None:
+def test_no_share_is_given_of_a_gap_that_is_noise() -> None:
     noise = [value(i, 1.0, 1.0 + (-1) ** i * 0.5) for i in range(9)]
     real = [value(i, 1.0, 2.0 + (-1) ** i * 0.5) for i in range(9)]
     assert {row["nll_recovered"] for row in stats.summarise(noise)} == {None}
@@ -66,25 +60,21 @@ def test_no_share_is_given_of_a_gap_that_is_noise(stats: ModuleType) -> None:
 
 
 def test_what_cannot_run_is_named_and_a_run_without_its_zero_is_refused(
-    quality: ModuleType, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     args = Namespace(
         encodings="isolated,filler:4", strategies="epic,qcfuse,weave", layers="", neighbours=None
     )
-    assert quality.leave_out(args) == ["qcfuse"]
+    assert run.leave_out(args) == ["qcfuse"]
     assert args.strategies == "epic,weave"
     assert "qcfuse is left out" in capsys.readouterr().out
-    assert quality.leave_out(Namespace(**{**vars(args), "layers": "1"})) == []
+    assert run.leave_out(Namespace(**{**vars(args), "layers": "1"})) == []
     with pytest.raises(SystemExit, match="give --neighbours"):
-        quality.leave_out(Namespace(**{**vars(args), "encodings": "neighbours:3"}))
+        run.leave_out(Namespace(**{**vars(args), "encodings": "neighbours:3"}))
 
 
 def lab_and_question(folder: Path, **settings: str) -> tuple[Any, Any]:
     """The bench's laboratory for a tiny model, and one question over two passages."""
-    from kvweave.text.prompt import Document, build_prompt
-    from quality_data import Question
-    from quality_lab import Lab
-
     usual = {"layers": "", "ratios": "0.15", "encodings": "isolated"}
     wanted = {**usual, **settings}
     lab = Lab(Namespace(model=str(folder), device="cpu", neighbours=None, **wanted))
@@ -94,22 +84,22 @@ def lab_and_question(folder: Path, **settings: str) -> tuple[Any, Any]:
 
 
 def test_one_question_gives_every_cell_its_figures_and_full_recomputation_closes_the_gap(
-    quality: ModuleType, chat_model_folder: Path
+    chat_model_folder: Path,
 ) -> None:
     lab, question = lab_and_question(
-        chat_model_folder, layers="0,1", strategies=",".join(quality.STRATEGIES),
+        chat_model_folder, layers="0,1", strategies=",".join(run.STRATEGIES),
         encodings="isolated,filler:1",
     )  # fmt: skip
     found = lab.ask(question, check=True)
     cells = {key: value for key, value in found.items() if isinstance(key, tuple)}
-    assert len(cells) == 1 + (1 + len(quality.STRATEGIES)) * 2 + 1  # full, two encodings, all rows
+    assert len(cells) == 1 + (1 + len(run.STRATEGIES)) * 2 + 1  # full, two encodings, all rows
     assert (found["set"], found["number"]) == ("2wiki", 3)
     assert cells["isolated", "reuse", 0.0]["kl"] > 10 * abs(cells["isolated", "any", 1.0]["kl"])
     assert {"kl", "flips", "top1", "nll", "f1", "em", "work"} <= cells["-", "full", 0.0].keys()
 
 
 def test_what_recovery_counts_from_is_measured_whatever_is_asked_for(
-    quality: ModuleType, chat_model_folder: Path
+    chat_model_folder: Path,
 ) -> None:
     lab, question = lab_and_question(chat_model_folder, strategies="weave", encodings="filler:1")
     found = lab.ask(question, check=True)
@@ -119,10 +109,8 @@ def test_what_recovery_counts_from_is_measured_whatever_is_asked_for(
     }  # fmt: skip
 
 
-def test_ratios_of_nothing_and_everything_can_be_asked_for(
-    quality: ModuleType, chat_model_folder: Path
-) -> None:
-    """Nobody probes there, and the check against `fuse` knows."""
+def test_ratios_of_nothing_and_everything_can_be_asked_for(chat_model_folder: Path) -> None:
+    """No strategy probes there, and the check against `fuse` knows."""
     lab, question = lab_and_question(chat_model_folder, strategies="weave,oracle", ratios="0,1")
     found = lab.ask(question, check=True)
     for name in ("weave", "oracle"):
@@ -131,18 +119,8 @@ def test_ratios_of_nothing_and_everything_can_be_asked_for(
 
 
 def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
-    quality: ModuleType, chat_model_folder: Path
+    chat_model_folder: Path,
 ) -> None:
-    import torch
-
-    from kvweave.calibrate.trials import Trials
-    from kvweave.fuse.encode.chunk_pass import encode_chunks
-    from kvweave.fuse.encode.contexts import Variant
-    from kvweave.fuse.selectors.base import Scene
-    from kvweave.kernels.rope import rotate
-    from kvweave.model.rows import Rows
-    from quality_from_full import Oracle
-
     lab, question = lab_and_question(chat_model_folder, strategies="oracle", ratios="0.5")
     decoder, prompt = lab.decoder, question.prompt
     ids, start = prompt.token_ids, len(prompt.token_ids) - len(prompt.question)
@@ -176,12 +154,8 @@ def test_the_oracle_scores_rows_by_what_full_prefill_looks_at_and_finds_changed(
     assert found["isolated", "oracle", 0.5]["kl"] < found["isolated", "reuse", 0.0]["kl"]
 
 
-def test_figures_say_in_which_precision_they_were_made(
-    quality: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_say_in_which_precision_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first question is checked against `fuse`, in full precision."""
-    import torch
-
     used: list[bool] = []
 
     class Asking:
@@ -193,18 +167,16 @@ def test_figures_say_in_which_precision_they_were_made(
             assert check == (question == 0)
             return {"number": question}
 
-    monkeypatch.setattr(quality, "Lab", Asking)
+    monkeypatch.setattr(run, "Lab", Asking)
     args = Namespace(workers=1, tf32=True)
     try:
-        told = [value["tf32"] for value in quality.run_all(args, [0, 1, 2])]
+        told = [value["tf32"] for value in run.run_all(args, [0, 1, 2])]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
     assert told == used == [False, True, True]
 
 
-def test_a_strategy_asked_again_takes_the_place_of_what_it_was(quality: ModuleType) -> None:
-    from quality_join import join
-
+def test_a_strategy_asked_again_takes_the_place_of_what_it_was() -> None:
     weave = ("isolated", "weave", 0.15)
     old = [{**value(i, 1.0, 2.0), weave: {"kl": 0.5}, "tf32": False} for i in range(3)]
     new = [{**value(i, 1.0, 2.0), weave: {"kl": 0.1}} for i in (1, 2, 7)]
@@ -214,9 +186,7 @@ def test_a_strategy_asked_again_takes_the_place_of_what_it_was(quality: ModuleTy
     assert not any(v["other_answer"] for v in joined)
 
 
-def test_runs_over_other_prompts_are_not_joined(quality: ModuleType) -> None:
-    from quality_join import join
-
+def test_runs_over_other_prompts_are_not_joined() -> None:
     with pytest.raises(SystemExit, match=r"2wiki 3: nll of full is 1\.00000 in one run and 1\.1"):
         join([[value(3, 1.0, 2.0)], [value(3, 1.1, 2.0)]])
     one, other = value(3, 1.0, 2.0), value(3, 1.0, 2.0)
@@ -227,11 +197,7 @@ def test_runs_over_other_prompts_are_not_joined(quality: ModuleType) -> None:
     assert [v["other_answer"] for v in joined] == [True]
 
 
-def test_a_strategy_is_held_against_the_best_at_its_ratio_and_at_its_work(
-    stats: ModuleType,
-) -> None:
-    from quality_ahead import compare
-
+def test_a_strategy_is_held_against_the_best_at_its_ratio_and_at_its_work() -> None:
     def cell(strategy: str, ratio: float, work: float, recovered: float) -> dict[str, Any]:
         return {
             "set": "s",

@@ -1,18 +1,14 @@
-"""The load generator of bench/throughput.py: it waits for nobody and finds the highest rate."""
+"""The load generator of bench/throughput/run.py: waits for no answer, finds the highest rate."""
 
-import sys
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-from open_loop import arrivals, highest_rate, percentile, probe
-from throughput import WAYS, warm_requests
+from throughput.open_loop import arrivals, highest_rate, percentile, probe
+from throughput.run import MODES, warm_requests
 
 
 def test_twice_the_rate_is_the_same_pattern_twice_as_fast() -> None:
@@ -72,6 +68,6 @@ def test_an_error_of_a_request_is_reported_and_loses_the_rate() -> None:
 
 
 def test_every_way_is_warmed_alike_where_steps_are_recorded() -> None:
-    counts = {way: warm_requests(way, Namespace(device="cuda", warm=24)) for way in WAYS}
+    counts = {mode: warm_requests(mode, Namespace(device="cuda", warm=24)) for mode in MODES}
     assert set(counts.values()) == {24}
     assert warm_requests("full", Namespace(device="cpu", warm=24)) == 2

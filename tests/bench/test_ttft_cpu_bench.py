@@ -1,17 +1,14 @@
-"""What bench/ttft_cpu.py says of its turns: each way beside the full prefill of the same turn."""
+"""What bench/ttft/cpu.py says of its turns: each mode beside the full prefill of the same turn."""
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
-from ttft_cpu import WAYS, judge_auto, summarise
-from ttft_cpu_world import TEXT_TOKENS, TIERS, texts_of
+from ttft.cpu import MODES, judge_auto, summarise
+from ttft.cpu_world import TEXT_TOKENS, TIERS, texts_of
 
 
 class Words:
@@ -44,11 +41,11 @@ def test_the_speedup_is_the_median_of_those_within_a_turn_and_a_tier() -> None:
     assert cells["host", "reuse"]["best_ms"] == 10
     assert cells["disk warm", "reuse"]["speedup"] == 5.0
     assert cells["host", "full"]["speedup"] == 1.0
-    assert WAYS[0].strategy == "full", "asked first in every turn"
+    assert MODES[0].strategy == "full", "asked first in every turn"
 
 
 def test_auto_is_compared_with_what_it_was_allowed_in_the_same_tier() -> None:
-    by = {(tier, way): 100.0 * i for i, tier in enumerate(TIERS, 1) for way in ("full", "prefix")}
+    by = {(tier, mode): 100.0 * i for i, tier in enumerate(TIERS, 1) for mode in ("full", "prefix")}
     by |= {("host", "weave 0.15"): 20.0, ("host", "reuse"): 5.0, ("host", "auto"): 30.0}
     by |= {("disk cold", "auto"): 60.0}
     judged: dict[str, Any] = judge_auto(by, {"weave": 0.15})  # not reuse

@@ -26,7 +26,7 @@ from kvweave.kernels.shift import Run, shift, shift_plain, shift_runs
 from kvweave.kernels.types import Owners
 from kvweave.kv.format.codec import LayerKV
 
-# Found by trial on SmolLM2; bench/quality.py is where to check it on another model.
+# Found by trial on SmolLM2; bench/quality/run.py is where to check it on another model.
 STRENGTH = 0.5
 DOUBT = 4.0  # rows that a chunk's mean is diluted with
 

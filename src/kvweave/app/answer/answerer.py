@@ -19,6 +19,7 @@ from kvweave.app.notes import AnswerNotes
 from kvweave.app.question import Question, refuse_empty
 from kvweave.app.requests import plain_request
 from kvweave.app.runtime import ModelRuntime
+from kvweave.calibrate.profiles import Profile
 from kvweave.engine.sampling import Sampling
 from kvweave.text.prompt import (
     SYSTEM,
@@ -55,6 +56,7 @@ class AnswerSettings:
     system: str = SYSTEM  # the system prompt, unless a question brings another
     tenant: str = ""  # whose it is: tenants share no exact KV and no conversations
     speculation: SpeculationConfig | None = None  # None: where it is expected to gain time
+    profile: Profile | None = None  # what was measured of the model; None: the user's, the packaged
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations | ConversationScope = field(default_factory=Conversations)
@@ -70,7 +72,7 @@ class Answerer:
         self._client = runtime.client
         self._library = library
         self._settings = settings
-        self.router = Router(runtime, library, settings.tenant)
+        self.router = Router(runtime, library, settings.tenant, settings.profile)
         self._speculation: Speculation | None = None
         if library is not None:
             device = runtime.decoder.device

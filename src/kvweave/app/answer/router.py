@@ -56,13 +56,19 @@ class Router:
     Any thread."""
 
     def __init__(
-        self, runtime: ModelRuntime, library: Library | None = None, tenant: str = ""
+        self,
+        runtime: ModelRuntime,
+        library: Library | None = None,
+        tenant: str = "",
+        profile: Profile | None = None,
     ) -> None:
+        """`profile` stands in for the model's own."""
         self._decoder = runtime.decoder
         self._tokenizer = runtime.tokenizer
         self._client = runtime.client
         self._library = library
         self._tenant = tenant
+        self._given_profile = profile
         self._opening = threading.Lock()
         self._planner: AutoPlanner | None = None
 
@@ -80,6 +86,8 @@ class Router:
     @cached_property
     def profile(self) -> Profile | None:
         """What was measured of the model: the user's profile, or the packaged one."""
+        if self._given_profile is not None:
+            return self._given_profile
         return find_profile(self._decoder.weights.fingerprint, self._tokenizer.fingerprint)
 
     @cached_property

@@ -124,7 +124,7 @@ def attend_pages(
 def _is_causal(q: Tensor, positions: Tensor, segment: Segment) -> bool:
     """Whether every position from 0 on has its row, and the vendor's kernel is the better one.
 
-    On Hopper ours is faster there too (bench/gpu_attention.py, 100 %).
+    On Hopper ours is faster there too (bench/gpu/attention.py, 100 %).
     """
     num = segment.end - segment.start
     if num < CAUSAL_ROWS or num != len(q) or segment.key_positions is not None:

@@ -73,7 +73,7 @@ class DiskTier:
     durable: ClassVar[bool] = True
     remote: ClassVar[bool] = False
     # what a core reads and then checks out of its own cache; larger reads leave one of two threads
-    # idle at the end of a chunk (bench/tiers.py)
+    # idle at the end of a chunk (bench/tiers/run.py)
     best_read_bytes: ClassVar[int] = 1 << 20
 
     def __init__(self, cfg: DiskTierConfig, *, sweep: bool = True) -> None:

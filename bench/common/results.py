@@ -1,0 +1,125 @@
+"""How a bench reports: one JSON object as its last line, and a run in the file of its question.
+
+A file under bench/results/ holds one question on one kind of device, with all runs, oldest first:
+
+    {"question": "How …?", "runs": [{"date": …, "args": […], "bench": …, "commit": …, …}, …]}
+
+`date` is when the run began. A person may add a `note`: what a run was for.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common.files import REPO
+
+STARTED = datetime.now(UTC).isoformat(timespec="seconds")  # names the run of this process
+
+
+def finish(question: str, result: Mapping[str, Any], out: Path | None = None) -> None:
+    """Print the last line of a bench; with `out`, save the run there too.
+
+    `question` is the bench's docstring: its first line asks it.
+    """
+    if out is not None:
+        save_run(question, result, out)
+    print(json.dumps(result))
+
+
+def save_run(question: str, result: Mapping[str, Any], out: Path) -> None:
+    """Add a run to `out`, which is made if there is none.
+
+    Called again by the same process it replaces that run: a long bench saves as it goes.
+    """
+    asked = {"question": question.splitlines()[0], "runs": []}
+    kept = read_results(out) if out.is_file() else asked
+    runs = [run for run in kept["runs"] if run["date"] != STARTED]
+    runs.append({"date": STARTED, "args": sys.argv[1:], **result})
+    write_results({**kept, "runs": runs}, out)
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A result file: `question`, and `runs`, oldest first."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def write_results(results: Mapping[str, Any], out: Path) -> None:
+    """Fields on a line each, elements of a long list too: readable, short in a diff."""
+    runs = ",\n".join(_run_text(run) for run in results["runs"])
+    text = f'{{\n"question": {json.dumps(results["question"])},\n"runs": [\n{runs}\n]\n}}\n'
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(out)
+
+
+def _run_text(run: Mapping[str, Any]) -> str:
+    fields = []
+    for name, value in run.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and len(text) > 200:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        fields.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def result_header(bench: str, device: str) -> dict[str, Any]:
+    """What a result says of where it came from."""
+    import torch
+
+    return {
+        "bench": bench,
+        "commit": commit(),
+        "device": device_words(device),
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str:
+    """Short id of the commit that ran, with a + if the tree had changes.
+
+    A machine that got a bare copy of the tree is told by BENCH_COMMIT.
+    """
+    if told := os.environ.get("BENCH_COMMIT"):
+        return told
+    return (_git("rev-parse", "--short", "HEAD") or "unknown") + (
+        "+" if _git("status", "--porcelain", "-uno") else ""
+    )
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPO), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def device_words(device: str = "cpu") -> str:
+    """The machine in words, without its name."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    flags = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} CPU ({flags}), {torch.get_num_threads()} threads"
+
+
+def cpu_device() -> str:
+    return f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU"
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Of installed packages; one that is missing is left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
