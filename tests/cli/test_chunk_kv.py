@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvweave.cli.explain import missing_line
+from kvweave.cli.explain_view import missing_line
 from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvweave.config import ModelChoice
 from kvweave.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
@@ -92,9 +93,7 @@ class Subject:
         return path
 
 
-def load_subject(
-    profile_file: Path | None, *, model: str, device: str, dtype: str, quant: str
-) -> Subject:
+def load_subject(profile_file: Path | None, choice: ModelChoice) -> Subject:
     """Load a model, and its profile if it has one: from `profile_file` where that is there.
 
     A profile that cannot be used is no reason to stop: measuring again is the way out that every
@@ -105,12 +104,12 @@ def load_subject(
     from kvweave.model.load import load_decoder
     from kvweave.text.tokenizer import Tokenizer
 
-    folder = locate(model)
+    folder = locate(choice.model)
     tokenizer = Tokenizer(folder)
-    decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
+    decoder = load_decoder(folder, device=choice.device, dtype=choice.dtype, quant=choice.quant)
     weights = decoder.weights.fingerprint
-    path = Path(model).expanduser()
-    name = path.resolve().name if path.exists() else model
+    path = Path(choice.model).expanduser()
+    name = path.resolve().name if path.exists() else choice.model
     written = profile_file or user_path(weights)
     source = written if written.exists() else user_path(weights)
     known: Profile | None = None
