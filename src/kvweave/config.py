@@ -58,7 +58,7 @@ class Range(NamedTuple):
             return self.wants
         if self.most == math.inf:
             return f"at least {self.least:g}"
-        return f"between {self.least:g} and {self.most:g}"
+        return f"between {self.least:g} and {self.most:.10g}"
 
 
 SIZE = "size"  # marks a number of bytes, which may be written with a unit: "8GiB"
