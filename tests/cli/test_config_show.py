@@ -217,3 +217,12 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     assert serve.make_places(config, ["a=x"]) == places
     assert serve.make_limits(WeaveConfig().server) == Limits()
     assert serve.make_places(WeaveConfig(), []) == LibrariesConfig()
+
+
+@pytest.mark.parametrize("below", [[], ["layers"]], ids=["calibrate", "calibrate layers"])
+def test_calibrate_goes_by_the_file(run: Run, here: Path, below: list[str]) -> None:
+    marked = {"text": "Drain it.", "answer_spans": [[0, 5]]}
+    record = {"question": "q", "answers": ["a"], "passages": [marked, {"text": "Wait."}]}
+    (here / "qa.jsonl").write_text(json.dumps(record) + "\n")
+    (here / "kvweave.toml").write_text('[model]\nmodel = "no-such"\n')
+    assert "no model 'no-such'" in run("calibrate", *below, "--qa", "qa.jsonl").err

@@ -19,8 +19,7 @@ from kvweave.cli.calibration_choices import (
 )
 from kvweave.cli.calibration_room import check_contexts
 from kvweave.cli.calibration_view import show_layers, show_tables
-from kvweave.cli.options import model_options, pass_config
-from kvweave.config import EffectiveConfig
+from kvweave.cli.options import model_options, pass_model
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 @profile_option
 @json_option
 @model_options
-@pass_config
+@pass_model
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Measure strategies and ratios against full prefill, on your own questions.
@@ -105,7 +104,7 @@ def _calibrate(
     bound: float | None,
     profile_file: Path | None,
     as_json: bool,
-    effective: EffectiveConfig,
+    **model: str,
 ) -> None:
     from kvweave.calibrate.gate import BOUND, cheapest, choose
     from kvweave.calibrate.questions import add_distractors
@@ -121,7 +120,7 @@ def _calibrate(
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
     records = read_asked(qa_file, questions_file)
-    subject = load_subject(profile_file, effective.config.model)
+    subject = load_subject(profile_file, **model)
     if qa_file is not None:
         if context_tokens is not None:
             records = add_distractors(records, subject.tokenizer, context_tokens)
@@ -170,14 +169,14 @@ def _calibrate(
 @profile_option
 @json_option
 @model_options
-@pass_config
+@pass_model
 def layers_command(
     qa_file: Path | None,
     limit: int | None,
     context_tokens: int,
     profile_file: Path | None,
     as_json: bool,
-    effective: EffectiveConfig,
+    **model: str,
 ) -> None:
     """Find the layers that show best what a question asks for (Recall@10 %).
 
@@ -190,7 +189,7 @@ def layers_command(
     marked = [r for r in read_records(qa_file) if any(p.answer_spans for p in r.passages)]
     if not marked:
         raise CorpusError(f"{qa_file.name} marks no answers; its passages need answer_spans")
-    subject = load_subject(profile_file, effective.config.model)
+    subject = load_subject(profile_file, **model)
 
     from kvweave.calibrate.layer_profile import profile_layers
     from kvweave.calibrate.questions import add_distractors, repeat_ids

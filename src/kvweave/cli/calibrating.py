@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvweave.config import ModelChoice
 from kvweave.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
@@ -93,7 +92,9 @@ class Subject:
         return path
 
 
-def load_subject(profile_file: Path | None, choice: ModelChoice) -> Subject:
+def load_subject(
+    profile_file: Path | None, *, model: str, device: str, dtype: str, quant: str
+) -> Subject:
     """Load a model, and its profile if it has one: from `profile_file` where that is there.
 
     A profile that cannot be used is no reason to stop: measuring again is the way out that every
@@ -104,12 +105,12 @@ def load_subject(profile_file: Path | None, choice: ModelChoice) -> Subject:
     from kvweave.model.load import load_decoder
     from kvweave.text.tokenizer import Tokenizer
 
-    folder = locate(choice.model)
+    folder = locate(model)
     tokenizer = Tokenizer(folder)
-    decoder = load_decoder(folder, device=choice.device, dtype=choice.dtype, quant=choice.quant)
+    decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
     weights = decoder.weights.fingerprint
-    path = Path(choice.model).expanduser()
-    name = path.resolve().name if path.exists() else choice.model
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.exists() else model
     written = profile_file or user_path(weights)
     source = written if written.exists() else user_path(weights)
     known: Profile | None = None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_knowledge_base(folder: Path) -> None:
-    """Refuse a folder that holds no knowledge base: who asks does not want an empty one made."""
+    """Refuse a folder that holds no knowledge base: a question must not make an empty one."""
     from kvweave.corpus.settings import read_settings
 
     if read_settings(folder) is None:

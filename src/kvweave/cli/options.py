@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvweave.config import MOST, Flag, known_keys, load_config
+from kvweave.config import MOST, EffectiveConfig, Flag, known_keys, load_config
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -82,6 +82,19 @@ def pass_config(command: Command) -> Command:
         help="Settings, in place of kvweave.toml.",
     )
     return option(run)
+
+
+def pass_model(command: Command) -> Command:
+    """As `pass_config`, for a command that needs the model alone: gives it `model`, `device`,
+    `dtype` and `quant`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, effective: EffectiveConfig, **values: Any) -> Any:
+        choice = effective.config.model
+        model = {name: getattr(choice, name) for name in ("model", "device", "dtype", "quant")}
+        return command(*args, **model, **values)
+
+    return pass_config(run)
 
 
 def _all_of(*options: Decorator) -> Decorator:
