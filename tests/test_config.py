@@ -156,6 +156,13 @@ def test_a_path_in_a_file_starts_at_the_file(tmp_path: Path) -> None:
     assert config.store.disk == Path.home() / "kv"
 
 
+def test_a_home_that_is_not_there_is_no_crash(nowhere: Path) -> None:
+    env = {"KVWEAVE_STORE_DISK": "~no-such-user/kv"}
+    assert load_config(env=env).config.store.disk == Path("~no-such-user/kv")
+    with pytest.raises(ConfigError, match="cannot read the settings in ~no-such-user"):
+        load_config(env={"KVWEAVE_CONFIG": "~no-such-user/kvweave.toml"})
+
+
 def test_no_extras_can_be_said(tmp_path: Path) -> None:
     file = toml(tmp_path, "[library]\nextras = []\n")
     assert load_config(file, {}).config.library.extras == ()
@@ -296,6 +303,7 @@ def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
         ("-1GiB", "-1GiB"),
         ("1e9", "1e9"),
         ("inf", "inf"),
+        ("9" * 5000, "9" * 5000),
         ("", ""),
     ],
 )

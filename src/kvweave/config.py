@@ -263,7 +263,7 @@ class Kind(NamedTuple):
         """The value of what a file says; a path is taken from the file's own folder. What cannot be
         turned into one stays as it is, and `complaint` tells."""
         if isinstance(raw, str) and (self.is_size or self.type is Path):
-            return parse_size(raw) if self.is_size else folder / Path(raw).expanduser()
+            return parse_size(raw) if self.is_size else folder / _expanded(raw)
         if isinstance(raw, list) and self.type is tuple:
             return tuple(raw)
         return float(raw) if self.type is float and type(raw) is int else raw
@@ -277,7 +277,7 @@ class Kind(NamedTuple):
         if self.type is bool:
             return {"true": True, "false": False}.get(text.lower(), text)
         try:
-            return Path(text).expanduser() if self.type is Path else self.type(text)
+            return _expanded(text) if self.type is Path else self.type(text)
         except ValueError:
             return text
 
@@ -383,9 +383,16 @@ Given = tuple[Key, Any, str]  # key, value, where it comes from
 def _find_file(named: Path | None, env: Mapping[str, str]) -> Path | None:
     """The file to read. One that is named and not there is an error when it is read."""
     if named is not None or env.get(FILE_VARIABLE):
-        return named or Path(env[FILE_VARIABLE]).expanduser()
+        return named or _expanded(env[FILE_VARIABLE])
     usual = (Path(FILE_NAME), config_folder() / FILE_NAME)
-    return next((path for path in usual if path.is_file()), None)
+    return next(
+        (path for path in usual if os.path.isfile(path)), None
+    )  # False where it may not look
+
+
+def _expanded(text: str) -> Path:
+    """With ~ as the home folder, where that is known."""
+    return Path(os.path.expanduser(text))
 
 
 def _from_file(path: Path) -> Iterator[Given]:
@@ -443,7 +450,7 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 def parse_size(text: str) -> int | str:
     """Bytes of "8GiB", "64 MB" or "1024"; the text itself if it is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([a-z]*)", text.strip().lower())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([a-z]*)", text.strip().lower())
     if found is None or found[2] not in _UNITS:
         return text
     return (

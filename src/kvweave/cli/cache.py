@@ -6,7 +6,6 @@ server, which takes what disappears for an ordinary miss.
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -291,11 +290,7 @@ def _mib(size_bytes: int) -> str:
 
 def _ago(written_s: float) -> str:
     elapsed_s = max(0.0, time.time() - written_s)
-    for unit, seconds in _units():
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if elapsed_s >= seconds:
             return f"{elapsed_s / seconds:.0f} {unit} ago"
     return "now"
-
-
-def _units() -> Iterator[tuple[str, int]]:
-    yield from (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
