@@ -26,7 +26,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.strategy import NAMES, open_strategy
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -67,16 +67,16 @@ class World:
         texts = list(texts_of(args.data, self._tokenizer, args.documents))
         self.questions = [f"What does it say about {_words(text)}?" for _, text in texts[:5]]
         disk = DiskTierConfig(folder / KV_FOLDER)
-        weave = self._over(StoreConfig(tiers=(disk,)))
+        weave = self._over((disk,))
         weave.library.ingest(texts, chunk_kv=True)
         weave.runtime.close()
         weave.library.kv.close()
         stores = {
-            "host": StoreConfig(tiers=(HostTierConfig(), disk)),
-            "disk warm": StoreConfig(tiers=(disk,)),
-            "disk cold": StoreConfig(tiers=(disk,)),
+            "host": (HostTierConfig(), disk),
+            "disk warm": (disk,),
+            "disk cold": (disk,),
         }
-        self._weaves = {tier: self._over(store) for tier, store in stores.items()}
+        self._weaves = {name: self._over(tiers) for name, tiers in stores.items()}
         self._bound = args.bound
         self.took: Counter[tuple[str, str]] = Counter()  # what auto chose, by tier
         os.environ["KVWEAVE_HOME"] = str(folder / "home")  # this run's own machine profile
@@ -97,11 +97,11 @@ class World:
         verdicts = {name: gate.min_ratio(name, self._bound).ratio for name in NAMES}
         return {name: ratio for name, ratio in verdicts.items() if ratio is not None}
 
-    def _over(self, store: StoreConfig) -> Weave:
+    def _over(self, tiers: tuple[TierConfig, ...]) -> Weave:
         """A Weave with an engine of its own over the one knowledge base and its files."""
         cfg = EngineConfig(tree_share=0.0)  # or a second run would find the first one's prefix
         runtime = ModelRuntime(self._decoder, self._tokenizer, self._model, cfg)
-        options = KVOptions(self._encoding, EXTRAS, store=store)
+        options = KVOptions(self._encoding, EXTRAS, tiers=tiers)
         run_alone = runtime.client.run_alone
         kv = LibraryKV.open(
             self._kb, runtime.decoder, runtime.tokenizer, options, run_alone=run_alone

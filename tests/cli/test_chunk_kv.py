@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvweave.cli.explain import missing_line
+from kvweave.app.library.library_kv import KVOptions
+from kvweave.cli.explain_view import missing_line
 from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
@@ -234,11 +235,11 @@ def test_chunk_kv_that_was_saved_is_counted(world: World) -> None:
 def test_chunk_kv_that_could_not_be_saved_is_said(
     world: World, monkeypatch: pytest.MonkeyPatch, plan: FaultPlan, why: str
 ) -> None:
-    def broken_store(folder: Path) -> StoreConfig:
+    def broken_store(_: KVOptions, folder: Path) -> StoreConfig:
         disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
         return StoreConfig(tiers=(HostTierConfig(), disk))
 
-    monkeypatch.setattr("kvweave.app.library.library_kv.store_config", broken_store)
+    monkeypatch.setattr(KVOptions, "store_config", broken_store)
     ran = world.stored("--encoding", "isolated", "--json")
     chunk_kv = json.loads(ran.out)["chunk_kv"]
     assert (chunk_kv["saved"], chunk_kv["dropped"]) == (0, 2)
@@ -253,9 +254,7 @@ def test_chunk_kv_in_memory_alone_is_not_saved(
 ) -> None:
     (tmp_path / "file").touch()
     tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
-    monkeypatch.setattr(
-        "kvweave.app.library.library_kv.store_config", lambda _: StoreConfig(tiers=tiers)
-    )
+    monkeypatch.setattr(KVOptions, "store_config", lambda *_: StoreConfig(tiers=tiers))
     ran = world.stored("--encoding", "isolated")
     assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
 

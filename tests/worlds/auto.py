@@ -16,7 +16,7 @@ from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
@@ -55,9 +55,9 @@ class World:
             HostTierConfig(1 << 26),
             DiskTierConfig(self.folder / "kv"),
         )
-        store = StoreConfig(tiers=(self.tier,) if self.tier else tiers)
+        tiers = (self.tier,) if self.tier else tiers
         runtime = ModelRuntime(self.decoder, self.tokenizer, "tiny")
-        return Weave(runtime, library_of(kb, runtime, KVOptions("filler:1", store=store)))
+        return Weave(runtime, library_of(kb, runtime, KVOptions("filler:1", tiers=tiers)))
 
     def calibrate(
         self,

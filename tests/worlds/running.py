@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from kvweave.cli import main
+from kvweave.config import FILE_VARIABLE, OTHER_VARIABLES
 
 
 class Ran(NamedTuple):
@@ -20,9 +21,18 @@ class Ran(NamedTuple):
 Run = Callable[..., Ran]
 
 
+def use_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no kvweave.toml and no variable of the person who runs the tests set anything."""
+    for name in list(os.environ):
+        if name.startswith("KVWEAVE_") and name not in OTHER_VARIABLES:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv(FILE_VARIABLE, os.devnull)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """`kvweave …` in this process, through the real entry point."""
+    use_default_settings(monkeypatch)
 
     def run(*args: object) -> Ran:
         monkeypatch.setattr(sys, "argv", ["kvweave", *map(str, args)])
@@ -36,8 +46,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def run_alone() -> Run:
+def run_alone(monkeypatch: pytest.MonkeyPatch) -> Run:
     """`kvweave …` as a process of its own."""
+    use_default_settings(monkeypatch)
 
     def run(*args: object, stdin: bytes = b"", **env: str) -> Ran:
         done = subprocess.run(

@@ -14,6 +14,7 @@ import httpx
 from torch import Tensor
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -96,7 +97,7 @@ class KbServer:
 
 def make_libraries(weave: Weave, root: Path) -> Libraries:
     """Small chunks of KV without a filler, which a context of 512 tokens has no room for."""
-    config = LibrariesConfig(root=root, embedder="words", encoding="isolated")
+    config = LibrariesConfig(root=root, embedder="words", kv=KVOptions("isolated"))
     return Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
 
 

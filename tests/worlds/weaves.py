@@ -9,7 +9,7 @@ from kvweave.app.library.library_kv import KVOptions, LibraryKV
 from kvweave.app.runtime import EngineClient, ModelRuntime
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.config import EngineConfig
-from kvweave.kv.config import HostTierConfig, StoreConfig
+from kvweave.kv.config import HostTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import open_kb
@@ -42,5 +42,5 @@ def library_of(
 def open_weave(folder: Path, model: tuple[Decoder, Tokenizer], promotion: int = 2) -> Weave:
     runtime = ModelRuntime(*model, "tiny")
     kb = open_kb(folder, runtime.tokenizer, chunk_tokens=256)
-    options = KVOptions("filler:1", store=StoreConfig(tiers=(HostTierConfig(1 << 26),)))
+    options = KVOptions("filler:1", tiers=(HostTierConfig(1 << 26),))
     return Weave(runtime, library_of(kb, runtime, options, promotion))

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from kvweave.config import ModelChoice
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed
@@ -36,20 +37,12 @@ class ModelRuntime:
         self.client = EngineClient(decoder, engine)
 
     @classmethod
-    def open(
-        cls,
-        model: str,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        quant: str = "none",
-        engine: EngineConfig | None = None,
-    ) -> "ModelRuntime":
+    def open(cls, choice: ModelChoice, engine: EngineConfig | None = None) -> "ModelRuntime":
         """Load a model: an embedded name, a folder, a .gguf file or a hub id."""
-        folder = locate(model)
-        decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
-        path = Path(model).expanduser()
-        name = path.resolve().name if path.exists() else model  # resolved, for `--model .`
+        folder = locate(choice.model)
+        decoder = load_decoder(folder, device=choice.device, dtype=choice.dtype, quant=choice.quant)
+        path = Path(choice.model).expanduser()
+        name = path.resolve().name if path.exists() else choice.model  # resolved: `--model .`
         return cls(decoder, Tokenizer(folder), name, engine)
 
     @property

@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvweave.app.answer.answer_stream import Answer, AnswerStream, Piece, TokenLogprob
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
-from kvweave.app.answer.speculation import Mode, SpeculationConfig
-from kvweave.app.library.library import Library
+from kvweave.app.answer.speculation import Mode
+from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, AskOptions, Question
 from kvweave.app.runtime import ModelRuntime
+from kvweave.config import (
+    LibrarySettings,
+    ModelChoice,
+    SpeculationSettings,
+    WeaveConfig,
+    given,
+)
+from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
@@ -100,12 +108,32 @@ class Weave:
         prompts while their chunks are searched for: "auto" where that is expected to gain time,
         "on" always, "off" never.
         """
-        runtime = ModelRuntime.open(model, device=device, dtype=dtype, quant=quant)
+        names = None if extras is None else tuple(extras)
+        config = WeaveConfig(
+            ModelChoice(model, device, dtype, quant, system),
+            LibrarySettings(encoding=encoding, extras=names, promotion=promotion),
+            speculation=SpeculationSettings(speculate),
+        )
+        return cls.configured(config, kb, embedder=embedder)
+
+    @classmethod
+    def configured(
+        cls, config: WeaveConfig, kb: str | Path | None = None, *, embedder: str | None = None
+    ) -> Self:
+        """As `open`, by a configuration: `kvweave.config.load_config` reads one from file and
+        variables."""
+        runtime = ModelRuntime.open(config.model, EngineConfig(**given(config.engine)))
+        settings = AnswerSettings.of(config)
         if kb is None:
-            return cls(runtime, settings=AnswerSettings(system))
-        settings = AnswerSettings(system, speculation=SpeculationConfig(speculate))
-        options = KVOptions(encoding, extras, system)
-        library = Library.open(Path(kb), runtime, options, embedder=embedder, promotion=promotion)
+            return cls(runtime, settings=settings)
+        library = Library.open(
+            Path(kb),
+            runtime,
+            KVOptions.of(config),
+            embedder=embedder,
+            new_embedder=config.library.embedder,
+            promotion=config.library.promotion,
+        )
         with ExitStack() as stack:  # an embedder that does not load leaves nothing open
             stack.callback(library.close)
             library.kb.warm()
@@ -118,11 +146,20 @@ class Weave:
         options: KVOptions,
         settings: AnswerSettings,
         *,
+        new_embedder: str = DEFAULT_EMBEDDER,
         open_embedder: "OpenEmbedder | None" = None,
+        promotion: int = PROMOTION,
     ) -> Self:
         """Another with the same model over another knowledge base, made if it is not there. The two
         share an engine: close this one last."""
-        library = Library.open(folder, self._runtime, options, open_embedder=open_embedder)
+        library = Library.open(
+            folder,
+            self._runtime,
+            options,
+            new_embedder=new_embedder,
+            open_embedder=open_embedder,
+            promotion=promotion,
+        )
         return type(self)(self._runtime, library, settings, owns_runtime=False)
 
     def close(self) -> None:

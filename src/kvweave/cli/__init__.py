@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "ask": "kvweave.cli.ask",
     "cache": "kvweave.cli.cache",
     "calibrate": "kvweave.cli.calibrate",
+    "config": "kvweave.cli.config",
     "docs": "kvweave.cli.docs",
     "ingest": "kvweave.cli.ingest",
     "models": "kvweave.cli.models",

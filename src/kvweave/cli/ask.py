@@ -3,22 +3,44 @@
 import io
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvweave.cli.explain import as_document, missing_line, show
-from kvweave.cli.knowledge_bases import check_knowledge_base
-from kvweave.cli.loading import model_options, open_weave
+from kvweave.cli.explain_view import as_document, missing_line, show
+from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
+from kvweave.cli.options import (
+    chunks_option,
+    config_option,
+    model_options,
+    pass_config,
+    planning_options,
+)
 from kvweave.cli.plan_view import decision_document, decision_line
-from kvweave.cli.planning import planning_options
+from kvweave.config import EffectiveConfig, ModelChoice, given
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
-    from kvweave.app.weave import Answer, Document, Sampling, Weave
+    from kvweave.app.weave import Answer, Document, Weave
 
 LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it is tokenised
+
+
+@dataclass(frozen=True, slots=True)
+class AskArguments:
+    """What was typed, besides what belongs to the configuration."""
+
+    question: str
+    files: tuple[str, ...]  # paths, or - for stdin
+    kb_folder: Path | None
+    ratio: float | None
+    explain: bool
+    stop: tuple[str, ...]
+    system: str | None
+    as_json: bool
+    stats: bool
 
 
 @click.command("ask")
@@ -37,8 +59,9 @@ LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Answer from this knowledge base (kvweave ingest makes one).",
 )
-@click.option("--chunks", "k", type=click.IntRange(1, 100), default=5, help="How many to take (5).")
-@click.option(
+@chunks_option
+@config_option(
+    "quality.reuse",
     "--reuse",
     metavar="STRATEGY",
     help="full, auto, prefix, reuse, weave, qcfuse, … (auto where KV is stored, else full).",
@@ -47,99 +70,114 @@ LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it
 @planning_options
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
-@click.option("--max-tokens", type=int, help="Length of the answer at most (256).")
-@click.option("--temperature", type=float, help="0 takes the likeliest token each time (0).")
-@click.option("--top-p", type=float, help="Keep the likeliest tokens with this probability (1).")
-@click.option("--top-k", type=int, help="Keep this many of the likeliest tokens (0: all).")
-@click.option("--seed", type=int, help="Makes a drawn answer repeatable.")
-@click.option("--repetition-penalty", type=float, help="Above 1, used words become rarer (1).")
+@config_option(
+    "sampling.max_tokens", "--max-tokens", type=int, help="Length of the answer at most (256)."
+)
+@config_option(
+    "sampling.temperature",
+    "--temperature",
+    type=float,
+    help="0 takes the likeliest token each time (0).",
+)
+@config_option(
+    "sampling.top_p",
+    "--top-p",
+    type=float,
+    help="Keep the likeliest tokens with this probability (1).",
+)
+@config_option(
+    "sampling.top_k",
+    "--top-k",
+    type=int,
+    help="Keep this many of the likeliest tokens (0: all).",
+)
+@config_option("sampling.seed", "--seed", type=int, help="Makes a drawn answer repeatable.")
+@config_option(
+    "sampling.repetition_penalty",
+    "--repetition-penalty",
+    type=float,
+    help="Above 1, used words become rarer (1).",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer in front of TEXT.")
 @click.option("--system", help="Instructions in place of kvweave's own.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document at the end.")
 @click.option("--stats/--no-stats", default=True, help="A line on tokens and time (on stderr).")
-def command(
-    question: str,
-    files: tuple[str, ...],
-    kb_folder: Path | None,
-    k: int,
-    reuse: str | None,
-    ratio: float | None,
-    bound: float,
-    order: str,
-    explain: bool,
-    model: str,
-    device: str,
-    dtype: str,
-    quant: str,
-    system: str | None,
-    as_json: bool,
-    stats: bool,
-    **drawing: Any,
-) -> None:
+@pass_config
+def command(effective: EffectiveConfig, **arguments: Any) -> None:
     """Answer QUESTION, from the given files or a knowledge base if there is one."""
-    if not question.strip():
+    config, asked = effective.config, AskArguments(**arguments)
+    if not asked.question.strip():
         raise RequestError("the question is empty; ask something")
-    if files and kb_folder is not None:
+    if asked.files and asked.kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
-    _check_reuse(reuse, ratio, kb_folder)
-    if kb_folder is not None:
-        check_knowledge_base(kb_folder)
-    documents = [read_document(name) for name in files]
-    sampling = _sampling(drawing)
+    reuse = _reuse(effective, asked)
+    if asked.kb_folder is not None:
+        check_knowledge_base(asked.kb_folder)
+    documents = [read_document(name) for name in asked.files]
+    from kvweave.app.weave import Sampling
+
+    sampling = Sampling(**given(config.sampling), stop=asked.stop)
     # Everything the user typed has been judged; now the slow part.
-    weave = open_weave(kb=kb_folder, model=model, device=device, dtype=dtype, quant=quant)
+    weave = open_weave(config=config, kb=asked.kb_folder)
     answering = weave.stream(
-        question,
-        documents=documents if kb_folder is None else None,
+        asked.question,
+        documents=documents if asked.kb_folder is None else None,
         sampling=sampling,
-        system=system,
-        k=k,
+        system=asked.system,
+        k=config.library.k,
         reuse=reuse,
-        ratio=ratio,
-        bound=bound,
-        order=order,
+        ratio=asked.ratio,
+        bound=config.quality.bound,
+        order=config.quality.order,
     )
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # an answer that the terminal cannot show is no crash
     for piece in answering:
-        if not as_json:
+        if not asked.as_json:
             out.write(piece.text)
             out.flush()
     answer = answering.finish()
     weave.close()
     missing = None
-    if stats and answer.explain is not None:
-        settings = {"--model": model, "--dtype": dtype, "--quant": quant, "--device": device}
-        missing = missing_line(answer.explain, _ingest_command(kb_folder, settings))
-    if as_json:
-        about = {"model": weave.model_name, "question": question, "documents": list(files)}
-        out.write(json.dumps({**about, **_as_document(answer)}, indent=2) + "\n")
+    if asked.stats and answer.explain is not None:
+        missing = missing_line(answer.explain, _ingest_command(asked.kb_folder, config.model))
+    if asked.as_json:
+        about = {"model": weave.model_name, "question": asked.question}
+        told = {**about, "documents": list(asked.files), **_as_document(answer)}
+        out.write(json.dumps(told, indent=2) + "\n")
         if missing is not None:
             click.echo(missing, err=True)
         return
     out.write("\n")
     out.flush()
-    if explain:
+    if asked.explain:
         click.echo(_explained(weave, answer), err=True)
     if missing is not None:
         click.echo(missing, err=True)
-    if stats:
+    if asked.stats:
         click.echo(click.style(_stats(answer), dim=True), err=True)
 
 
-def _check_reuse(reuse: str | None, ratio: float | None, kb_folder: Path | None) -> None:
+def _reuse(effective: EffectiveConfig, asked: AskArguments) -> str | None:
+    """How to reuse chunk KV, judged. What a file or a variable says is for knowledge bases, and a
+    --ratio goes before it."""
     from kvweave.app.weave import REUSES
 
-    if kb_folder is None and (ratio is not None or reuse not in (None, "full")):
+    reuse, ratio, name = effective.config.quality.reuse, asked.ratio, "--reuse"
+    if "quality.reuse" not in effective.flags:
+        reuse = None if asked.kb_folder is None or ratio is not None else reuse
+        name = f"quality.reuse of {effective.sources['quality.reuse']}:"
+    if asked.kb_folder is None and (ratio is not None or reuse not in (None, "full")):
         name = "--ratio" if reuse in (None, "full") else "--reuse"
         raise RequestError(f"{name} takes the stored chunk KV of a knowledge base; add --kb DIR")
     if reuse is not None and reuse not in REUSES:
-        raise RequestError(f"--reuse {reuse!r} is unknown; known: {', '.join(REUSES)}")
+        raise RequestError(f"{name} {reuse!r} is unknown; known: {', '.join(REUSES)}")
     if reuse == "auto" and ratio is not None:
         raise RequestError("--reuse auto chooses the ratio itself; leave --ratio out")
     if ratio is not None and not 0.0 <= ratio <= 1.0:
         raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
+    return reuse
 
 
 def read_document(name: str) -> "Document":
@@ -173,13 +211,6 @@ def _read_bytes(name: str) -> bytes:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise CorpusError(f"cannot read {name!r}: {reason}") from error
-
-
-def _sampling(drawing: dict[str, Any]) -> "Sampling":
-    """Only what was given: the defaults are Sampling's own."""
-    from kvweave.app.weave import Sampling
-
-    return Sampling(**{name: value for name, value in drawing.items() if value is not None})
 
 
 def _as_document(answer: "Answer") -> dict[str, Any]:
@@ -220,11 +251,12 @@ def _explained(weave: "Weave", answer: "Answer") -> str:
     return shown if answer.speculation is None else f"{shown}\n{answer.speculation.summary()}"
 
 
-def _ingest_command(kb_folder: Path | None, settings: dict[str, str]) -> str:
+def _ingest_command(kb_folder: Path | None, model: ModelChoice) -> str:
     """What stores the chunk KV that this very command would have found."""
-    usual = {"--model": "smollm2", "--device": "auto", "--dtype": "auto", "--quant": "none"}
-    given = [f"{name} {value}" for name, value in settings.items() if value != usual[name]]
-    return " ".join(["kvweave ingest PATH --kv", f"--kb {kb_folder}", *given])
+    usual, chosen = asdict(ModelChoice()), asdict(model)
+    names = ("model", "dtype", "quant", "device")
+    options = [f"--{name} {chosen[name]}" for name in names if chosen[name] != usual[name]]
+    return " ".join(["kvweave ingest PATH --kv", f"--kb {kb_folder}", *options])
 
 
 def _stats(answer: "Answer") -> str:

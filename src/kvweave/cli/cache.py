@@ -11,16 +11,17 @@ from typing import Any
 
 import click
 
-from kvweave.cli.cache_objects import describe, is_foreign, kind_of, open_folder, resolve
-from kvweave.cli.cache_view import ago, mib, show_table
-from kvweave.errors import TierError
-from kvweave.kv.keys import context_of
+from kvweave.cli.options import json_option
+from kvweave.errors import ConfigError, TierCorrupt, TierError, TierForeign
+from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.format.header import PRELUDE_BYTES, Header, needed_header_bytes, parse_header
+from kvweave.kv.keys import ChunkKey, context_of
 from kvweave.kv.tiers.base import StoredObject
+from kvweave.kv.tiers.disk import DiskTier
 
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), required=True, help="Folder of chunk KV."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 
 
 @click.group(name="cache")
@@ -34,21 +35,21 @@ def command() -> None:
 @click.option("--limit", default=50, show_default=True, help="Newest objects to list, 0 for all.")
 def ls(store: Path, as_json: bool, limit: int) -> None:
     """List objects, newest first."""
-    tier = open_folder(store)
+    tier = _open_folder(store)
     newest = sorted(tier.scan(), key=lambda o: -o.written_s)
-    rows = [describe(tier, each) for each in newest[: limit or None]]
+    rows = [_describe(tier, each) for each in newest[: limit or None]]
     if as_json:
         click.echo(json.dumps({"objects": rows, "total": len(newest)}))
         return
-    show_table(
+    _show_table(
         f"{len(newest)} objects in {store}",
         ["key", "context", "tokens", "layers", "codec", "size", "written"],
         [
             [
                 r["key"][16:32] + "…",
                 *(r[field] for field in ("context", "tokens", "layers", "codec")),
-                mib(r["bytes"]),
-                ago(r["written"]),
+                _mib(r["bytes"]),
+                _ago(r["written"]),
             ]
             for r in rows
         ],
@@ -60,12 +61,12 @@ def ls(store: Path, as_json: bool, limit: int) -> None:
 @json_option
 def stat(store: Path, as_json: bool) -> None:
     """Objects and bytes per context: one model, preamble, tenant and codec each."""
-    tier = open_folder(store)
+    tier = _open_folder(store)
     groups: dict[str, dict[str, Any]] = {}
     for each in tier.scan():
         name = context_of(each.key).hex()
         if name not in groups:
-            groups[name] = {"objects": 0, "bytes": 0, "like": describe(tier, each)}
+            groups[name] = {"objects": 0, "bytes": 0, "like": _describe(tier, each)}
         groups[name]["objects"] += 1
         groups[name]["bytes"] += each.size_bytes
     summary = {
@@ -79,15 +80,15 @@ def stat(store: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(summary))
         return
-    show_table(
-        f"{summary['objects']} objects, {mib(summary['bytes'])} in {store}; "
+    _show_table(
+        f"{summary['objects']} objects, {_mib(summary['bytes'])} in {store}; "
         f"{summary['quarantined']} quarantined",
         ["context", "objects", "size", "codec", "dtype", "layers"],
         [
             [
                 name,
                 g["objects"],
-                mib(g["bytes"]),
+                _mib(g["bytes"]),
                 *(g["like"][field] for field in ("codec", "dtype", "layers")),
             ]
             for name, g in groups.items()
@@ -103,7 +104,7 @@ def verify(store: Path, as_json: bool, repair: bool) -> None:
     """Read every byte of every object and check it. Exit code 1 if something is damaged."""
     from kvweave.kv.format.objects import verify_object
 
-    tier = open_folder(store)
+    tier = _open_folder(store)
     counts = {"ok": 0, "damaged": 0, "foreign": 0, "unreadable": 0, "quarantined": 0}
     problems: list[dict[str, str]] = []
     for each in tier.scan():
@@ -115,7 +116,7 @@ def verify(store: Path, as_json: bool, repair: bool) -> None:
             verify_object(reader, each.key)
             counts["ok"] += 1
         except TierError as error:
-            kind = kind_of(error)
+            kind = _kind_of(error)
             counts[kind] += 1
             problems.append({"key": each.key.hex(), "problem": kind, "detail": str(error)})
             if repair and kind == "damaged":
@@ -153,7 +154,7 @@ def gc(
     dry_run: bool,
 ) -> None:
     """Free space: leftovers of dead writers and quarantine always, objects by the options."""
-    tier = open_folder(store, sweep=not dry_run)  # opening removes what dead writers left
+    tier = _open_folder(store, sweep=not dry_run)  # opening removes what dead writers left
     newest_first = sorted(tier.scan(), key=lambda o: -o.written_s)
     oldest_s = 0.0 if max_age_days is None else time.time() - max_age_days * 86400
     doomed: list[StoredObject] = []
@@ -161,7 +162,12 @@ def gc(
     for each in newest_first:
         is_over = max_bytes is not None and kept_bytes + each.size_bytes > max_bytes
         is_named = context_of(each.key).hex() in contexts
-        if is_over or is_named or each.written_s < oldest_s or (foreign and is_foreign(tier, each)):
+        if (
+            is_over
+            or is_named
+            or each.written_s < oldest_s
+            or (foreign and _is_foreign(tier, each))
+        ):
             doomed.append(each)
         else:
             kept_bytes += each.size_bytes
@@ -180,7 +186,7 @@ def gc(
         click.echo(json.dumps(result))
     else:
         verb = "would free" if dry_run else "freed"
-        click.echo(f"{verb} {mib(result['freed_bytes'])}: {len(doomed)} objects and quarantine")
+        click.echo(f"{verb} {_mib(result['freed_bytes'])}: {len(doomed)} objects and quarantine")
 
 
 @command.command()
@@ -189,7 +195,101 @@ def gc(
 @click.argument("keys", nargs=-1, required=True)
 def rm(store: Path, as_json: bool, keys: tuple[str, ...]) -> None:
     """Delete objects by key, or by the first digits of one if only one object has them."""
-    tier = open_folder(store)
-    found = [resolve(tier, text) for text in keys]  # all or nothing: refuse before deleting
+    tier = _open_folder(store)
+    found = [_resolve(tier, text) for text in keys]  # all or nothing: refuse before deleting
     deleted = sum(tier.delete(key) for key in found)
     click.echo(json.dumps({"deleted": deleted}) if as_json else f"deleted {deleted}")
+
+
+def _open_folder(store: Path, *, sweep: bool = False) -> DiskTier:
+    """The tier in a folder, which must be one: a typo must not make a new store."""
+    if not (store / "objects").is_dir():
+        raise ConfigError(f"{store} holds no chunk KV; give the folder `kvweave ingest` wrote to")
+    return DiskTier(DiskTierConfig(store), sweep=sweep)
+
+
+def _resolve(tier: DiskTier, text: str) -> ChunkKey:
+    """The one key whose hexadecimal form, or whose content part, starts with `text`."""
+    names = {each.key: each.key.hex() for each in tier.scan()}
+    text = text.rstrip("…").lower()
+    matches = [key for key, name in names.items() if name.startswith(text)]
+    matches = matches or [key for key, name in names.items() if name[16:].startswith(text)]
+    if len(text) < 4 or len(matches) != 1:
+        raise ConfigError(f"{text!r} names {len(matches)} objects; give more digits of one key")
+    return matches[0]
+
+
+def _header_of(tier: DiskTier, key: ChunkKey) -> Header | None:
+    """The header of an object; None if it went away. Raises as `parse_header` does."""
+    reader = tier.open(key)
+    if reader is None:
+        return None
+    try:
+        raw = bytearray(min(PRELUDE_BYTES, reader.size_bytes))
+        reader.read(0, memoryview(raw))
+        needed = min(needed_header_bytes(raw), reader.size_bytes)
+        if needed > len(raw):
+            rest = bytearray(needed - len(raw))
+            reader.read(len(raw), memoryview(rest))
+            raw += rest
+        return parse_header(raw, key, reader.size_bytes)
+    finally:
+        reader.close()
+
+
+def _describe(tier: DiskTier, stored: StoredObject) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "key": stored.key.hex(),
+        "context": context_of(stored.key).hex(),
+        "bytes": stored.size_bytes,
+        "written": stored.written_s,
+        **dict.fromkeys(("tokens", "layers", "codec", "dtype")),
+    }
+    try:
+        header = _header_of(tier, stored.key)
+    except TierError as error:
+        return {**row, "codec": _kind_of(error)}
+    if header is not None:
+        row |= {"tokens": header.shape.num_tokens, "layers": len(header.layers)}
+        row |= {"codec": header.codec, "dtype": header.shape.dtype}
+    return row
+
+
+def _is_foreign(tier: DiskTier, stored: StoredObject) -> bool:
+    try:
+        _header_of(tier, stored.key)
+    except TierForeign:
+        return True
+    except TierError:
+        return False
+    return False
+
+
+def _kind_of(error: TierError) -> str:
+    if isinstance(error, TierForeign):
+        return "foreign"
+    return "damaged" if isinstance(error, TierCorrupt) else "unreadable"
+
+
+def _show_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*("–" if cell is None else str(cell) for cell in row))
+    Console().print(table)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.1f} MiB"
+
+
+def _ago(written_s: float) -> str:
+    elapsed_s = max(0.0, time.time() - written_s)
+    for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if elapsed_s >= seconds:
+            return f"{elapsed_s / seconds:.0f} {unit} ago"
+    return "now"

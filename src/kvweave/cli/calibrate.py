@@ -10,7 +10,7 @@ import click
 
 from kvweave.cli.asked_kb import open_asked_kb
 from kvweave.cli.calibration_view import progress_bar, show_layers, show_tables
-from kvweave.cli.loading import model_options
+from kvweave.cli.options import model_options, pass_model
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 @profile_option
 @json_option
 @model_options
+@pass_model
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Measure strategies and ratios against full prefill, on your own questions.
@@ -175,6 +176,7 @@ def _show(
 @profile_option
 @json_option
 @model_options
+@pass_model
 def layers_command(
     qa_file: Path | None,
     limit: int | None,

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from kvweave.cli.knowledge_bases import api_key_option, find_embedder, json_option, kb_option
+from kvweave.cli.knowledge_bases import find_embedder
+from kvweave.cli.options import api_key_option, json_option, kb_option
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import MODES, Mode
 

@@ -1,30 +1,62 @@
 """`kvweave ingest`: files and folders into a knowledge base."""
 
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvweave.cli.ingest_view import progress_bar, show
-from kvweave.cli.knowledge_bases import (
+from kvweave.cli.knowledge_bases import find_embedder, find_tokenizer
+from kvweave.cli.options import (
+    Amount,
     api_key_option,
-    find_embedder,
-    find_tokenizer,
+    config_option,
     json_option,
     kb_option,
+    model_options,
+    pass_config,
 )
-from kvweave.cli.loading import model_options
-from kvweave.cli.numbers import Amount
+from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.app.library.kv_sync import KVSync
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+    from kvweave.fuse.encode.save_log import Saves
+    from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
+MAX_LISTED = 20  # of skipped files, for people
+# mean nothing without --kv
+ABOUT_KV = ("--encoding", "--extras", "--refresh-neighbours", "--device", "--dtype", "--quant")
+
+
+@dataclass(frozen=True, slots=True)
+class IngestArguments:
+    """What was typed, besides what belongs to the configuration."""
+
+    paths: tuple[Path, ...]
+    kb_folder: Path
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    chunk_tokens: int | None
+    index: str | None
+    max_file_mb: float
+    prune: bool
+    kv: bool
+    refresh_neighbours: bool
+    qdrant_api_key: str | None
+    as_json: bool
+
+
+def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The word none does without."""
+    return () if names == ("none",) else names
 
 
 @click.command()
@@ -33,16 +65,27 @@ EXIT_SKIPPED = 1  # it went through, but some files did not get in
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match. Repeatable.")
 @click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
-@click.option("--embedder", help="Folder, embedded model or hub id.  [default: minilm]")
+@config_option(
+    "library.embedder",
+    "--embedder",
+    help="Folder, embedded model or hub id.  [default: minilm]",
+)
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
 @click.option("--max-file-mb", type=Amount(0), default=64, show_default=True)
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
 @click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
-@click.option(
-    "--encoding", help="isolated, filler:PASSAGES or neighbours:COUNT.  [default: filler]"
+@config_option(
+    "library.encoding",
+    "--encoding",
+    help="isolated, filler:PASSAGES or neighbours:COUNT.  [default: filler]",
 )
-@click.option(
-    "--extras", multiple=True, metavar="NAME", help="inter, anchors:RULE or none. Repeatable."
+@config_option(
+    "library.extras",
+    "--extras",
+    to_key=_extras,
+    multiple=True,
+    metavar="NAME",
+    help="inter, anchors:RULE or none. Repeatable.",
 )
 @click.option(
     "--refresh-neighbours",
@@ -52,29 +95,9 @@ EXIT_SKIPPED = 1  # it went through, but some files did not get in
 @model_options
 @api_key_option
 @json_option
+@pass_config
 @click.pass_context
-def command(
-    ctx: click.Context,
-    paths: tuple[Path, ...],
-    kb_folder: Path,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    chunk_tokens: int | None,
-    embedder: str | None,
-    index: str | None,
-    max_file_mb: float,
-    prune: bool,
-    kv: bool,
-    encoding: str | None,
-    extras: tuple[str, ...],
-    refresh_neighbours: bool,
-    model: str,
-    device: str,
-    dtype: str,
-    quant: str,
-    qdrant_api_key: str | None,
-    as_json: bool,
-) -> None:
+def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any) -> None:
     """Bring files and folders into a knowledge base. Run it again: only changes are done.
 
     Reads txt, md, html, pdf, csv, tsv, jsonl and docx. A file that cannot be read is reported and
@@ -86,46 +109,29 @@ def command(
     from kvweave.ingest.pipeline import IngestOptions, ingest
     from kvweave.ingest.sources import Selection
 
-    if not kv:
-        about_kv = {
-            "--encoding": encoding is not None,
-            "--extras": bool(extras),
-            "--refresh-neighbours": refresh_neighbours,
-            "--device": device != "auto",
-            "--dtype": dtype != "auto",
-            "--quant": quant != "none",
-        }
-        _refuse_without_kv([option for option, is_given in about_kv.items() if is_given])
-    elif encoding is not None or extras:
-        from kvweave.fuse.encode.preparation import DEFAULT_ENCODING, Preparation
-
-        # judged before a knowledge base is made
-        Preparation.parse(DEFAULT_ENCODING if encoding is None else encoding, _extras(extras) or ())
-    machine = {"device": device, "dtype": dtype, "quant": quant}
-    stored = read_settings(kb_folder)
+    config, asked = effective.config, IngestArguments(**arguments)
+    _check_preparation(effective, asked)
+    stored, embedder = read_settings(asked.kb_folder), config.library.embedder
+    if stored is not None and "library.embedder" not in effective.flags:
+        embedder = stored.embedder
     options = IngestOptions(
-        selection=Selection(include, exclude),
-        limits=ParseLimits(file_bytes=int(max_file_mb * 2**20)),
-        prune=prune,
+        selection=Selection(asked.include, asked.exclude),
+        limits=ParseLimits(file_bytes=int(asked.max_file_mb * 2**20)),
+        prune=asked.prune,
     )
     with KnowledgeBase.open(
-        kb_folder,
-        tokenizer=find_tokenizer(model),
-        embedder=find_embedder(embedder or (stored.embedder if stored else "minilm")),
-        chunk_tokens=chunk_tokens,
-        index=index,
+        asked.kb_folder,
+        tokenizer=find_tokenizer(config.model.model),
+        embedder=find_embedder(embedder),
+        chunk_tokens=asked.chunk_tokens,
+        index=asked.index,
         create=True,
-        api_key=qdrant_api_key,
+        api_key=asked.qdrant_api_key,
     ) as kb:
         try:
-            with (
-                _encoding(
-                    kb, model, kv, encoding, _extras(extras), refresh_neighbours, machine
-                ) as (encoder, upkeep),
-                progress_bar() as progress,
-            ):
+            with _encoding(kb, config, asked) as (encoder, upkeep), progress_bar() as progress:
                 report = ingest(
-                    kb, paths, encoder, progress=progress, options=options, upkeep=upkeep
+                    kb, asked.paths, encoder, progress=progress, options=options, upkeep=upkeep
                 )
                 saves = None if encoder is None else encoder.saves()
         except KeyboardInterrupt:
@@ -135,57 +141,151 @@ def command(
                 err=True,
             )
             raise
-        show(kb, report, saves, as_json)
+        show(kb, report, saves, asked.as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
 
 
+def _check_preparation(effective: EffectiveConfig, asked: IngestArguments) -> None:
+    """Judge how chunk KV is to be made before a knowledge base is. Raises ConfigError."""
+    library = effective.config.library
+    if asked.kv and (library.encoding is not None or library.extras is not None):
+        from kvweave.fuse.encode.preparation import DEFAULT_ENCODING, Preparation
+
+        encoding = DEFAULT_ENCODING if library.encoding is None else library.encoding
+        Preparation.parse(encoding, library.extras or ())
+    elif not asked.kv:
+        typed = {
+            effective.sources[key]
+            for key in effective.flags
+            if effective.config.value(key) != known_keys()[key].default
+        }
+        typed |= {"--refresh-neighbours"} if asked.refresh_neighbours else set()
+        vain = [option for option in ABOUT_KV if option in typed]
+        if vain:
+            does = "is" if len(vain) == 1 else "are"
+            raise ConfigError(f"{', '.join(vain)} {does} for computing chunk KV; add --kv")
+
+
 @contextmanager
 def _encoding(
-    kb: "KnowledgeBase",
-    model: str,
-    wanted: bool,
-    encoding: str | None,
-    extras: tuple[str, ...] | None,
-    refresh: bool,
-    machine: dict[str, str],
-) -> Iterator["tuple[ChunkEncoder | None, KVSync | None]"]:
+    kb: "KnowledgeBase", config: WeaveConfig, asked: IngestArguments
+) -> "Iterator[tuple[ChunkEncoder | None, KVSync | None]]":
     """What computes chunk KV, and what keeps the KV that is there in step with the documents.
 
     Loading the model takes a moment, so only if it is wanted.
     """
-    if not wanted and not (kb.folder / "kv").is_dir():
+    if not asked.kv and not (kb.folder / "kv").is_dir():
         yield None, None
         return
     from kvweave.app.library.kv_sync import SyncJob, sync_without_model
 
-    if not wanted:
+    if not asked.kv:
         with sync_without_model(kb) as sync:
             yield None, sync
         return
     from kvweave.app.library.library_kv import KVOptions, LibraryKV
     from kvweave.app.runtime import ModelRuntime
 
-    device, dtype, quant = machine["device"], machine["dtype"], machine["quant"]
-    runtime = ModelRuntime.open(model, device=device, dtype=dtype, quant=quant)
-    options = KVOptions(encoding, extras)
+    runtime = ModelRuntime.open(config.model)
+    options = KVOptions.of(config)
     with LibraryKV.open(kb, runtime.decoder, runtime.tokenizer, options, say=_say) as kv:
         kv.prepare_to_encode()
-        yield kv.encoder, kv.sync(SyncJob(encodes=True, refresh=refresh))
+        yield kv.encoder, kv.sync(SyncJob(encodes=True, refresh=asked.refresh_neighbours))
 
 
 def _say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def _refuse_without_kv(options: list[str]) -> None:
-    if options:
-        does = "is" if len(options) == 1 else "are"
-        raise ConfigError(f"{', '.join(options)} {does} for computing chunk KV; add --kv")
-
-
-def _extras(given: tuple[str, ...]) -> tuple[str, ...] | None:
-    """None leaves the stored ones; the word none does without."""
-    if not given:
+def _unsaved_line(saves: "Saves | None") -> str | None:
+    """One line on chunk KV that was computed and could not be kept; None if all was."""
+    if saves is None or not saves.dropped:
         return None
-    return () if given == ("none",) else given
+    why = f" ({', '.join(saves.reasons)})" if saves.reasons else ""
+    return (
+        f"{saves.dropped:,} of {saves.saved + saves.dropped:,} chunk KV could not be saved{why}; "
+        "questions compute it, run the same command to try again"
+    )
+
+
+def show(kb: "KnowledgeBase", report: "IngestReport", saves: "Saves | None", as_json: bool) -> None:
+    """The outcome: words for people, or one JSON object."""
+    totals = kb.totals()
+    unsaved = _unsaved_line(saves)
+    if unsaved is not None:
+        click.echo(unsaved, err=True)
+    if as_json:
+        outcome = asdict(report) | {"skipped": [s._asdict() for s in report.skipped]}
+        told = {"chunk_kv": None if saves is None else saves._asdict(), "totals": totals._asdict()}
+        click.echo(json.dumps({"kb": str(kb.folder), **outcome, **told}))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]{report.added:,}[/] added, {report.updated:,} updated, {report.unchanged:,} "
+        f"unchanged, {report.removed:,} removed in {report.elapsed_s:.1f} s"
+    )
+    console.print(
+        f"{report.new_chunks:,} new chunks, {report.shared_chunks:,} shared; "
+        f"{escape(str(kb.folder))} now holds {totals.num_documents:,} documents, "
+        f"{totals.num_chunks:,} chunks, {totals.num_tokens:,} tokens"
+    )
+    if report.ignored_files:
+        console.print(f"[dim]{report.ignored_files:,} files of other kinds left alone[/]")
+    complaints = Console(stderr=True, highlight=False, soft_wrap=True)
+    for source, reason in report.skipped[:MAX_LISTED]:
+        complaints.print(f"[yellow]skipped[/] {escape(source)}: {escape(reason)}")
+    if len(report.skipped) > MAX_LISTED:
+        complaints.print(f"… and {len(report.skipped) - MAX_LISTED} more; --json lists all")
+
+
+@contextmanager
+def progress_bar() -> "Iterator[OnProgress | None]":
+    """Rate and time left on a terminal; nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[chunks]:,} chunks · {task.fields[rate]:,.0f}/s"),
+        TimeLeft(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("read", total=None, chunks=0, rate=0.0)
+
+        second: list[TaskID] = []  # a bar of its own: it starts when the first one is full
+
+        def move(state: "IngestProgress") -> None:
+            if state.phase == "neighbours":
+                if not second:
+                    bar.update(task, total=1, completed=1)
+                    second.append(bar.add_task("neighbours", chunks=0, rate=0.0))
+                elapsed_s = bar.tasks[-1].elapsed or 1.0
+                bar.update(
+                    second[0],
+                    total=state.total_chunks,
+                    completed=state.num_chunks,
+                    chunks=state.num_chunks,
+                    rate=state.num_chunks / max(elapsed_s, 0.1),
+                )
+                return
+            elapsed_s = bar.tasks[0].elapsed or 1.0
+            bar.update(
+                task,
+                description=state.phase,
+                total=state.total_bytes,
+                completed=state.done_bytes,
+                chunks=state.num_chunks,
+                rate=state.num_chunks / max(elapsed_s, 0.1),
+            )
+
+        yield move

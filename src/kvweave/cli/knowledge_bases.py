@@ -1,32 +1,19 @@
-"""Opening a knowledge base from the command line: names become folders here, and only here."""
+"""Opening models and knowledge bases from the command line: names become folders here."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
+from kvweave.config import WeaveConfig
 from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
+    from kvweave.app.weave import Weave
     from kvweave.corpus.embedder import Embedder
     from kvweave.text.tokenizer import Tokenizer
 
-kb_option = click.option(
-    "--kb",
-    "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("kb"),
-    show_default=True,
-    help="Folder of the knowledge base.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-api_key_option = click.option(
-    "--qdrant-api-key", envvar="QDRANT_API_KEY", help="For an index on a Qdrant server."
-)
-
 
 def check_knowledge_base(folder: Path) -> None:
-    """Refuse a folder that holds no knowledge base: who asks does not want an empty one made."""
+    """Refuse a folder that holds no knowledge base: a question must not make an empty one."""
     from kvweave.corpus.settings import read_settings
 
     if read_settings(folder) is None:
@@ -57,3 +44,22 @@ def find_embedder(name: str) -> "Embedder":
     from kvweave.model.files.locate import locate
 
     return SentenceEmbedder(locate(name), name=name)
+
+
+def open_weave(*, config: WeaveConfig, kb: Path | None = None) -> "Weave":
+    """Load the model, and the knowledge base if there is one; with a spinner if a person is
+    watching."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return _open(config, kb)
+    with console.status(f"loading {escape(config.model.model)} …"):
+        return _open(config, kb)
+
+
+def _open(config: WeaveConfig, kb: Path | None) -> "Weave":
+    from kvweave.app.weave import Weave  # brings torch, which takes a second
+
+    return Weave.configured(config, kb)

@@ -5,10 +5,16 @@ from pathlib import Path
 
 import click
 
-from kvweave.cli.knowledge_bases import check_knowledge_base
-from kvweave.cli.loading import model_options, open_weave
+from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
+from kvweave.cli.options import (
+    chunks_option,
+    json_option,
+    model_options,
+    pass_config,
+    planning_options,
+)
 from kvweave.cli.plan_view import options_table, plan_document, spans_table
-from kvweave.cli.planning import planning_options
+from kvweave.config import EffectiveConfig
 from kvweave.errors import RequestError
 
 
@@ -21,34 +27,26 @@ from kvweave.errors import RequestError
     required=True,
     help="The knowledge base that would be asked (kvweave ingest makes one).",
 )
-@click.option("--chunks", "k", type=click.IntRange(1, 100), default=5, help="How many to take (5).")
+@chunks_option
 @planning_options
 @model_options
 @click.option("--system", help="Instructions in place of kvweave's own.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+@json_option
+@pass_config
 def command(
-    question: str,
-    kb_folder: Path,
-    k: int,
-    bound: float,
-    order: str,
-    model: str,
-    device: str,
-    dtype: str,
-    quant: str,
-    system: str | None,
-    as_json: bool,
+    question: str, kb_folder: Path, system: str | None, as_json: bool, effective: EffectiveConfig
 ) -> None:
     """Show how QUESTION would be answered with --reuse auto, without answering it."""
     if not question.strip():
         raise RequestError("the question is empty; ask something")
     check_knowledge_base(kb_folder)
-    settings = {"device": device, "dtype": dtype, "quant": quant}
-    with open_weave(kb=kb_folder, model=model, **settings) as weave:
-        plan = weave.plan(question, k=k, system=system, bound=bound, order=order)
+    k, allowed = effective.config.library.k, effective.config.quality
+    with open_weave(config=effective.config, kb=kb_folder) as weave:
+        plan = weave.plan(question, k=k, system=system, bound=allowed.bound, order=allowed.order)
         if as_json:
-            about = {"model": weave.model_name, "question": question, "bound": bound}
-            click.echo(json.dumps({**about, "order": order, **plan_document(plan)}, indent=2))
+            about = {"model": weave.model_name, "question": question}
+            told = {**about, "bound": allowed.bound, "order": allowed.order, **plan_document(plan)}
+            click.echo(json.dumps(told, indent=2))
             return
     from rich.console import Console
 

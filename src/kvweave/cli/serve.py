@@ -1,36 +1,48 @@
 """`kvweave serve`: an OpenAI-compatible server over one model and its knowledge bases."""
 
 import importlib.util
+import json
 import signal
 import socket
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvweave.cli.greeting import greet, url_of
-from kvweave.cli.loading import model_options, open_weave
-from kvweave.cli.serve_options import limit_options, make_limits, parse_folders
+from kvweave.cli.knowledge_bases import open_weave
+from kvweave.cli.options import Amount, config_option, model_options, pass_config
+from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvweave.app.libraries.libraries import Libraries
+    from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
     from kvweave.app.weave import Weave
+    from kvweave.serve.limits import Limits
     from kvweave.serve.server import Server
+
+
+def _mib(amount: float) -> int:
+    return int(amount * (1 << 20))
+
+
+def _gib(amount: float) -> int:
+    return int(amount * (1 << 30))
 
 
 @click.command("serve")
 @model_options
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option(
+@config_option("server.host", "--host", show_default=True, help="Address to listen on.")
+@config_option(
+    "server.port",
     "--port",
     type=click.IntRange(0, 65535),  # the resolver would take 70000 for 4464
-    default=8321,
     show_default=True,
     help="0 takes a free one.",
 )
-@click.option(
+@config_option(
+    "server.kb_root",
     "--kb-root",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of knowledge bases, one per subfolder, made on first upload.",
@@ -42,68 +54,155 @@ if TYPE_CHECKING:
     metavar="NAME=DIR",
     help="A knowledge base elsewhere; TENANT/NAME=DIR gives it to a tenant. Repeatable.",
 )
-@click.option("--embedder", default="minilm", show_default=True, help="Of new knowledge bases.")
-@click.option("--encoding", help="Encoding context of chunk KV, such as isolated or filler:4.")
-@click.option(
+@config_option("library.embedder", "--embedder", show_default=True, help="Of new knowledge bases.")
+@config_option(
+    "library.encoding",
+    "--encoding",
+    help="Encoding context of chunk KV, such as isolated or filler:4.",
+)
+@config_option(
+    "server.api_key_file",
     "--api-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Lines of key or key:tenant. KVWEAVE_API_KEYS does the same.",
 )
-@click.option(
+@config_option(
+    "server.log_format",
     "--log-format",
     type=click.Choice(["human", "json"]),
     help="Log every request, as text or as JSON lines; warnings alone if left out.",
 )
-@limit_options
-def command(
-    model: str,
-    device: str,
-    dtype: str,
-    quant: str,
-    host: str,
-    port: int,
-    kb_root: Path | None,
-    folders: tuple[str, ...],
-    embedder: str,
-    encoding: str | None,
-    api_key_file: Path | None,
-    log_format: str | None,
-    open_kbs: int,
-    host_gb: float,
-    grace: float,
-    lame: float,
-    **numbers: float,
-) -> None:
+@config_option(
+    "server.running", "--running", type=click.IntRange(1), help="Answers computed at once [64]."
+)
+@config_option(
+    "server.waiting", "--waiting", type=click.IntRange(0), help="Answers that may queue [128]."
+)
+@config_option(
+    "server.body_bytes", "--max-body-mb", to_key=_mib, type=Amount(0.001), help="Of a request [8]."
+)
+@config_option(
+    "server.upload_bytes",
+    "--max-upload-mb",
+    to_key=_mib,
+    type=Amount(0.001),
+    help="Of an upload [64].",
+)
+@config_option("server.request_s", "--timeout", type=Amount(0), help="Seconds per answer [600].")
+@config_option(
+    "server.open_kbs",
+    "--open-kbs",
+    type=click.IntRange(1),
+    help="Knowledge bases open at a time [4].",
+)
+@config_option(
+    "store.host_bytes",
+    "--host-gb",
+    to_key=_gib,
+    type=Amount(0.001),
+    help="Host memory for chunk KV, an equal part for each of them [8].",
+)
+@config_option(
+    "server.grace_s",
+    "--grace",
+    type=Amount(0),
+    help="Seconds that answers may go on after Ctrl-C or SIGTERM [10].",
+)
+@config_option(
+    "server.lame_s",
+    "--lame",
+    type=Amount(0),
+    help="Seconds before that, in which /readyz says 503 and new work is refused [0].",
+)
+@pass_config
+def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""
     _need_extra()
-    from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
+    from kvweave.app.libraries.libraries import Libraries
     from kvweave.serve.auth import read_keys
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
 
-    keys, limits = read_keys(api_key_file), make_limits(numbers)
-    named, host_bytes = parse_folders(folders), int(host_gb * (1 << 30))
-    config = LibrariesConfig(kb_root, named, embedder, encoding, open_kbs, host_bytes)
-    with _listen(host, port) as listener:  # before the model: a taken port should not cost a load
-        weave = open_weave(model=model, device=device, dtype=dtype, quant=quant)
-        libraries = Libraries(weave, config)
-        # without knowledge bases nobody can ask for reuse, and nothing need be measured
+    config, server_config = effective.config, effective.config.server
+    keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
+    places = make_places(config, folders)
+    # before the model: a taken port should not cost a load
+    with _listen(server_config.host, server_config.port) as listener:
+        weave = open_weave(config=config)
+        libraries = Libraries(weave, places)
+        # without knowledge bases no request can ask for reuse, and nothing need be measured
         measuring = Prepare("measuring this machine for reuse 'auto', once", weave.measure)
-        url = url_of(host, listener.getsockname()[1])
-        configure_logs("json" if log_format == "json" else "human" if log_format else None)
+        url = url_of(server_config.host, listener.getsockname()[1])
+        configure_logs(server_config.log_format)
         server = Server(
             weave,
             limits=limits,
             libraries=libraries,
             keys=keys,
             lifecycle=ServerLifecycle(
-                prepare=measuring if kb_root is not None or named else None,
+                prepare=measuring if places.root is not None or places.folders else None,
                 on_ready=lambda: greet(weave, url, with_key=bool(keys)),
-                lame_s=lame,
-                patience_s=grace,
+                lame_s=server_config.lame_s,
+                patience_s=server_config.grace_s,
             ),
         )
         _run(server, weave, libraries, listener)
+
+
+def make_limits(server: ServerSettings) -> "Limits":
+    from kvweave.serve.limits import Limits
+
+    return Limits(
+        running=server.running,
+        waiting=server.waiting,
+        body_bytes=server.body_bytes,
+        upload_bytes=server.upload_bytes,
+        request_s=server.request_s,
+    )
+
+
+def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig":
+    """Where knowledge bases are: under the root, and at `folders` as --kb names them."""
+    from kvweave.app.answer.speculation import SpeculationConfig
+    from kvweave.app.libraries.libraries import LibrariesConfig
+    from kvweave.app.library.library_kv import KVOptions
+
+    host: dict[str, Any] = {}
+    if config.store.host_bytes is not None:
+        host["host_bytes"] = config.store.host_bytes
+    return LibrariesConfig(
+        root=config.server.kb_root,
+        folders=parse_folders(folders),
+        embedder=config.library.embedder,
+        kv=KVOptions.of(config),
+        speculation=SpeculationConfig(**given(config.speculation)),
+        promotion=config.library.promotion,
+        open_most=config.server.open_kbs,
+        **host,
+    )
+
+
+def parse_folders(typed: Sequence[str]) -> "dict[LibraryKey, Path]":
+    """NAME=DIR or TENANT/NAME=DIR. Raises ConfigError."""
+    from kvweave.app.libraries.libraries import LibraryKey, check_name, check_tenant
+    from kvweave.errors import RequestError
+
+    folders: dict[LibraryKey, Path] = {}
+    for text in typed:
+        name, equals, folder = text.partition("=")
+        tenant, slash, rest = name.partition("/")
+        place = LibraryKey(tenant, rest) if slash else LibraryKey("", name)
+        if not equals or not folder or (slash and not tenant):
+            raise ConfigError(f"--kb {text!r} names no folder; write NAME=DIR or TENANT/NAME=DIR")
+        try:
+            check_name(place.name)
+        except RequestError as error:
+            raise ConfigError(f"--kb {text!r}: {error}") from error
+        check_tenant(place.tenant)
+        if place in folders:
+            raise ConfigError(f"--kb {name} is there twice; leave one out")
+        folders[place] = Path(folder)
+    return folders
 
 
 def _need_extra() -> None:
@@ -150,3 +249,39 @@ def _run(server: "Server", weave: "Weave", libraries: "Libraries", listener: soc
             server.run([listener])
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
+
+
+def url_of(host: str, port: int) -> str:
+    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - everywhere, so also here
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def greet(weave: "Weave", url: str, *, with_key: bool) -> None:
+    """Lines that can be copied and run."""
+    from rich.console import Console
+
+    hello = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
+    key = "YOUR-KEY" if with_key else "none"
+    header = " -H 'Authorization: Bearer YOUR-KEY'" if with_key else ""
+    console = Console(highlight=False)
+
+    def say(text: str = "", style: str = "") -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    say(f"kvweave serves {weave.model_name} at {url}/v1", "bold green")
+    say("Ctrl-C stops it. Try it from another terminal:", "dim")
+    say()
+    say(f"  curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\")
+    say(f"    -d '{json.dumps(hello)}'")
+    say()
+    say("or from Python (pip install openai):", "dim")
+    say()
+    say("  from openai import OpenAI")
+    say(f'  chat = OpenAI(base_url="{url}/v1", api_key="{key}").chat.completions')
+    say('  hello = [{"role": "user", "content": "Say hello."}]')
+    say(
+        f"  print(chat.create(model={weave.model_name!r}, messages=hello, max_tokens=32)"
+        ".choices[0].message.content)"
+    )
+    console.file.flush()

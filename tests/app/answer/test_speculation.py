@@ -23,7 +23,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, CorpusError
-from kvweave.kv.config import HostTierConfig, StoreConfig
+from kvweave.kv.config import HostTierConfig
 from kvweave.kv.tree.node import Node
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -116,7 +116,7 @@ def open_world(
         decoder, tokenizer = model
         kb = open_kb(tmp_path / f"kb{len(worlds)}", tokenizer, chunk_tokens=64, index="flat")
         runtime = ModelRuntime(decoder, tokenizer, "tiny", SMALL)
-        options = KVOptions("isolated", store=StoreConfig(tiers=(HostTierConfig(1 << 24),)))
+        options = KVOptions("isolated", tiers=(HostTierConfig(1 << 24),))
         library = library_of(kb, runtime, options)
         speculation = SpeculationConfig(mode, max_prefill_bs)  # type: ignore[arg-type]
         world = World(Weave(runtime, library, AnswerSettings(speculation=speculation)))

@@ -24,8 +24,6 @@ from kvweave.app.auto.tier_probes import STALE_S
 from kvweave.app.question import AskOptions, Question
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer
-from kvweave.calibrate.gate import BOUND
-from kvweave.cli import planning as cli_planning
 from kvweave.cli.plan_view import plan_document
 from kvweave.engine.engine import Engine
 from kvweave.errors import ConfigError, RequestError
@@ -588,7 +586,3 @@ def test_ask_explains_what_auto_did(
     assert plan["chosen"] == "prefix"
     assert plan["actual_s"] > 0
     assert plan["predicted_s"] > 0
-
-
-def test_the_options_name_calibrations_bound() -> None:
-    assert cli_planning.BOUND == BOUND

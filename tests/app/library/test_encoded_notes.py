@@ -8,8 +8,9 @@ import pytest
 
 from kvweave.app.library.kv_sync import FILE
 from kvweave.app.library.library import Library
-from kvweave.app.library.library_kv import KVOptions, store_config
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.stored_kv import KV_FOLDER
+from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.ingest.sources import TextSource
 from kvweave.kv.residency import Residency
@@ -89,7 +90,7 @@ def opened(tmp_path: Path, model_folder: Path, decoder: Decoder) -> Open:
             chunk_tokens=64,
             create=True,
         )
-        options = KVOptions(encoding, store=store_config(folder, 1 << 24))
+        options = KVOptions(encoding, store=StoreSettings(host_bytes=1 << 24))
         library = library_over(kb, decoder, tokenizer, options)
         try:
             yield Looked(library)

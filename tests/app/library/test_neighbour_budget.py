@@ -11,7 +11,7 @@ from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.save_log import Saves
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.config import DiskTierConfig, HostTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -51,8 +51,7 @@ class World:
             create=True,
         )
         disk = DiskTierConfig(folder / KV_FOLDER, disk_bytes)
-        store = StoreConfig(tiers=(HostTierConfig(1 << 20), disk))
-        options = KVOptions("neighbours:2", store=store)
+        options = KVOptions("neighbours:2", tiers=(HostTierConfig(1 << 20), disk))
         library = library_over(kb, self._decoder, self._tokenizer, options)
         try:
             yield library

@@ -17,6 +17,7 @@ from kvweave.app.library.kv_sync import KVSync, remove_with_kv
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import CODEC, KVOptions
 from kvweave.app.library.stored_kv import StoredKV
+from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
@@ -88,7 +89,9 @@ def opened(tmp_path: Path, model_folder: Path, decoder: Decoder) -> Open:
             index=index,
             create=True,
         )
-        library = library_over(kb, decoder, tokenizer, KVOptions(encoding, codec=codec))
+        library = library_over(
+            kb, decoder, tokenizer, KVOptions(encoding, store=StoreSettings(codec=codec))
+        )
         try:
             library.repair()
             yield library

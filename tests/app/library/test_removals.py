@@ -13,8 +13,9 @@ import pytest
 
 from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library import Library
-from kvweave.app.library.library_kv import KVOptions, store_config
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.stored_kv import StoredKV
+from kvweave.config import StoreSettings
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -49,7 +50,7 @@ def opened(tmp_path: Path, chat_model_folder: Path, decoder: Decoder) -> Open:
         kb = KnowledgeBase.open(
             folder, tokenizer=tokenizer, embedder=WordEmbedder(), chunk_tokens=64, create=True
         )
-        options = KVOptions(encoding, store=store_config(folder, 1 << 24))
+        options = KVOptions(encoding, store=StoreSettings(host_bytes=1 << 24))
         library = library_over(kb, decoder, tokenizer, options)
         try:
             library.repair()

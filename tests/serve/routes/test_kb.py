@@ -14,6 +14,7 @@ from openai import OpenAI
 
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, LibraryKey
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.serve.limits import Limits
 from kvweave.serve.server import ServerLifecycle
 from worlds.serving import KbServer, make_libraries, make_weave, serving, user
@@ -346,7 +347,7 @@ def test_opening_one_knowledge_base_holds_up_no_other_request(weave: Any, tmp_pa
         assert go_on.wait(60)
         return WordEmbedder()
 
-    config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
+    config = LibrariesConfig(root=tmp_path, embedder="words", kv=KVOptions("isolated"))
     libraries = Libraries(weave, config, open_embedder=slow_embedder)
     with serving(weave, libraries=libraries) as url, ThreadPoolExecutor(1) as client:
         upload = client.submit(post, url, "slow/documents", json=DRAIN)
@@ -372,7 +373,7 @@ def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
             stopped.wait(3)  # one batch goes to its end
             return super().embed_passages(texts)
 
-    config = LibrariesConfig(root=tmp_path, embedder="words", encoding="isolated")
+    config = LibrariesConfig(root=tmp_path, embedder="words", kv=KVOptions("isolated"))
     libraries = Libraries(weave, config, open_embedder=lambda name: Waiting())
     impatient = ServerLifecycle(patience_s=0.2)
     with ThreadPoolExecutor(1) as client:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
 from kvweave.serve.server import ServerLifecycle
@@ -94,7 +95,7 @@ def holding(
         pytest.skip("open files are counted in /proc; Linux has it, as CI does")
     spools, embedder = folder / "spools", HeldEmbedder()
     spools.mkdir()
-    config = LibrariesConfig(root=folder / "kbs", embedder="words", encoding="isolated")
+    config = LibrariesConfig(root=folder / "kbs", embedder="words", kv=KVOptions("isolated"))
     libraries = Libraries(weave, config, open_embedder=lambda name: embedder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(spools))

@@ -20,6 +20,7 @@ from kvweave.app.question import Question, refuse_empty
 from kvweave.app.requests import plain_request
 from kvweave.app.runtime import ModelRuntime
 from kvweave.calibrate.profiles import Profile
+from kvweave.config import WeaveConfig, given
 from kvweave.engine.sampling import Sampling
 from kvweave.text.prompt import (
     SYSTEM,
@@ -60,6 +61,13 @@ class AnswerSettings:
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations | ConversationScope = field(default_factory=Conversations)
+
+    @classmethod
+    def of(cls, config: WeaveConfig) -> "AnswerSettings":
+        """What a configuration says."""
+        system = config.model.system
+        speculation = SpeculationConfig(**given(config.speculation))
+        return cls(SYSTEM if system is None else system, speculation=speculation)
 
 
 class Answerer:

@@ -10,16 +10,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
+from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
-from kvweave.app.library.library_kv import KVOptions, store_config
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AUTO, AskOptions
 from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
@@ -31,6 +32,7 @@ from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.kv.config import GIB
 from kvweave.metrics import Metrics
+from kvweave.plan.ordering import PROMOTION
 from kvweave.types import Hit
 
 __all__ = [
@@ -75,7 +77,9 @@ class LibrariesConfig:
     root: Path | None = None  # folder of knowledge bases; None: only those in `folders`
     folders: Mapping[LibraryKey, Path] = field(default_factory=dict)  # some that lie elsewhere
     embedder: str = DEFAULT_EMBEDDER  # of new ones, and of /v1/embeddings
-    encoding: str | None = None  # encoding context of chunk KV; None: what it has, or the usual
+    kv: KVOptions = field(default_factory=KVOptions)  # of each; system and tenant are its own
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
     open_most: int = 4  # at a time; the one that was not used for longest makes way
     host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
     wait_s: float = 10.0  # for one to make way, where all that are open are in use
@@ -161,16 +165,24 @@ class Libraries:
     def _open(self, place: LibraryKey) -> Weave:
         folder = self._folder(place)
         assert folder is not None, "`lend` looked"
-        system, tenant = self._weave.system, place.tenant
-        store = store_config(folder, self.config.host_bytes // self.config.open_most)
-        options = KVOptions(self.config.encoding, system=system, tenant_salt=tenant, store=store)
+        config, system, tenant = self.config, self._weave.system, place.tenant
+        store = replace(config.kv.store, host_bytes=config.host_bytes // config.open_most)
+        options = replace(config.kv, system=system, tenant_salt=tenant, store=store)
         settings = AnswerSettings(
             system,
             tenant,
+            config.speculation,
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
         )
-        return self._weave.over(folder, options, settings, open_embedder=self._embedders.get)
+        return self._weave.over(
+            folder,
+            options,
+            settings,
+            new_embedder=config.embedder,
+            open_embedder=self._embedders.get,
+            promotion=config.promotion,
+        )
 
     # ── documents ────────────────────────────────────────────────────────────
 

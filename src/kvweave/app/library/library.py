@@ -87,19 +87,20 @@ class Library:
         options: KVOptions | None = None,
         *,
         embedder: str | None = None,
+        new_embedder: str = DEFAULT_EMBEDDER,
         open_embedder: OpenEmbedder | None = None,
         promotion: int = PROMOTION,
     ) -> "Library":
         """Open or make the knowledge base in `folder`.
 
-        `embedder` None is the one it was made with, or the usual. `open_embedder` lets several
-        knowledge bases share one.
+        `embedder` None is the one it was made with, `new_embedder` for a new one. `open_embedder`
+        lets several knowledge bases share one.
         """
         options = options or KVOptions()
         # what cannot be meant is refused before a knowledge base is made
         choose_preparation(folder / KV_FOLDER, options.encoding, options.extras)
         stored = read_settings(folder)
-        name = embedder or (stored.embedder if stored else DEFAULT_EMBEDDER)
+        name = embedder or (stored.embedder if stored else new_embedder)
         decoder, tokenizer, client = runtime.decoder, runtime.tokenizer, runtime.client
         with ExitStack() as stack:  # a part that does not open leaves no other part open
             kb = stack.enter_context(

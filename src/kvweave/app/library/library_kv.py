@@ -7,7 +7,7 @@ where these are wired together.
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +15,7 @@ from kvweave.app.library.kv_sync import KVSync, SyncJob
 from kvweave.app.library.neighbours import neighbours_of, open_table
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
+from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, Texts, run_at_once
@@ -22,7 +23,7 @@ from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
@@ -45,14 +46,37 @@ class KVOptions:
     extras: Sequence[str] | None = None  # what is stored beside the layers
     system: str = SYSTEM  # the system prompt that chunks are computed behind
     tenant_salt: str = ""  # chunk KV is shared with those alone who have the same
-    codec: str = CODEC
-    store: StoreConfig | None = None  # None: host memory over the knowledge base's own disk
+    store: StoreSettings = field(default_factory=StoreSettings)  # sizes, codec, what is evicted
+    tiers: tuple[TierConfig, ...] | None = None  # None: host memory over the knowledge base's disk
 
+    @classmethod
+    def of(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
+        """What a configuration says."""
+        library, system = config.library, config.model.system
+        return cls(
+            library.encoding,
+            library.extras,
+            SYSTEM if system is None else system,
+            tenant_salt,
+            config.store,
+        )
 
-def store_config(kb_folder: Path, host_bytes: int | None = None) -> StoreConfig:
-    """Host memory (None: the usual) over the disk of the knowledge base in `kb_folder`."""
-    host = HostTierConfig() if host_bytes is None else HostTierConfig(host_bytes)
-    return StoreConfig(tiers=(host, DiskTierConfig(kb_folder / KV_FOLDER)))
+    @property
+    def codec(self) -> str:
+        return CODEC if self.store.codec is None else self.store.codec
+
+    def store_config(self, kb_folder: Path) -> StoreConfig:
+        """Of the knowledge base in `kb_folder`."""
+        tiers, store = self.tiers, self.store
+        if tiers is None:
+            host, disk = HostTierConfig(), DiskTierConfig(kb_folder / KV_FOLDER)
+            if store.host_bytes is not None:
+                host = replace(host, capacity_bytes=store.host_bytes)
+            if store.disk_bytes is not None:
+                disk = replace(disk, capacity_bytes=store.disk_bytes)
+            tiers = (host, disk)
+        config = StoreConfig(tiers=tiers)
+        return config if store.policy is None else replace(config, policy=store.policy)
 
 
 class LibraryKV:
@@ -92,8 +116,7 @@ class LibraryKV:
         if options.encoding == "neighbours":  # without a number
             preparation = _calibrated(preparation, decoder, tokenizer, options.system, say)
         with ExitStack() as stack:  # a part that does not open leaves no other part open
-            config = options.store or store_config(kb.folder)
-            store = stack.enter_context(KVStore(config))
+            store = stack.enter_context(KVStore(options.store_config(kb.folder)))
             table = open_table(kb.folder, preparation)
             if table is not None:
                 stack.callback(table.close)

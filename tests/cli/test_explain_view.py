@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvweave.cli.explain import as_document, show
+from kvweave.cli.explain_view import as_document, show
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 

@@ -1,0 +1,92 @@
+"""`kvweave config`: the settings that are in force, and where each comes from."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from kvweave.cli import ask, ingest, serve
+from kvweave.cli.options import ConfigOption, json_option, pass_config
+from kvweave.config import EffectiveConfig, Key, known_keys
+
+
+@click.group()
+def command() -> None:
+    """Show the settings that are in force."""
+
+
+@command.command()
+@json_option
+@pass_config
+def show(as_json: bool, effective: EffectiveConfig) -> None:
+    """Show every setting, its value and where that comes from.
+
+    From a default, from kvweave.toml, from a variable, or from a flag: those of ask, ingest and
+    serve are taken here too.
+    """
+    rows = [(key, _public(effective.config.value(name))) for name, key in known_keys().items()]
+    if as_json:
+        told = {
+            str(key): {"value": value, "from": effective.sources[str(key)]} for key, value in rows
+        }
+        file = None if effective.file is None else str(effective.file.absolute())
+        click.echo(json.dumps({"file": file, "settings": told}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("setting", "value", "from"):
+        table.add_column(heading, overflow="fold")
+    for key, value in rows:
+        source = effective.sources[str(key)]
+        style = "dim" if source == "default" else None
+        table.add_row(str(key), _words(key, value), source, style=style)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    file = "no kvweave.toml" if effective.file is None else f"read {effective.file.absolute()}"
+    console.print(file, style="dim", soft_wrap=True)
+
+
+def _public(value: Any) -> Any:
+    """As JSON has it, and without the password of an address."""
+    if isinstance(value, str) and "://" in value:
+        password = urlsplit(value).password
+        return value if not password else value.replace(f":{password}@", ":***@", 1)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _words(key: Key, value: Any) -> str:
+    if value is None:
+        return f"({key.unset})"
+    if key.kind.is_size:
+        return _size(value)
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _size(num_bytes: int) -> str:
+    """In the largest unit of which it is a whole number."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes % size == 0:
+            return f"{num_bytes // size:,} {unit}"
+    return f"{num_bytes:,} B"
+
+
+def _add_flags() -> None:
+    """Let `show` take the flags of the other commands, each of them once."""
+    taken: set[str] = set()
+    for other in (ask.command, ingest.command, serve.command):
+        for option in other.params:
+            if isinstance(option, ConfigOption) and option.opts[-1] not in taken:
+                taken.add(option.opts[-1])
+                same = copy.copy(option)
+                same.help, same.show_default = f"Sets {option.key}.", False
+                show.params.append(same)
+
+
+_add_flags()

@@ -1,0 +1,151 @@
+"""Options that several commands share; and how options set keys of the configuration."""
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from kvweave.config import MOST, EffectiveConfig, Flag, known_keys, load_config
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+
+
+class Amount(click.FloatRange):
+    """A number from `least` to MOST. Infinity and what is no number at all are refused: click's
+    own range lets both through."""
+
+    def __init__(self, least: float) -> None:
+        super().__init__(min=least, max=MOST)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
+
+
+class ConfigOption(click.Option):
+    """An option that sets a key of the configuration; `pass_config` hands the result over.
+
+    `to_key` makes the key's value out of the option's, where the two have other units. The default
+    is the key's own, and only `--help` shows it.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        *,
+        key: str,
+        to_key: Callable[[Any], Any] = lambda value: value,
+        **attributes: Any,
+    ) -> None:
+        default = known_keys()[key].default if attributes.get("show_default") else None
+        super().__init__(names, default=default, **attributes)
+        self.key = key
+        self.to_key = to_key
+
+
+def config_option(key: str, *names: str, **attributes: Any) -> Decorator:
+    """As `click.option`, for a key of the configuration."""
+    return click.option(*names, cls=ConfigOption, key=key, **attributes)
+
+
+def pass_config(command: Command) -> Command:
+    """Give a command `effective`, an EffectiveConfig made of file, variables and its own
+    `config_option`s, which it gets in no other shape; and add --config. Stands last, right above
+    the function."""
+
+    @functools.wraps(command)
+    def run(*args: Any, config_file: Path | None, **values: Any) -> Any:
+        ctx = click.get_current_context()
+        flags: dict[str, Flag] = {}
+        for option in ctx.command.params:
+            if isinstance(option, ConfigOption):
+                assert option.name is not None, "every option has a name"
+                value = values.pop(option.name)
+                if ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+                    flags[option.key] = Flag(option.opts[-1], option.to_key(value))
+        return command(*args, effective=load_config(config_file, flags=flags), **values)
+
+    option = click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Settings, in place of kvweave.toml.",
+    )
+    return option(run)
+
+
+def pass_model(command: Command) -> Command:
+    """As `pass_config`, for a command that needs the model alone: gives it `model`, `device`,
+    `dtype` and `quant`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, effective: EffectiveConfig, **values: Any) -> Any:
+        choice = effective.config.model
+        model = {name: getattr(choice, name) for name in ("model", "device", "dtype", "quant")}
+        return command(*args, **model, **values)
+
+    return pass_config(run)
+
+
+def _all_of(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in this order."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+kb_option = click.option(
+    "--kb",
+    "kb_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("kb"),
+    show_default=True,
+    help="Folder of the knowledge base.",
+)
+api_key_option = click.option(
+    "--qdrant-api-key", envvar="QDRANT_API_KEY", help="For an index on a Qdrant server."
+)
+chunks_option = config_option(
+    "library.k", "--chunks", type=click.IntRange(1, 100), help="How many to take (5)."
+)
+# their values are judged where they are used
+model_options = _all_of(
+    config_option(
+        "model.model",
+        "--model",
+        show_default=True,
+        help="An embedded name, a folder, a .gguf file or a hub id.",
+    ),
+    config_option("model.device", "--device", help="auto, cpu, cuda or cuda:N."),
+    config_option("model.dtype", "--dtype", help="auto, float32, bfloat16 or float16."),
+    config_option("model.quant", "--quant", help="none, or int8 (CPU: faster, nearly as good)."),
+)
+planning_options = _all_of(  # what a user allows the planner
+    config_option(
+        "quality.bound",
+        "--bound",
+        type=click.FloatRange(min=0.0),
+        help="auto: mean KL in nats per token that reuse may cost (0.02).",
+    ),
+    config_option(
+        "quality.order",
+        "--order",
+        type=click.Choice(["keep", "free"]),
+        help="auto: free lets chunks move to where more is exact (keep).",
+    ),
+)

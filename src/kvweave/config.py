@@ -1,0 +1,460 @@
+"""The settings of kvweave, and where they come from.
+
+    WeaveConfig
+    ├── model         which model computes, where and how           ModelChoice
+    ├── library       how knowledge bases are made and searched     LibrarySettings
+    ├── store         where chunk KV is kept                        StoreSettings
+    ├── engine        how much is computed at once                  EngineSettings
+    ├── speculation   computing prompts before the search is over   SpeculationSettings
+    ├── sampling      how answers are drawn unless a request says   SamplingSettings
+    ├── quality       what reuse may cost unless a request says     QualitySettings
+    └── server        address and limits of `kvweave serve`         ServerSettings
+
+`Weave.open`, the command line and the server share one `WeaveConfig`. `load_config` fills it:
+defaults, then a `kvweave.toml` with a table for each section, then variables named
+`KVWEAVE_SECTION_KEY`, then flags; the last one that names a key wins.
+
+The values are plain: app/ makes the settings of engine, store and server out of them. A key that is
+None is not set, and the part that reads it does what it always does; so no default of theirs is
+written here. Names (of models, devices, strategies) are judged where they are used.
+
+To add a key, add a line to its section and one to the table in docs/config.md.
+"""
+
+# ruff: noqa: RUF009 - `unset` makes a field
+
+import functools
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from kvweave.errors import ConfigError
+from kvweave.paths import config_folder
+
+FILE_NAME = "kvweave.toml"
+FILE_VARIABLE = "KVWEAVE_CONFIG"  # names another file
+OTHER_VARIABLES = {FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS"}  # ours, but no keys
+MOST = 1e9  # more seconds than any wait has; infinity and NaN are above it or beside it
+
+
+class Range(NamedTuple):
+    """The numbers that a key may have."""
+
+    least: float
+    most: float = math.inf
+    wants: str = ""  # in words; empty: made of the two numbers
+
+    def holds(self, value: float) -> bool:
+        return self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        if self.wants:
+            return self.wants
+        if self.most == math.inf:
+            return f"at least {self.least:g}"
+        return f"between {self.least:g} and {self.most:.10g}"
+
+
+SIZE = "size"  # marks a number of bytes, which may be written with a unit: "8GiB"
+
+Bytes = Annotated[int, SIZE, Range(1)]
+Count = Annotated[int, Range(1)]
+Count0 = Annotated[int, Range(0)]
+Seconds = Annotated[float, Range(0, MOST)]
+Share = Annotated[float, Range(0, 1)]
+Temperature = Annotated[float, Range(0, 100)]
+TopP = Annotated[float, Range(math.ulp(0.0), 1, "above 0 and at most 1")]
+TopK = Annotated[int, Range(0, wants="0 (off) or more")]
+Penalty = Annotated[float, Range(0.01, 100)]
+Seed = Annotated[int, Range(0, 2**63 - 1, "between 0 and 2**63 - 1")]
+
+
+def unset(words: str) -> Any:
+    """A key that is None unless it is given; `words` say what happens then."""
+    return field(default=None, metadata={"unset": words})
+
+
+class Section:
+    """Judges its values when it is made; raises ConfigError."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for key in known_keys().values():
+            if key.of is type(self):
+                complaint = key.kind.complaint(getattr(self, key.name))
+                if complaint is not None:
+                    raise ConfigError(f"{key} {complaint}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice(Section):
+    """Which model computes, where and how."""
+
+    model: str = "smollm2"  # an embedded name, a folder, a .gguf file or a hub id
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    dtype: str = "auto"  # auto, float32, bfloat16 or float16
+    quant: str = "none"  # none, or int8 on a CPU
+    system: str | None = unset("kvweave's own")  # system prompt; chunk KV belongs to one
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySettings(Section):
+    """How knowledge bases are made and searched."""
+
+    embedder: str = "minilm"  # of new knowledge bases; one that is there keeps its own
+    encoding: str | None = unset("what it has, filler for a new one")  # context of chunk KV
+    extras: tuple[str, ...] | None = unset("what it has, none for a new one")  # beside chunk KV
+    promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
+    k: Annotated[int, Range(1, 100)] = 5  # chunks that are put in front of a question
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings(Section):
+    """Where chunk KV is kept: in host memory, then on disk, then in Valkey or Redis, then in S3."""
+
+    host_bytes: Bytes | None = unset("2 GiB; 8 GiB for all of a server")  # of host memory
+    disk: Path | None = unset("kv in the knowledge base")  # folder of the disk tier
+    disk_bytes: Bytes | None = unset("64 GiB")  # on disk; beyond it, chunk KV is evicted
+    redis_url: str | None = unset("no such tier")  # redis://, rediss:// or unix://
+    s3_url: str | None = unset("no such tier")  # s3://BUCKET or s3://BUCKET/PREFIX
+    s3_endpoint: str | None = unset("Amazon's")  # URL of another S3-compatible server
+    s3_region: str | None = unset("boto3's")  # where the bucket is
+    codec: str | None = unset("int8")  # how chunk KV is written; another codec is other chunk KV
+    policy: str | None = unset("pgdsf")  # what stays: lru, lfu, gdsf or pgdsf
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings(Section):
+    """How much is computed at once. Keys are fields of engine/config.py's `EngineConfig`."""
+
+    page_tokens: Count | None = unset("what the device likes")  # of one page of KV
+    pool_tokens: Count | None = unset("a quarter of the free memory")  # KV of all sequences
+    max_running: Count | None = unset("32")  # sequences that are computed at once
+    step_rows: Count | None = unset("what the device likes")  # of a step while some decode
+    alone_rows: Count | None = unset("what the device likes")  # of a step while none does
+    guess_rows: Count | None = unset("what the device likes")  # of a speculation in one step
+    tree_share: Share | None = unset("0.5")  # of the pool, for exact KV that no request uses
+    host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
+    recorded_rows: Count0 | None = unset("64")  # decode steps up to this are CUDA graphs; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings(Section):
+    """Whether prompts are computed before the search for their chunks is over."""
+
+    mode: Literal["auto", "on", "off"] = "auto"  # auto: where it is expected to gain time
+    max_prefill_bs: Count | None = unset("1 on a CPU, else 4")  # prefills that stop guesses
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings(Section):
+    """How answers are drawn unless a request says. Keys are fields of engine/sampling.py."""
+
+    max_tokens: Count | None = unset("256")  # of an answer at most
+    temperature: Temperature | None = unset("0; 1 over HTTP")  # 0 takes the likeliest token
+    top_p: TopP | None = unset("1")  # draw among the likeliest tokens with this probability
+    top_k: TopK | None = unset("0")  # draw among this many of the likeliest tokens
+    repetition_penalty: Penalty | None = unset("1")  # above 1, used words become rarer
+    seed: Seed | None = unset("another each time")  # makes drawn answers repeatable
+
+
+@dataclass(frozen=True, slots=True)
+class QualitySettings(Section):
+    """What reuse may cost unless a request says."""
+
+    reuse: str | None = unset("auto where KV is stored, else full")  # auto, full or a strategy
+    bound: Annotated[float, Range(0, MOST)] = 0.02  # auto: mean KL in nats per token it may cost
+    order: Literal["keep", "free"] = "keep"  # auto: free lets chunks move to where more is exact
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings(Section):
+    """Address and limits of `kvweave serve`."""
+
+    host: str = "127.0.0.1"  # address to listen on
+    port: Annotated[int, Range(0, 65535)] = 8321  # 0 takes a free one
+    kb_root: Path | None = unset("only those of --kb")  # folder of knowledge bases
+    api_key_file: Path | None = unset("KVWEAVE_API_KEYS alone")  # lines of key or key:tenant
+    log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
+    running: Count = 64  # answers computed at once
+    waiting: Count0 = 128  # answers that may queue behind them
+    body_bytes: Bytes = 8 << 20  # of a request
+    upload_bytes: Bytes = 64 << 20  # of an upload
+    request_s: Seconds = 600.0  # for an answer
+    open_kbs: Count = 4  # knowledge bases open at a time
+    grace_s: Seconds = 10.0  # that answers may go on after Ctrl-C or SIGTERM
+    lame_s: Seconds = 0.0  # before that, in which /readyz says 503 and new work is refused
+
+
+@dataclass(frozen=True, slots=True)
+class WeaveConfig:
+    """All settings, judged. `dataclasses.replace` makes another."""
+
+    model: ModelChoice = field(default_factory=ModelChoice)
+    library: LibrarySettings = field(default_factory=LibrarySettings)
+    store: StoreSettings = field(default_factory=StoreSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    quality: QualitySettings = field(default_factory=QualitySettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+
+    def value(self, key: str) -> Any:
+        """Of a key by its dotted name, such as "model.device"."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
+
+
+def given(section: Section) -> dict[str, Any]:
+    """The keys of a section that are set, by name: keyword arguments for the part that reads them,
+    whose own defaults stand in for the others."""
+    names = [key.name for key in known_keys().values() if key.of is type(section)]
+    return {n: value for n in names if (value := getattr(section, n)) is not None}
+
+
+class Kind(NamedTuple):
+    """What values a key takes."""
+
+    type: type  # str, int, float, bool, Path or tuple (of str)
+    is_optional: bool
+    known: tuple[str, ...]  # the only values there are; empty: any
+    range: Range | None  # of a number
+    is_size: bool  # a number of bytes
+
+    @classmethod
+    def of(cls, hint: Any) -> "Kind":
+        """Of a field by its annotation."""
+        is_optional = False
+        marks: list[object] = []
+        if get_origin(hint) in (Union, UnionType):
+            (hint,) = (part for part in get_args(hint) if part is not NoneType)
+            is_optional = True
+        if get_origin(hint) is Annotated:
+            hint, *marks = get_args(hint)
+        known = get_args(hint) if get_origin(hint) is Literal else ()
+        plain = str if known else get_origin(hint) or hint
+        bounds = next((mark for mark in marks if isinstance(mark, Range)), None)
+        return cls(plain, is_optional, known, bounds, SIZE in marks)
+
+    def complaint(self, value: object) -> str | None:
+        """What is wrong with a value, and which are right; None if nothing is."""
+        if value is None:
+            return None if self.is_optional else "cannot be None; leave it out"
+        types = (int, float) if self.type is float else (self.type,)
+        is_right = isinstance(value, types) and (self.type is bool or not isinstance(value, bool))
+        if self.type is tuple and isinstance(value, tuple):
+            is_right = all(isinstance(each, str) for each in value)
+        if not is_right:
+            return f"must be {self._words()}, got {value!r}"
+        if self.known and value not in self.known:
+            return f"must be one of {', '.join(self.known)}; got {value!r}"
+        if isinstance(value, int | float) and self.range and not self.range.holds(value):
+            return f"must be {self.range}, got {value!r}"
+        return None
+
+    def from_toml(self, raw: object, folder: Path) -> object:
+        """The value of what a file says; a path is taken from the file's own folder. What cannot be
+        turned into one stays as it is, and `complaint` tells."""
+        if isinstance(raw, str) and (self.is_size or self.type is Path):
+            return parse_size(raw) if self.is_size else folder / _expanded(raw)
+        if isinstance(raw, list) and self.type is tuple:
+            return tuple(raw)
+        return float(raw) if self.type is float and type(raw) is int else raw
+
+    def from_text(self, text: str) -> object:
+        """The value of what a variable says. As `from_toml` if it cannot be one."""
+        if self.is_size:
+            return parse_size(text)
+        if self.type is tuple:
+            return () if text == "none" else tuple(part.strip() for part in text.split(","))
+        if self.type is bool:
+            return {"true": True, "false": False}.get(text.lower(), text)
+        try:
+            return _expanded(text) if self.type is Path else self.type(text)
+        except ValueError:
+            return text
+
+    def _words(self) -> str:
+        if self.is_size:
+            return 'bytes or a size such as "8GiB"'
+        return {
+            bool: "true or false",
+            int: "a whole number",
+            float: "a number",
+            tuple: "a list of texts",
+        }.get(self.type, "a text")
+
+
+class Key(NamedTuple):
+    """One setting."""
+
+    section: str
+    name: str
+    of: type  # class of the section
+    kind: Kind
+    default: Any
+    unset: str  # what None means, in words
+
+    def __str__(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def variable(self) -> str:
+        """KVWEAVE_SECTION_KEY; KVWEAVE_MODEL for the key that is named like its section."""
+        parts = dict.fromkeys(("KVWEAVE", self.section.upper(), self.name.upper()))
+        return "_".join(parts)
+
+
+@functools.cache
+def known_keys() -> dict[str, Key]:
+    """Every key by its dotted name, in the order in which they are shown."""
+    found = {}
+    for section, of in get_type_hints(WeaveConfig).items():
+        hints = get_type_hints(of, include_extras=True)
+        for each in fields(of):
+            words = each.metadata.get("unset", "")
+            kind = Kind.of(hints[each.name])
+            key = Key(section, each.name, of, kind, each.default, words)
+            found[str(key)] = key
+    return found
+
+
+class Flag(NamedTuple):
+    """A key that was given on the command line."""
+
+    name: str  # as typed: --device
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveConfig:
+    """A configuration, and where each of its values comes from."""
+
+    config: WeaveConfig
+    sources: Mapping[str, str]  # by key: default, name of the file, KVWEAVE_…, --flag
+    file: Path | None  # that was read; None: there was none
+    flags: frozenset[str] = frozenset()  # keys that were given on the command line
+
+
+def load_config(
+    file: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, Flag] | None = None,
+) -> EffectiveConfig:
+    """Defaults, then a file, then variables, then `flags` by key.
+
+    `file` None: the one that KVWEAVE_CONFIG names, else kvweave.toml in the current folder, else
+    the one in the user's config folder, else none. `env` None is that of the process. Raises
+    ConfigError, which names the key, the value and where it stands.
+    """
+    env = os.environ if env is None else env
+    path = _find_file(file, env)
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(known_keys(), "default")
+    layers = [
+        [] if path is None else _from_file(path),
+        _from_variables(env),
+        [(known_keys()[key], flag.value, flag.name) for key, flag in (flags or {}).items()],
+    ]
+    for key, value, source in (each for layer in layers for each in layer):
+        complaint = key.kind.complaint(value)
+        if complaint is not None:
+            raise ConfigError(f"{key} {complaint} ({source})")
+        values[str(key)], sources[str(key)] = value, source
+    sections = {
+        section: of(
+            **{k.name: values[n] for n, k in known_keys().items() if k.of is of and n in values}
+        )
+        for section, of in get_type_hints(WeaveConfig).items()
+    }
+    return EffectiveConfig(WeaveConfig(**sections), sources, path, frozenset(flags or ()))
+
+
+Given = tuple[Key, Any, str]  # key, value, where it comes from
+
+
+def _find_file(named: Path | None, env: Mapping[str, str]) -> Path | None:
+    """The file to read. One that is named and not there is an error when it is read."""
+    if named is not None or env.get(FILE_VARIABLE):
+        return named or _expanded(env[FILE_VARIABLE])
+    usual = (Path(FILE_NAME), config_folder() / FILE_NAME)
+    return next(
+        (path for path in usual if os.path.isfile(path)), None
+    )  # False where it may not look
+
+
+def _expanded(text: str) -> Path:
+    """With ~ as the home folder, where that is known."""
+    return Path(os.path.expanduser(text))
+
+
+def _from_file(path: Path) -> Iterator[Given]:
+    try:
+        document = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, or no TOML
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    sections = list(dict.fromkeys(key.section for key in known_keys().values()))
+    for section, table in document.items():
+        if section not in sections:
+            raise ConfigError(f"{path}: no section [{section}]; known: {', '.join(sections)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} is a section; write [{section}] and its keys")
+        for name, raw in table.items():
+            key = known_keys().get(f"{section}.{name}")
+            if key is None:
+                known = [k.name for k in known_keys().values() if k.section == section]
+                raise ConfigError(
+                    f"{path}: no key {name!r} in [{section}]; known: {', '.join(known)}"
+                )
+            yield key, key.kind.from_toml(raw, path.parent), path.name
+
+
+def _from_variables(env: Mapping[str, str]) -> Iterator[Given]:
+    known = {key.variable: key for key in known_keys().values()}
+    for name in sorted(env):
+        text = env[name]
+        if not name.startswith("KVWEAVE_") or name in OTHER_VARIABLES or not text:
+            continue
+        if _is_service_link(name, text):
+            continue
+        if name not in known:
+            near = [
+                v for v, key in known.items() if name.startswith(f"KVWEAVE_{key.section.upper()}_")
+            ]
+            raise ConfigError(f"{name} is no setting; known: {', '.join(near or known)}")
+        yield known[name], known[name].kind.from_text(text), name
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    """Kubernetes tells every container of a service "kvweave" or "kvweave-…" where it is, in
+    variables that look like ours: KVWEAVE_SERVICE_HOST, KVWEAVE_PORT=tcp://…"""
+    of_service = r"KVWEAVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
+    return (
+        re.fullmatch(of_service, name) is not None
+        or re.match("(tcp|udp|sctp)://", text) is not None
+    )
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def parse_size(text: str) -> int | str:
+    """Bytes of "8GiB", "64 MB" or "1024"; the text itself if it is no size."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        return text
+    return (
+        int(float(found[1]) * _UNITS[found[2]])
+        if "." in found[1]
+        else int(found[1]) * _UNITS[found[2]]
+    )
