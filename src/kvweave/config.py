@@ -385,9 +385,8 @@ def _find_file(named: Path | None, env: Mapping[str, str]) -> Path | None:
     if named is not None or env.get(FILE_VARIABLE):
         return named or _expanded(env[FILE_VARIABLE])
     usual = (Path(FILE_NAME), config_folder() / FILE_NAME)
-    return next(
-        (path for path in usual if os.path.isfile(path)), None
-    )  # False where it may not look
+    # os.path: a folder that may not be looked into has no file, Path.is_file would raise
+    return next((path for path in usual if os.path.isfile(path)), None)
 
 
 def _expanded(text: str) -> Path:
