@@ -80,7 +80,7 @@ def unset(words: str) -> Any:
     return field(default=None, metadata={"unset": words})
 
 
-class Section:
+class ConfigSection:
     """Judges its values when it is made; raises ConfigError."""
 
     __slots__ = ()
@@ -94,7 +94,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelChoice(Section):
+class ModelChoice(ConfigSection):
     """Which model computes, where and how."""
 
     model: str = "smollm2"  # an embedded name, a folder, a .gguf file or a hub id
@@ -105,7 +105,7 @@ class ModelChoice(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class LibrarySettings(Section):
+class LibrarySettings(ConfigSection):
     """How knowledge bases are made and searched."""
 
     embedder: str = "minilm"  # of new knowledge bases; one that is there keeps its own
@@ -116,7 +116,7 @@ class LibrarySettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettings(Section):
+class StoreSettings(ConfigSection):
     """Where chunk KV is kept: in host memory, then on disk, then in Valkey or Redis, then in S3."""
 
     host_bytes: Bytes | None = unset("2 GiB; 8 GiB for all of a server")  # of host memory
@@ -131,7 +131,7 @@ class StoreSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings(Section):
+class EngineSettings(ConfigSection):
     """How much is computed at once. Keys are fields of engine/config.py's `EngineConfig`."""
 
     page_tokens: Count | None = unset("what the device likes")  # of one page of KV
@@ -146,7 +146,7 @@ class EngineSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationSettings(Section):
+class SpeculationSettings(ConfigSection):
     """Whether prompts are computed before the search for their chunks is over."""
 
     mode: Literal["auto", "on", "off"] = "auto"  # auto: where it is expected to gain time
@@ -154,7 +154,7 @@ class SpeculationSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingSettings(Section):
+class SamplingSettings(ConfigSection):
     """How answers are drawn unless a request says. Keys are fields of engine/sampling.py."""
 
     max_tokens: Count | None = unset("256")  # of an answer at most
@@ -166,7 +166,7 @@ class SamplingSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class QualitySettings(Section):
+class QualitySettings(ConfigSection):
     """What reuse may cost unless a request says."""
 
     reuse: str | None = unset("auto where KV is stored, else full")  # auto, full or a strategy
@@ -175,7 +175,7 @@ class QualitySettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSettings(Section):
+class ServerSettings(ConfigSection):
     """Address and limits of `kvweave serve`."""
 
     host: str = "127.0.0.1"  # address to listen on
@@ -212,7 +212,7 @@ class WeaveConfig:
         return getattr(getattr(self, section), name)
 
 
-def given(section: Section) -> dict[str, Any]:
+def given(section: ConfigSection) -> dict[str, Any]:
     """The keys of a section that are set, by name: keyword arguments for the part that reads them,
     whose own defaults stand in for the others."""
     names = [key.name for key in known_keys().values() if key.of is type(section)]
@@ -385,9 +385,8 @@ def _find_file(named: Path | None, env: Mapping[str, str]) -> Path | None:
     if named is not None or env.get(FILE_VARIABLE):
         return named or _expanded(env[FILE_VARIABLE])
     usual = (Path(FILE_NAME), config_folder() / FILE_NAME)
-    return next(
-        (path for path in usual if os.path.isfile(path)), None
-    )  # False where it may not look
+    # os.path: a folder that may not be looked into has no file, Path.is_file would raise
+    return next((path for path in usual if os.path.isfile(path)), None)
 
 
 def _expanded(text: str) -> Path:
