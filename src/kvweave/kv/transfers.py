@@ -44,7 +44,7 @@ class LoadedChunk(Protocol):
     def named_tensor(self, name: str) -> Tensor | None: ...
 
 
-class Resident:
+class HostChunk:
     """A chunk that is in the host tier: every layer is there at once, and so is every extra that
     the load asked for. What the entry lacks was not asked for."""
 
