@@ -234,7 +234,7 @@ class Transfer:
         return found
 
     def _look_ahead(self, layer: int) -> None:
-        """Ask for this layer and some behind it."""
+        """Ask for this layer and some of those after it."""
         end = layer + 1 + self._lookahead
         if end > self._asked:
             for reads in self._reads_alive():
