@@ -4,8 +4,8 @@ Each run of layers is read, checked and only then shown to the threads that wait
 Whatever goes wrong with them ends the arrival with a reason; layers shown before stay valid, later
 ones never come.
 
-Of the extras only those are read that some load has asked for, in front of the layers, or behind
-them for a load that joins later, and those that say whose text it is. The place of the others in
+Of the extras only those are read that some load has asked for, before the layers, or after them
+for a load that joins later, and those that say whose text it is. The place of the others in
 memory is empty. An extra that cannot be had is lost to loads that want it and costs others nothing,
 but for what says whose text it is: no copy can do without.
 """
@@ -59,7 +59,7 @@ class ArrivalReads:
         self._launch(self._open)
 
     def want(self, layers: Iterable[int]) -> None:
-        """Ask for layers, behind those asked for before. Returns at once; asking again, or for
+        """Ask for layers, after those asked for before. Returns at once; asking again, or for
         layers that the object does not have, is harmless."""
         with self._changed:
             self._order.ask(layers)

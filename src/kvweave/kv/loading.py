@@ -25,7 +25,7 @@ from kvweave.kv.residency import Miss
 from kvweave.kv.saving import Saver
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Locator
-from kvweave.kv.transfers import Resident, Sources, Transfer
+from kvweave.kv.transfers import HostChunk, Sources, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Loader:
             for key in lease.keys:
                 entry = self._in_host(lease.holds, key)
                 if entry is not None and extras.isdisjoint(entry.lacks):
-                    sources.chunks[key] = Resident(entry)
+                    sources.chunks[key] = HostChunk(entry)
                     continue
                 reads = self.active.get(key)
                 if reads is None:

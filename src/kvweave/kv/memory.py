@@ -74,7 +74,7 @@ def _registered(size_bytes: int) -> memoryview | None:
     holder = np.frombuffer(pages, dtype=np.uint8)
     if not _LOCKER.register(holder.ctypes.data, size_bytes):
         return None
-    # the finalizer holds the pages: they are unmapped behind their unlocking, not before
+    # the finalizer holds the pages: they are unmapped after their unlocking, not before
     weakref.finalize(holder, _LOCKER.bury, holder.ctypes.data, pages).atexit = False
     return holder.data
 

@@ -1,4 +1,4 @@
-"""Putting objects into tiers: into host memory at once, into lower tiers behind the caller's back.
+"""Putting objects into tiers: into host memory at once, into lower tiers in the background.
 
 An object may lie in host memory without the extras that no load has asked for yet. A load that
 wants no extras reads none but those that say whose text it is (`provenance.py`). The copy it leaves

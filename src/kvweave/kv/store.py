@@ -3,7 +3,7 @@
     peek     where is it?             changes nothing
     acquire  pin what is still there  → Lease
     load     bring it layer by layer  → Transfer
-    save     keep it: in host memory at once, in lower tiers behind the caller's back  → Ticket
+    save     keep it: in host memory at once, in lower tiers in the background  → SaveTicket
 
 Loads land in the host tier if the chunk is worth more than what it would push out, otherwise in
 staging memory that goes with the lease. What leaves the host tier and is nowhere below is written
@@ -128,7 +128,7 @@ class KVStore:
     def save(
         self, packed: PackedChunk, *, cost_s: float | None = None, wait_s: float = 0.0
     ) -> SaveTicket:
-        """Keep a chunk's KV: in host memory now if it is worth it, in lower tiers behind.
+        """Keep a chunk's KV: in host memory now if it is worth it, below in the background.
 
         `cost_s` is what computing it took, the policy's measure of its worth. When a tier's
         write-behind bound is reached, waits up to `wait_s` (ingest gives a long one, serving none)

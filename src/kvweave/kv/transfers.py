@@ -44,7 +44,7 @@ class LoadedChunk(Protocol):
     def named_tensor(self, name: str) -> Tensor | None: ...
 
 
-class Resident:
+class HostChunk:
     """A chunk that is in the host tier: every layer is there at once, and so is every extra that
     the load asked for. What the entry lacks was not asked for."""
 
@@ -234,7 +234,7 @@ class Transfer:
         return found
 
     def _look_ahead(self, layer: int) -> None:
-        """Ask for this layer and some behind it."""
+        """Ask for this layer and some of those after it."""
         end = layer + 1 + self._lookahead
         if end > self._asked:
             for reads in self._reads_alive():

@@ -134,7 +134,7 @@ class HostTier:
             self._kept[key] = _HostObject(memory, size_bytes, is_whole)
 
     def complete(self, key: ChunkKey) -> None:
-        """What an object lacked was filled in. Harmless behind `close`, which waits for no load."""
+        """What an object lacked was filled in. Harmless after `close`, which waits for no load."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:

@@ -265,7 +265,7 @@ class KnowledgeTree:
         """Copy upper nodes to host ahead of time, the preamble first; returns bytes copied.
 
         For idle moments. Evicting a replicated node copies nothing, and a lost device does not
-        lose it. A node goes only behind its parent, or its copy would be of no use after a loss.
+        lose it. A node goes only after its parent, or its copy would be of no use after a loss.
         """
         copied = 0
         level = [self.root]
