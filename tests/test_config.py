@@ -150,15 +150,15 @@ def test_the_file_is_the_named_one_else_here_else_the_users(nowhere: Path) -> No
 
 
 def test_a_path_in_a_file_starts_at_the_file(tmp_path: Path) -> None:
-    file = toml(tmp_path / "etc", '[server]\nkb_root = "kbs"\n[store]\ndisk = "~/kv"\n')
+    file = toml(tmp_path / "etc", '[server]\nkb_root = "kbs"\napi_key_file = "~/keys"\n')
     config = load_config(file, {}).config
     assert config.server.kb_root == tmp_path / "etc" / "kbs"
-    assert config.store.disk == Path.home() / "kv"
+    assert config.server.api_key_file == Path.home() / "keys"
 
 
 def test_a_home_that_is_not_there_is_no_crash(nowhere: Path) -> None:
-    env = {"KVWEAVE_STORE_DISK": "~no-such-user/kv"}
-    assert load_config(env=env).config.store.disk == Path("~no-such-user/kv")
+    env = {"KVWEAVE_SERVER_KB_ROOT": "~no-such-user/kv"}
+    assert load_config(env=env).config.server.kb_root == Path("~no-such-user/kv")
     with pytest.raises(ConfigError, match="cannot read the settings in ~no-such-user"):
         load_config(env={"KVWEAVE_CONFIG": "~no-such-user/kvweave.toml"})
 
@@ -215,7 +215,7 @@ def test_an_unknown_variable_lists_the_known_ones() -> None:
         ("[store]\nhost_bytes = '8 giga'", "store.host_bytes must be bytes or a size such as"),
         ("[store]\nhost_bytes = 1.5", "store.host_bytes must be bytes or a size such as"),
         ("[store]\nhost_bytes = 0", "store.host_bytes must be at least 1, got 0"),
-        ("[store]\ndisk = 3", "store.disk must be a text, got 3"),
+        ("[server]\nkb_root = 3", "server.kb_root must be a text, got 3"),
         ("[engine]\ntree_share = 1.5", "engine.tree_share must be between 0 and 1, got 1.5"),
         ("[speculation]\nmode = 'never'", "must be one of auto, on, off; got 'never'"),
         ("[quality]\nbound = nan", "quality.bound must be between 0 and 1000000000, got nan"),

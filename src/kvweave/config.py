@@ -3,11 +3,11 @@
     WeaveConfig
     ├── model         which model computes, where and how           ModelChoice
     ├── library       how knowledge bases are made and searched     LibrarySettings
-    ├── store         where chunk KV is kept                        StoreSettings
+    ├── store         how much chunk KV is kept, and how            StoreSettings
     ├── engine        how much is computed at once                  EngineSettings
     ├── speculation   computing prompts before the search is over   SpeculationSettings
-    ├── sampling      how answers are drawn unless a request says   SamplingSettings
-    ├── quality       what reuse may cost unless a request says     QualitySettings
+    ├── sampling      how `kvweave ask` draws its answers           SamplingSettings
+    ├── quality       what reuse may cost in `ask` and `plan`       QualitySettings
     └── server        address and limits of `kvweave serve`         ServerSettings
 
 `Weave.open`, the command line and the server share one `WeaveConfig`. `load_config` fills it:
@@ -117,15 +117,10 @@ class LibrarySettings(ConfigSection):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(ConfigSection):
-    """Where chunk KV is kept: in host memory, then on disk, then in Valkey or Redis, then in S3."""
+    """How much chunk KV is kept, in host memory and on the disk of its knowledge base, and how."""
 
     host_bytes: Bytes | None = unset("2 GiB; 8 GiB for all of a server")  # of host memory
-    disk: Path | None = unset("kv in the knowledge base")  # folder of the disk tier
     disk_bytes: Bytes | None = unset("64 GiB")  # on disk; beyond it, chunk KV is evicted
-    redis_url: str | None = unset("no such tier")  # redis://, rediss:// or unix://
-    s3_url: str | None = unset("no such tier")  # s3://BUCKET or s3://BUCKET/PREFIX
-    s3_endpoint: str | None = unset("Amazon's")  # URL of another S3-compatible server
-    s3_region: str | None = unset("boto3's")  # where the bucket is
     codec: str | None = unset("int8")  # how chunk KV is written; another codec is other chunk KV
     policy: str | None = unset("pgdsf")  # what stays: lru, lfu, gdsf or pgdsf
 
@@ -155,10 +150,11 @@ class SpeculationSettings(ConfigSection):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings(ConfigSection):
-    """How answers are drawn unless a request says. Keys are fields of engine/sampling.py."""
+    """How `kvweave ask` draws answers; a request over HTTP says it itself. Keys are fields of
+    engine/sampling.py."""
 
     max_tokens: Count | None = unset("256")  # of an answer at most
-    temperature: Temperature | None = unset("0; 1 over HTTP")  # 0 takes the likeliest token
+    temperature: Temperature | None = unset("0")  # 0 takes the likeliest token
     top_p: TopP | None = unset("1")  # draw among the likeliest tokens with this probability
     top_k: TopK | None = unset("0")  # draw among this many of the likeliest tokens
     repetition_penalty: Penalty | None = unset("1")  # above 1, used words become rarer
@@ -167,7 +163,7 @@ class SamplingSettings(ConfigSection):
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings(ConfigSection):
-    """What reuse may cost unless a request says."""
+    """What reuse may cost in `kvweave ask` and `plan`; a request over HTTP says it itself."""
 
     reuse: str | None = unset("auto where KV is stored, else full")  # auto, full or a strategy
     bound: Annotated[float, Range(0, MOST)] = 0.02  # auto: mean KL in nats per token it may cost

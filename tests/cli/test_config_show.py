@@ -91,12 +91,6 @@ def test_json_is_one_document(run: Run, here: Path) -> None:
     assert run("config", "show").out.endswith("no kvweave.toml\n")
 
 
-def test_a_password_stays_where_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVWEAVE_STORE_REDIS_URL", "rediss://me:secret@host:6379/0")
-    assert shown(run)["settings"]["store.redis_url"]["value"] == "rediss://me:***@host:6379/0"
-    assert "secret" not in run("config", "show").out
-
-
 @pytest.mark.parametrize("flag", OPTIONS)
 def test_every_flag_sets_its_key(run: Run, flag: str) -> None:
     typed, value = TYPED.get(flag, ("x", "x"))

@@ -4,7 +4,6 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
@@ -52,10 +51,7 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
 
 
 def _public(value: Any) -> Any:
-    """As JSON has it, and without the password of an address."""
-    if isinstance(value, str) and "://" in value:
-        password = urlsplit(value).password
-        return value if not password else value.replace(f":{password}@", ":***@", 1)
+    """As JSON has it."""
     return str(value) if isinstance(value, Path) else value
 
 

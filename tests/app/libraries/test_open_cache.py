@@ -13,6 +13,7 @@ import pytest
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
 from kvweave.app.libraries.open_cache import AllInUse, OpenCache
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Sampling
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed
@@ -231,7 +232,7 @@ def libraries(
     config = LibrariesConfig(
         root=tmp_path / "kbs",
         embedder="words",
-        encoding="isolated",
+        kv=KVOptions("isolated"),
         open_most=2,
         host_bytes=8 * MIB,
         wait_s=0.2,
