@@ -207,4 +207,4 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _ignore(done_bytes: int, total_bytes: int) -> None:
-    """No one is watching."""
+    """For callers that show no progress."""
