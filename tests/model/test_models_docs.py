@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from kvweave.model.files.embedded import EMBEDDED
-from kvweave.model.files.gguf_config import ARCHITECTURES
-from kvweave.model.files.gguf_quants import PACKINGS
+from kvweave.model.files.gguf.config import ARCHITECTURES
+from kvweave.model.files.gguf.packings import PACKINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 

@@ -16,7 +16,7 @@ from kvweave.text.tokenizer import Tokenizer
 CONVERT = """
 import resource, sys
 from pathlib import Path
-from kvweave.model.files.gguf_convert import convert_gguf
+from kvweave.model.files.gguf.convert import convert_gguf
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)

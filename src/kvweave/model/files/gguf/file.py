@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvweave.errors import ModelCorrupt, ModelNotFound, UnsupportedModel
-from kvweave.model.files.gguf_quants import F32, PACKINGS, REFUSED, GGUFPacking, dequantise
+from kvweave.model.files.gguf.packings import F32, PACKINGS, REFUSED, GGUFPacking, dequantise
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 
 from kvweave.errors import ModelCorrupt, ModelError, UnsupportedModel
-from kvweave.model.files.gguf_convert import convert_gguf
+from kvweave.model.files.gguf.convert import convert_gguf
 from kvweave.model.spec import read_spec
 from kvweave.text.tokenizer import Tokenizer
 from worlds.gguf_files import VOCAB_SIZE, gguf_of
@@ -188,7 +188,9 @@ def test_what_would_change_the_result_is_refused_by_name(
 
 def test_a_window_as_long_as_the_context_is_no_window(tmp_path: Path) -> None:
     metadata = {"llama.attention.sliding_window": 256}
-    converted(gguf_of(tmp_path / "model.gguf", make_source(tmp_path), metadata=metadata))
+    folder = converted(gguf_of(tmp_path / "model.gguf", make_source(tmp_path), metadata=metadata))
+    assert "sliding_window" not in json.loads((folder / "config.json").read_text())
+    assert read_spec(folder).max_context == 256
 
 
 def test_a_tensor_we_would_ignore_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvweave.errors import ModelCorrupt, ModelError, ModelNotFound, UnsupportedModel
-from kvweave.model.files.gguf import GGUFFile
+from kvweave.model.files.gguf.file import GGUFFile
 from worlds.gguf_files import write_gguf
 
 METADATA = {

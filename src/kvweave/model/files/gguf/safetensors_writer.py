@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvweave.model.files.gguf_quants import F32
+from kvweave.model.files.gguf.packings import F32
 
 _HEADER_ALIGNMENT = 8
 

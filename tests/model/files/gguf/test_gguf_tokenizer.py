@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import decoders, normalizers, trainers
 
 from kvweave.errors import ModelCorrupt
-from kvweave.model.files.gguf import GGUFFile
-from kvweave.model.files.gguf_tokenizer import TokenizerFiles, read_tokenizer
+from kvweave.model.files.gguf.file import GGUFFile
+from kvweave.model.files.gguf.tokenizer import TokenizerFiles, read_tokenizer
 from worlds.gguf_files import CORPUS, SPECIALS, bpe_metadata, trained_bpe, write_gguf
 
 ODD_TEXTS = [

@@ -5,7 +5,7 @@ cuts text before them (`tokenizer.ggml.pre`). "llama" is SentencePiece BPE: the 
 per piece, and the merges follow from the scores.
 
 How text is cut is code, not data, so a rule we do not know is refused: a guess would give almost
-the right tokens, and nobody would notice.
+the right tokens, which is an error that does not show.
 """
 
 import json
@@ -17,7 +17,7 @@ from tokenizers import models as tokenizer_models
 from tokenizers.processors import TemplateProcessing
 
 from kvweave.errors import ModelCorrupt, UnsupportedModel
-from kvweave.model.files.gguf import GGUFFile
+from kvweave.model.files.gguf.file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types; the others are ordinary pieces
 # control tokens that end a turn in one chat format or another
@@ -36,7 +36,7 @@ _TEKKEN = (
 )
 
 
-class _Cut(NamedTuple):
+class _PreTokenizer(NamedTuple):
     """How text is cut before byte-level BPE."""
 
     make: Callable[[], Any]  # a pre-tokenizer
@@ -62,18 +62,18 @@ def _by(pattern: str) -> Callable[[], Any]:
     return make
 
 
-_LLAMA3_CUT = _Cut(_by(_LLAMA3), whole_words=True, adds_bos=True)
-_CUTS: dict[str, _Cut] = {
-    "default": _Cut(_gpt2),
-    "gpt-2": _Cut(_gpt2),
-    "smollm": _Cut(_digits_then_gpt2),
-    "starcoder": _Cut(_digits_then_gpt2),
-    "llama-bpe": _LLAMA3_CUT,
-    "llama3": _LLAMA3_CUT,
-    "llama-v3": _LLAMA3_CUT,
-    "qwen2": _Cut(_by(_QWEN2), nfc=True),
-    "deepseek-r1-qwen": _Cut(_by(_QWEN2), nfc=True),
-    "tekken": _Cut(_by(_TEKKEN), whole_words=True, adds_bos=True),
+_LLAMA3_PRE = _PreTokenizer(_by(_LLAMA3), whole_words=True, adds_bos=True)
+_PRE_TOKENIZERS: dict[str, _PreTokenizer] = {
+    "default": _PreTokenizer(_gpt2),
+    "gpt-2": _PreTokenizer(_gpt2),
+    "smollm": _PreTokenizer(_digits_then_gpt2),
+    "starcoder": _PreTokenizer(_digits_then_gpt2),
+    "llama-bpe": _LLAMA3_PRE,
+    "llama3": _LLAMA3_PRE,
+    "llama-v3": _LLAMA3_PRE,
+    "qwen2": _PreTokenizer(_by(_QWEN2), nfc=True),
+    "deepseek-r1-qwen": _PreTokenizer(_by(_QWEN2), nfc=True),
+    "tekken": _PreTokenizer(_by(_TEKKEN), whole_words=True, adds_bos=True),
 }
 
 
@@ -169,10 +169,10 @@ class _Vocab:
 
 def _byte_level(gguf: GGUFFile, vocab: _Vocab) -> tuple[Tokenizer, bool]:
     name = gguf.metadata.get("tokenizer.ggml.pre")
-    cut = _CUTS.get(name) if isinstance(name, str) else None
-    if cut is None:
+    pre = _PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if pre is None:
         raise UnsupportedModel(
-            f"{vocab.path} cuts text by rule {name!r}; known: {', '.join(_CUTS)}; "
+            f"{vocab.path} cuts text by rule {name!r}; known: {', '.join(_PRE_TOKENIZERS)}; "
             "pass a folder with a tokenizer.json instead"
         )
     merges = [tuple(merge.split(" ")) for merge in vocab.list_of("merges", str)]
@@ -180,13 +180,13 @@ def _byte_level(gguf: GGUFFile, vocab: _Vocab) -> tuple[Tokenizer, bool]:
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.ids.keys():
             raise ModelCorrupt(f"{vocab.path} has a broken merge at {i}; download it again")
     fast = Tokenizer(
-        tokenizer_models.BPE(vocab=vocab.ids, merges=merges, ignore_merges=cut.whole_words)
+        tokenizer_models.BPE(vocab=vocab.ids, merges=merges, ignore_merges=pre.whole_words)
     )
-    if cut.nfc:
+    if pre.nfc:
         fast.normalizer = normalizers.NFC()
-    fast.pre_tokenizer = cut.make()
+    fast.pre_tokenizer = pre.make()
     fast.decoder = decoders.ByteLevel()
-    return fast, cut.adds_bos
+    return fast, pre.adds_bos
 
 
 def _sentencepiece(vocab: _Vocab) -> tuple[Tokenizer, bool]:

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from kvweave.model.files.gguf_quants import PACKINGS, REFUSED, dequantise
+from kvweave.model.files.gguf.packings import PACKINGS, REFUSED, dequantise
 
 IDS = {packing.name: number for number, packing in PACKINGS.items()}
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvweave.errors import ModelCorrupt, ModelError, UnsupportedModel
-from kvweave.model.files.gguf import GGUFFile, TensorInfo
-from kvweave.model.files.gguf_config import read_config
-from kvweave.model.files.gguf_quants import F32
-from kvweave.model.files.gguf_tokenizer import read_tokenizer
-from kvweave.model.files.safetensors_file import SafetensorsWriter
+from kvweave.model.files.gguf.config import read_config
+from kvweave.model.files.gguf.file import GGUFFile, TensorInfo
+from kvweave.model.files.gguf.packings import F32
+from kvweave.model.files.gguf.safetensors_writer import SafetensorsWriter
+from kvweave.model.files.gguf.tokenizer import read_tokenizer
 
 CONVERTER_VERSION = 1  # raise when the same GGUF gives other bytes: cached folders are rebuilt
 
@@ -207,4 +207,4 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _ignore(done_bytes: int, total_bytes: int) -> None:
-    """No one is watching."""
+    """For callers that show no progress."""
