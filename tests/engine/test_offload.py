@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kvweave.engine import offload as offload_module
-from kvweave.engine import prefixes as prefixes_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.offload import ArrivedCopy, CudaLink
@@ -67,7 +66,7 @@ class World:
     """A tree over a small pool, whose engine thread is the test."""
 
     def __init__(self, decoder: Decoder, link: GatedLink, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(prefixes_module, "open_link", lambda _: link)
+        monkeypatch.setattr(offload_module, "open_link", lambda _: link)
         self.link = link
         self.posted: queue.SimpleQueue[ArrivedCopy] = queue.SimpleQueue()
         self.pool = KVPool(decoder.spec, NUM_PAGES, PAGE, torch.float32, torch.device("cpu"))
@@ -323,7 +322,7 @@ def test_answers_are_those_of_each_request_alone_while_kv_leaves_and_comes_back(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(prefixes_module, "open_link", lambda _: SlowLink(seed))
+    monkeypatch.setattr(offload_module, "open_link", lambda _: SlowLink(seed))
     preamble, *chunks = (ids(rng, rng.randint(3, 13)) for _ in range(6))
     cfg = replace(SMALL, pool_tokens=4 * 32, host_tokens=rng.choice([40, 400]), tree_share=0.6)
     requests = [
@@ -347,7 +346,7 @@ def test_a_copy_that_arrives_when_all_requests_have_ended_is_taken_over(
     """The engine thread has nothing to do any more, and still hears of it."""
     rng = random.Random(1)
     link = GatedLink()
-    monkeypatch.setattr(prefixes_module, "open_link", lambda _: link)
+    monkeypatch.setattr(offload_module, "open_link", lambda _: link)
     cfg = replace(SMALL, pool_tokens=4 * 24, host_tokens=400, tree_share=0.6, idle_s=0.01)
     with Engine(decoder, cfg) as engine:
         for _ in range(3):
@@ -369,7 +368,7 @@ def test_a_closed_engine_has_nothing_on_its_way(
 ) -> None:
     rng = random.Random(1)
     link = GatedLink()
-    monkeypatch.setattr(prefixes_module, "open_link", lambda _: link)
+    monkeypatch.setattr(offload_module, "open_link", lambda _: link)
     cfg = replace(SMALL, pool_tokens=4 * 24, host_tokens=400, tree_share=0.6)
     engine = Engine(decoder, cfg)
     for _ in range(3):

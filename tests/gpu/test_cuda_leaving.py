@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.engine import prefixes as prefixes_module
+from kvweave.engine import offload as offload_module
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.offload import (
@@ -196,7 +196,7 @@ def test_answers_are_the_same_while_kv_leaves_and_comes_back(
     def small_pieces(device: torch.device) -> OffloadLink:
         return CountedLink(device, 1000)
 
-    monkeypatch.setattr(prefixes_module, "open_link", small_pieces)
+    monkeypatch.setattr(offload_module, "open_link", small_pieces)
     rng = random.Random(7)
     preamble, *chunks = (ids(rng, rng.randint(20, 70)) for _ in range(9))
     requests = [

@@ -177,6 +177,13 @@ def open_link(device: torch.device) -> OffloadLink | None:
     return CudaLink(device) if device.type == "cuda" else None
 
 
+def open_offload(pool: KVPool, outbox: Outbox[ArrivedCopy]) -> Offload | None:
+    """How bytes leave a pool beside the steps; None: at once."""
+    link = open_link(pool.keys.device)
+    most_bytes = min(pool.num_pages * pool.page_bytes // POOL_SHARE, MOST_BYTES)
+    return None if link is None else Offload(link, most_bytes, outbox)
+
+
 class TreePages:
     """Moves the bytes of the tree's nodes (see PageOwner). Called on the engine thread."""
 

@@ -20,14 +20,7 @@ import torch
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.inbox import Outbox
-from kvweave.engine.offload import (
-    MOST_BYTES,
-    POOL_SHARE,
-    ArrivedCopy,
-    Offload,
-    TreePages,
-    open_link,
-)
+from kvweave.engine.offload import ArrivedCopy, TreePages, open_offload
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
@@ -96,9 +89,7 @@ class ExactPrefixes:
         host_bytes = host_tokens * pool.page_bytes // pool.page_tokens
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
-        link = open_link(pool.keys.device) if host_bytes and self.is_on else None
-        most_bytes = min(pool.num_pages * pool.page_bytes // POOL_SHARE, MOST_BYTES)
-        self._offload = None if link is None else Offload(link, most_bytes, outbox)
+        self._offload = open_offload(pool, outbox) if host_bytes and self.is_on else None
         self._tree_pages = TreePages(pool, allocator, self._offload)
         self.tree = KnowledgeTree(config, self._tree_pages, cost_s)
         self.tombstones = Tombstones()

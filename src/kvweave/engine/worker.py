@@ -92,7 +92,7 @@ class Worker:
         if first.progress.own_step:
             self._lifecycle.take_own_step(first)  # a fused prefill, or what prepares one
         else:
-            output = self._runner.run(slices)  # the one line that launches kernels
+            output = self._runner.run(slices)  # one forward pass for all
             self._lifecycle.hand_out(output)
         return True
 
