@@ -51,7 +51,7 @@ class FuseRecord:
     stages: Stages
     arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
     why: str | None = None  # why nothing was reused, where the caller left that open
-    way: str | None = None  # how an engine computed a fused prompt: its PrefillMode
+    way: str | None = None  # how an engine computed a fused prompt; see engine/fused_step.py
 
     @property
     def counts(self) -> dict[str, int]:
