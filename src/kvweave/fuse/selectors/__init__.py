@@ -2,7 +2,7 @@
 
 Add a selector:
 
-1. Write `selectors/chunk_tails.py`. These three members are all that is asked of it:
+1. Write `selectors/chunk_tails.py` over `Needs` and `Scene` of `base.py`, with three members:
 
        @dataclass(frozen=True, slots=True)
        class ChunkTails:
@@ -16,5 +16,6 @@ Add a selector:
 
 2. Name it in `_SELECTORS` of `fuse/strategy.py`, with its default ratio:
    `"chunk-tails": (lambda _: ChunkTails(), 0.15),`. CLI, API, planner and calibration know it then.
-3. Run `pytest tests/fuse`: the contract tests take every name in that table.
+3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores go through
+   `top_positions` of `base.py`, which breaks ties and refuses NaN; `epic.py` is a whole example.
 """
