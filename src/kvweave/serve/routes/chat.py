@@ -4,10 +4,7 @@ Which fields go with which is checked here, in words of the wire format. What a 
 Python callers have it too, and what it means if it is left out, is decided in `app`.
 """
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from kvweave.app.libraries.libraries import LibraryKey, check_name
@@ -15,7 +12,7 @@ from kvweave.app.question import AskOptions
 from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.reply import Event, batches, interleave, usage_of
+from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
 from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.chat import (
@@ -165,30 +162,29 @@ def _role(role: str) -> str:
     return "system" if role == "developer" else role  # OpenAI's newer name of the same
 
 
-@dataclass(frozen=True, slots=True)
 class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
-    model: str
-    request: ChatRequest
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, model: str, request: ChatRequest) -> None:
+        with_usage = request.with_usage
+        self._head = ReplyHead("chat.completion.chunk", "chatcmpl", model, with_usage=with_usage)
+        self._request = request
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> ChatReply:
         choices = [
             ReplyChoice(
                 index=index,
                 message=ReplyMessage(content=answer.text),
-                logprobs=_logprobs(answer.logprobs) if self.request.logprobs else None,
+                logprobs=_logprobs(answer.logprobs) if self._request.logprobs else None,
                 finish_reason=answer.finish_reason,
             )
             for index, answer in enumerate(answers)
         ]
-        wanted = self.request.explain
+        wanted = self._request.explain
         return ChatReply(
-            id=self.id,
-            created=self.created,
-            model=self.model,
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
             choices=choices,
             usage=usage_of(answers[:1], answers),
             explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
@@ -200,47 +196,25 @@ class ChatFormat:
         streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
         async for chunk in interleave(streams):
             yield chunk
-        last: Event = {**self._chunk(0, {}), "choices": []}
-        if self.request.explain:
-            last["explain"] = explain_of(answers[0], jobs[0].queue_s).model_dump()
-        if self.request.with_usage:
+        more: Event = {}
+        if self._request.explain:
+            more["explain"] = explain_of(answers[0], jobs[0].queue_s).model_dump()
+        if self._request.with_usage:
             done = [answers[index] for index in range(len(jobs))]
-            last["usage"] = usage_of(done[:1], done).model_dump()
-        if self.request.explain or self.request.with_usage:
-            yield last
+            more["usage"] = usage_of(done[:1], done).model_dump()
+        if more:
+            yield self._head.last(more)
 
     async def _choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
-        yield self._chunk(index, {"role": "assistant", "content": ""})
+        chunk = self._head.chunk
+        yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
         async for text, seen in batches(job):
-            logprobs = _logprobs(seen).model_dump() if self.request.logprobs else None
-            yield self._chunk(index, {"content": text}, logprobs=logprobs)
+            logprobs = _logprobs(seen).model_dump() if self._request.logprobs else None
+            yield chunk(index, {"delta": {"content": text}}, logprobs=logprobs)
         answers[index] = await job.mailbox.finish()
-        yield self._chunk(index, {}, finish_reason=answers[index].finish_reason)
-
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, str],
-        *,
-        logprobs: Event | None = None,
-        finish_reason: str | None = None,
-    ) -> Event:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "choices": [choice],
-            **({"usage": None} if self.request.with_usage else {}),
-        }
+        yield chunk(index, {"delta": {}}, finish_reason=answers[index].finish_reason)
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Logprobs:

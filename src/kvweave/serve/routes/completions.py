@@ -1,15 +1,12 @@
 """POST /v1/completions: from the request to what is asked of kvweave, and back."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.reply import Event, batches, interleave, usage_of
+from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
 from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
 from kvweave.serve.wire.completions import (
     CompletionChoice,
@@ -39,14 +36,12 @@ def read_completion(request: CompletionRequest, context: Context) -> list[Start]
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class CompletionFormat:
     """Puts the answers to one request into the wire format."""
 
-    model: str
-    request: CompletionRequest
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, model: str, request: CompletionRequest) -> None:
+        self._head = ReplyHead("text_completion", "cmpl", model, with_usage=request.with_usage)
+        self._request = request
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> CompletionReply:
         choices = [
@@ -59,11 +54,11 @@ class CompletionFormat:
             for index, answer in enumerate(answers)
         ]
         return CompletionReply(
-            id=self.id,
-            created=self.created,
-            model=self.model,
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
             choices=choices,
-            usage=usage_of(answers[:: self.request.n], answers),
+            usage=usage_of(answers[:: self._request.n], answers),
         )
 
     async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
@@ -72,23 +67,26 @@ class CompletionFormat:
         streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
         async for chunk in interleave(streams):
             yield chunk
-        if self.request.with_usage:
+        if self._request.with_usage:
             done = [answers[index] for index in range(len(jobs))]
-            counted = usage_of(done[:: self.request.n], done).model_dump()
-            yield {**self._chunk(0, ""), "choices": [], "usage": counted}
+            counted = usage_of(done[:: self._request.n], done).model_dump()
+            yield self._head.last({"usage": counted})
 
     async def _choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         offset = 0
         async for text, seen in batches(job):
-            yield self._chunk(index, text, logprobs=self._logprobs(seen, offset))
+            logprobs = self._logprobs(seen, offset)
+            shown = None if logprobs is None else logprobs.model_dump()
+            yield self._head.chunk(index, {"text": text}, logprobs=shown)
             offset += sum(len(token.token) for token in seen)
         answers[index] = await job.mailbox.finish()
-        yield self._chunk(index, "", finish_reason=answers[index].finish_reason)
+        reason = answers[index].finish_reason
+        yield self._head.chunk(index, {"text": ""}, finish_reason=reason)
 
     def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
-        if self.request.logprobs is None:
+        if self._request.logprobs is None:
             return None
         lengths = [len(t.token) for t in tokens]
         return CompletionLogprobs(
@@ -98,26 +96,3 @@ class CompletionFormat:
             top_logprobs=[dict(reversed(t.alternatives)) for t in tokens],
             text_offset=[offset + sum(lengths[:place]) for place in range(len(tokens))],
         )
-
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        *,
-        logprobs: CompletionLogprobs | None = None,
-        finish_reason: str | None = None,
-    ) -> Event:
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": None if logprobs is None else logprobs.model_dump(),
-            "finish_reason": finish_reason,
-        }
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [choice],
-            **({"usage": None} if self.request.with_usage else {}),
-        }

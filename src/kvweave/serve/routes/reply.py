@@ -1,6 +1,8 @@
 """From starts to a reply: admit, wait or stream, and stop the work when its client is gone."""
 
 import asyncio
+import secrets
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +30,39 @@ class ReplyFormat(Protocol):
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> BaseModel: ...
     def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]: ...
+
+
+class ReplyHead:
+    """What the chunks of one streamed reply have in common, and its whole form too."""
+
+    def __init__(self, kind: str, prefix: str, model: str, *, with_usage: bool) -> None:
+        """`kind` is the `object` of its chunks; `prefix` begins its id. A stream that ends with its
+        usage has a null for it until then."""
+        self.id = f"{prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.model = model
+        self._kind = kind
+        self._usage: Event = {"usage": None} if with_usage else {}
+
+    def chunk(
+        self,
+        index: int,
+        content: Event,
+        *,
+        logprobs: Event | None = None,
+        finish_reason: str | None = None,
+    ) -> Event:
+        """A chunk of the choice `index`."""
+        rest = {"logprobs": logprobs, "finish_reason": finish_reason}
+        return self._chunk([{"index": index, **content, **rest}])
+
+    def last(self, more: Event) -> Event:
+        """The chunk that ends a stream: no choice, and what is known by then."""
+        return {**self._chunk([]), **more}
+
+    def _chunk(self, choices: list[Event]) -> Event:
+        head = {"id": self.id, "object": self._kind, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **self._usage}
 
 
 async def reply(
