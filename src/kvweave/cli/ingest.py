@@ -21,7 +21,7 @@ from kvweave.errors import ConfigError
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-    from kvweave.ingest.encoder import Upkeep
+    from kvweave.ingest.encoder import ChunkKVSync
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
 
@@ -124,7 +124,7 @@ def command(
                 progress_bar() as progress,
             ):
                 report = ingest(
-                    kb, paths, encoder, progress=progress, options=options, upkeep=upkeep
+                    kb, paths, encoder, progress=progress, options=options, kv_sync=upkeep
                 )
                 saves = None if encoder is None else encoder.saves()
         except KeyboardInterrupt:
@@ -147,7 +147,7 @@ def _encoding(
     extras: tuple[str, ...] | None,
     refresh: bool,
     machine: dict[str, str],
-) -> "AbstractContextManager[tuple[ChunkEncoder | None, Upkeep | None]]":
+) -> "AbstractContextManager[tuple[ChunkEncoder | None, ChunkKVSync | None]]":
     """Whoever computes chunk KV and whoever keeps what is there in step with the documents.
 
     Loading the model takes a moment, so only if it is wanted.

@@ -144,7 +144,7 @@ class Library:
             max_context = self._decoder.spec.max_context
             check_room(self.encoder, max_context, self.kb.settings.chunk_tokens)
             write_preparation(self.kb.folder / KV_FOLDER, self.encoder.preparation)
-        return ingest(self.kb, sources, encoder, progress=progress, options=options, upkeep=upkeep)
+        return ingest(self.kb, sources, encoder, progress=progress, options=options, kv_sync=upkeep)
 
     def remove(self, reference: str) -> int:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""
