@@ -14,7 +14,7 @@ from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.text.tokenizer import Tokenizer
 from worlds.killed_ingest import count_events, run, run_and_die
-from worlds.tiny_corpus import WordEmbedder, make_folder, make_text
+from worlds.tiny_corpus import WordEmbedder, make_folder, make_text, make_tokenizer
 
 Kill = Callable[[int, Path], bool]
 QUERIES = ["drain node", "quota budget", "image registry probe"]
@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Wor
 def kill_at(world: World, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Kill:
     """A function that kills an ingest at an event and checks what is left."""
     tokenizer_folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(tokenizer._folder / "tokenizer.json", tokenizer_folder)
+    assert make_tokenizer(tokenizer_folder).fingerprint == tokenizer.fingerprint
     # a server that has imported everything and started no thread: each child is a cheap fork
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["worlds.killed_ingest", "faiss", "kvweave.corpus.index.files"])

@@ -129,9 +129,9 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
         api_key=asked.qdrant_api_key,
     ) as kb:
         try:
-            with _encoding(kb, config, asked) as (encoder, upkeep), progress_bar() as progress:
+            with _encoding(kb, config, asked) as (encoder, sync), progress_bar() as progress:
                 report = ingest(
-                    kb, asked.paths, encoder, progress=progress, options=options, upkeep=upkeep
+                    kb, asked.paths, encoder, progress=progress, options=options, kv_sync=sync
                 )
                 saves = None if encoder is None else encoder.saves()
         except KeyboardInterrupt:

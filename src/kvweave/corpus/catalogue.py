@@ -42,7 +42,7 @@ class Totals(NamedTuple):
     num_tokens: int  # of distinct chunks
 
 
-class Changes(NamedTuple):
+class VectorChanges(NamedTuple):
     """What happened to the set of vectors since an older generation."""
 
     generation: int  # the state that `added` and `removed` lead to
@@ -202,7 +202,7 @@ class Catalogue:
         (uid,) = self._db.execute("SELECT uid FROM state").fetchone()
         return str(uid)
 
-    def changes_since(self, generation: int, last_vector_id: int) -> Changes:
+    def changes_since(self, generation: int, last_vector_id: int) -> VectorChanges:
         """What an index at `generation`, whose highest id is `last_vector_id`, has missed."""
         with self.database.snapshot() as db:
             now, pruned = db.execute("SELECT generation, pruned FROM state").fetchone()
@@ -215,7 +215,7 @@ class Catalogue:
                 (generation, last_vector_id),
             ).fetchall()
         is_told = generation >= pruned or not last_vector_id  # an empty index has missed nothing
-        return Changes(now, _int64(added), _int64(removed) if is_told else None)
+        return VectorChanges(now, _int64(added), _int64(removed) if is_told else None)
 
     def vectors(self, vector_ids: VectorIds, dim: int) -> tuple[VectorIds, Vectors]:
         """Ids (those that still exist, ascending) and their vectors [N, D]."""

@@ -84,5 +84,5 @@ def create_folder(
 
 
 def _is_ours(path: Path) -> bool:
-    """What others who make it just now have there, or left when they were killed."""
+    """What other processes that make it just now have there, or left when they were killed."""
     return path.name == LOCK or (path.name.startswith(f"{FILE}.") and path.suffix == ".tmp")

@@ -207,7 +207,7 @@ class KnowledgeBase:
     @contextmanager
     def writing_if_free(self) -> Iterator[bool]:
         """As `writing`, for what can wait: True if we are the writer, False if another one is or
-        nobody can be."""
+        the folder cannot be written."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(writer_lock(self.folder))

@@ -1,8 +1,8 @@
 """Keeps the vector index in step with the catalogue.
 
 The index never hears of documents. It remembers the catalogue's generation and pulls what it has
-missed: at the next search in any process, and once more when a writer publishes. So there is one
-way for a vector to get in or out, and an index that is stale, damaged or gone repairs itself.
+missed: at the next search in any process, and once more when a writer publishes. So vectors get in
+and out by one function, and an index that is stale, damaged or gone repairs itself.
 """
 
 import json

@@ -94,7 +94,7 @@ MIGRATIONS: tuple[str, ...] = (
 def migrate(db: sqlite3.Connection) -> None:
     """Bring the schema up to date, each step in its own transaction. Safe to call twice.
 
-    Also from several processes at once: whoever waited for the lock looks at the version again.
+    Also from several processes at once: one that waited for the lock looks at the version again.
     `db` must leave transactions to us (isolation_level None).
     """
     while _version(db) < len(MIGRATIONS):

@@ -1,11 +1,11 @@
-"""Which chunks are no more, since when: for whoever keeps something of them outside the catalogue.
+"""Which chunks are no more, since when: for what is kept of them outside the catalogue.
 
-A removal is noted in the transaction that makes it, so that nothing can come between the two. Those
-who keep chunk KV on the disk work the notes off; servers whose memory holds something of chunks
+A removal is noted in the transaction that makes it, so that nothing can come between the two. The
+keeper of chunk KV on the disk works the notes off; servers whose memory holds something of chunks
 that another process removed read what they have missed, and so does an index.
 
-Notes go after a while (`prune`). Who comes later than that is not told what went but that nobody
-knows any more: it compares all it has with what is there.
+Notes go after a while (`prune`). A reader that comes later than that is not told what went but that
+the catalogue does not know: it compares all it has with what is there.
 """
 
 import sqlite3
@@ -31,7 +31,7 @@ class Removed(NamedTuple):
 
 
 def removed_since(db: sqlite3.Connection, generation: int) -> Removed:
-    """What went behind `generation`. The caller sees to it that both reads see one state."""
+    """What went after `generation`. The caller sees to it that both reads see one state."""
     now, pruned = db.execute("SELECT generation, pruned FROM state").fetchone()
     if generation < pruned:
         return Removed(int(now), None)
@@ -79,7 +79,7 @@ class RemovalReader:
         return int(generation)
 
     def since(self, generation: int) -> Removed:
-        """What went behind `generation`."""
+        """What went after `generation`."""
         with self._turn():
             self._db.execute("BEGIN")
             try:

@@ -1,4 +1,4 @@
-"""The seams to whoever computes and keeps chunk KV: ingest itself knows no model."""
+"""The seams to what computes and keeps chunk KV: ingest itself knows no model."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,15 +11,15 @@ class Encoder(Protocol):
     """Computes and stores the KV of chunks.
 
     Called on the thread that ingests, after the chunks' vectors are committed, in batches: with the
-    chunks that are new where `Upkeep.is_encoded` vouches for the others, else with every chunk of
-    the knowledge base. `encode` must skip what its keys say is there, quickly. May block. When it
-    raises, ingest stops; what was committed stays, and the next run offers the same chunks again.
+    chunks that are new where `ChunkKVSync.is_encoded` vouches for the others, else with every chunk
+    of the knowledge base. `encode` must skip what its keys say is there, quickly. May block. When
+    it raises, ingest stops; what was committed stays, and the next run offers the same ones again.
     """
 
     def encode(self, chunks: Sequence[Chunk]) -> None: ...
 
 
-class Upkeep(Protocol):
+class ChunkKVSync(Protocol):
     """Keeps chunk KV in step with the documents. Called on the thread that ingests, by the writer.
 
     May block. When it raises, ingest stops; what was committed stays, and the next run calls again.
@@ -30,8 +30,8 @@ class Upkeep(Protocol):
         ...
 
     def is_encoded(self) -> bool:
-        """Behind `before`: every chunk that is there now was offered to the encoder earlier, so
-        that only those that come need be. False: nobody knows, or all are to be looked at."""
+        """After `before`: every chunk that is there now was offered to the encoder earlier, so that
+        only those that come need be. False: that is not known, or all are to be looked at."""
         ...
 
     def after(

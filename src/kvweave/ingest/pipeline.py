@@ -1,7 +1,7 @@
 """Documents → chunks → vectors → catalogue, then chunk KV. Idempotent, resumable, safe to kill.
 
     reading.py: find ─► read ─► parse ─► cut ─► window.py: embed ─► one transaction per document
-                                                tally.py: counts all of it
+                                                report.py: counts all of it
 
 Nothing of a document is visible before all of it is; what a killed run left is finished by the
 next.
@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.parsers import ParseLimits
-from kvweave.ingest.encoder import Encoder, Upkeep
+from kvweave.ingest.encoder import ChunkKVSync, Encoder
 from kvweave.ingest.reading import SourceReader
-from kvweave.ingest.report import IngestReport, OnProgress
+from kvweave.ingest.report import IngestReport, OnProgress, Tally
 from kvweave.ingest.sources import Selection, Source
-from kvweave.ingest.tally import Tally
 from kvweave.ingest.window import Window
 from kvweave.types import ChunkId
 
@@ -39,7 +38,7 @@ def ingest(
     *,
     progress: OnProgress | None = None,
     options: IngestOptions | None = None,
-    upkeep: Upkeep | None = None,
+    kv_sync: ChunkKVSync | None = None,
 ) -> IngestReport:
     """Bring the sources into the knowledge base; do only what changed since the last time.
 
@@ -51,9 +50,9 @@ def ingest(
     window = Window(kb, tally)
     reader = SourceReader(kb, options.selection, options.limits, window, tally)
     with kb.writing():
-        if upkeep is not None:
-            upkeep.before()
-        only_new = encoder is not None and upkeep is not None and upkeep.is_encoded()
+        if kv_sync is not None:
+            kv_sync.before()
+        only_new = encoder is not None and kv_sync is not None and kv_sync.is_encoded()
         reader.take_all(sources)
         window.flush()
         if options.prune:
@@ -63,8 +62,8 @@ def ingest(
         kb.publish()
         if encoder is not None:
             _encode(kb, encoder, tally, tally.new_ids if only_new else None)
-        if upkeep is not None:
-            upkeep.after(_orphans(kb, tally), progress, tally.new_ids if only_new else None)
+        if kv_sync is not None:
+            kv_sync.after(_orphans(kb, tally), progress, tally.new_ids if only_new else None)
     return tally.report(_orphans(kb, tally))
 
 

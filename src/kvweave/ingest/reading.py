@@ -11,7 +11,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.parsers import ParsedRecord, ParseLimits, parse, read_bytes
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
 from kvweave.errors import CorpusError
-from kvweave.ingest.report import Skipped
+from kvweave.ingest.report import Skipped, Tally
 from kvweave.ingest.sources import (
     FileBytes,
     FoundFile,
@@ -23,8 +23,7 @@ from kvweave.ingest.sources import (
     find_files,
     folder_of,
 )
-from kvweave.ingest.tally import Tally
-from kvweave.ingest.window import OpenSource, Pending, Window
+from kvweave.ingest.window import OpenSource, PendingDocument, Window
 from kvweave.types import DocumentId, ParsedDocument
 
 UPLOAD = "upload:"  # how sources begin that came as bytes with a name
@@ -173,7 +172,9 @@ class SourceReader:
                 return
             self._tally.num_chunks += len(placed)
             is_update = document_id in old
-            self._window.add(Pending(source, document, fingerprint, placed, is_update, share_bytes))
+            self._window.add(
+                PendingDocument(source, document, fingerprint, placed, is_update, share_bytes)
+            )
         self._window.end_of(source)
 
 
@@ -188,7 +189,7 @@ def _text_fingerprint(title: str, text: str) -> str:
 
 
 def _is_gone(path: Path) -> bool:
-    """Certainly not there. Of a file in a folder that is closed to us nobody knows: it stays."""
+    """Certainly not there. A file in a folder that is closed to us may be there: it stays."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,9 +1,11 @@
 """What an ingest tells: while it runs, and when it is done."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from kvweave.errors import KVWeaveError
 from kvweave.types import ChunkId
 
 Phase = Literal["read", "embed", "index", "encode", "neighbours"]
@@ -50,3 +52,66 @@ class IngestReport:
     @property
     def is_complete(self) -> bool:
         return not self.skipped
+
+
+class Tally:
+    """What one ingest has counted so far. `reading.py` and `window.py` count here, on the thread
+    that ingests."""
+
+    def __init__(self, progress: OnProgress | None) -> None:
+        self.added = self.updated = self.unchanged = self.removed = 0  # documents
+        self.shared_chunks = 0
+        self.ignored_files = 0
+        self.new_ids: list[ChunkId] = []  # chunks that came, in the order they were committed
+        self.orphaned: list[ChunkId] = []  # at some moment of this run; some may be back
+        self.num_chunks = 0  # cut so far; while encoding: offered so far
+        self.done_bytes = 0  # of sources whose documents are committed
+        self.total_bytes: int | None = None
+        self._skipped: list[Skipped] = []
+        self._progress = progress
+        self._started_s = time.monotonic()
+
+    def skip(self, source: str, error: Exception) -> None:
+        self.skipped(Skipped(source, reason_of(error)))
+
+    def skipped(self, item: Skipped) -> None:
+        self._skipped.append(item)
+
+    def tell(self, phase: Phase, source: str = "", embedded_bytes: int = 0) -> None:
+        """`embedded_bytes` count as done too: their vectors are kept."""
+        if self._progress is not None:
+            self._progress(
+                IngestProgress(
+                    phase,
+                    self.done_bytes + embedded_bytes,
+                    self.total_bytes,
+                    self.added + self.updated + self.unchanged,
+                    self.num_chunks,
+                    source,
+                )
+            )
+
+    def report(self, orphaned: Sequence[ChunkId]) -> IngestReport:
+        """`orphaned` are those of `self.orphaned` that no later document took in again."""
+        return IngestReport(
+            added=self.added,
+            updated=self.updated,
+            unchanged=self.unchanged,
+            removed=self.removed,
+            new_chunks=len(self.new_ids),
+            shared_chunks=self.shared_chunks,
+            skipped=tuple(self._skipped),
+            ignored_files=self.ignored_files,
+            orphaned=tuple(orphaned),
+            elapsed_s=time.monotonic() - self._started_s,
+        )
+
+
+def reason_of(error: Exception) -> str:
+    """In one line. Our own errors say it all; of others the type tells as much as the words."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    words = " ".join(str(error).split())[:200]
+    if isinstance(error, KVWeaveError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import CorpusError, KVWeaveError
-from kvweave.ingest.tally import Tally, reason_of
+from kvweave.ingest.report import Tally, reason_of
 from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
 
 WINDOW = 2048  # chunks embedded together: sorted by length they pad little
@@ -20,7 +20,8 @@ SLICE = 256  # chunks embedded and kept at a time: what a kill can cost
 
 @dataclass(slots=True)
 class OpenSource:
-    """A source whose documents are on their way. The reader opens it, the window counts down."""
+    """A source whose documents are not all committed. The reader opens it, the window counts
+    down."""
 
     source: str
     fingerprint: str
@@ -29,7 +30,7 @@ class OpenSource:
     is_read: bool = False  # all its documents are in the window or in the catalogue
 
 
-class Pending(NamedTuple):
+class PendingDocument(NamedTuple):
     """A document that is cut and not yet committed."""
 
     source: OpenSource
@@ -47,10 +48,10 @@ class Window:
         self._kb = kb
         self._catalogue = kb.catalogue
         self._tally = tally
-        self._pending: list[Pending] = []
+        self._pending: list[PendingDocument] = []
         self._num_chunks = 0
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: PendingDocument) -> None:
         """Take a document in; a full window is flushed."""
         pending.source.num_pending += 1
         self._pending.append(pending)

@@ -164,7 +164,7 @@ class Library:
         if chunk_kv:
             self.kv.prepare_to_encode()
         encoder = self.encoder if chunk_kv else None
-        return ingest(self.kb, sources, encoder, progress=progress, options=options, upkeep=sync)
+        return ingest(self.kb, sources, encoder, progress=progress, options=options, kv_sync=sync)
 
     def remove(self, reference: str) -> int:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""

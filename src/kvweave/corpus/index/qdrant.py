@@ -169,7 +169,7 @@ class QdrantIndex:
             )
 
     def _check_owner(self) -> None:
-        """One point tells: nobody writes into a collection that somebody else has begun."""
+        """One point tells: a knowledge base never writes into the collection of another one."""
         points, _ = self._client.scroll(self.collection, limit=1, with_payload=True)
         if points and (points[0].payload or {}).get(OWNER) != self.owner:
             raise ConfigError(

@@ -13,7 +13,7 @@ REBUILD_SHARE = 0.25  # tombstones above this share of all rows: time to rebuild
 
 
 class IndexRows:
-    """Mutable, owned by one index; guarded by whoever guards that index."""
+    """Mutable, owned by one index; guarded by the lock that guards that index."""
 
     def __init__(self, ids: Ids | None = None, dead: NDArray[np.bool_] | None = None) -> None:
         self.by_row: Ids = np.empty(0, np.int64) if ids is None else ids
