@@ -55,10 +55,10 @@ class EngineSequence(Seq):
         assert self.prepared is not None, "what is sparse was prepared"
         positions, end = sparse.next(num_rows), sparse.done + num_rows
         wanted = [num_rows - 1] if num_rows == sparse.left and self.known == self.prompt_len else []
-        hook = self.prepared.mover(sparse.done, end)
+        mover = self.prepared.mover(sparse.done, end)
         staying = self.prepared.staying(sparse.done, end)
         early_exit = None if staying is None else EarlyExit(*staying)
-        return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, hook, early_exit)
+        return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, mover, early_exit)
 
     def choose(self, logits: Tensor, likeliest: int | None = None) -> Choice:
         """Draw the next token; `likeliest` is the answer of a plain greedy request."""
