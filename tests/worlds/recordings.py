@@ -18,7 +18,7 @@ from kvweave.model.recorded_decode import StepResult
 
 
 class EagerGraph:
-    """Computes anew at every replay. Steps without sequences came first, as in a recording."""
+    """Computes anew at every replay. A step of no sequence comes first, as in a recording."""
 
     def __init__(
         self, decoder: Decoder, compute: Callable[[], StepResult], shared: "EagerGraph | None"

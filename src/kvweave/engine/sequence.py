@@ -57,10 +57,10 @@ class EngineSequence:
         positions, end = sparse.next(num_rows), sparse.done + num_rows
         is_last = num_rows == sparse.left and self.progress.known == self.prompt_len
         wanted = [num_rows - 1] if is_last else []
-        hook = self.prepared.mover(sparse.done, end)
+        mover = self.prepared.mover(sparse.done, end)
         staying = self.prepared.staying(sparse.done, end)
         early_exit = None if staying is None else EarlyExit(*staying)
-        return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, hook, early_exit)
+        return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, mover, early_exit)
 
     def join(self, prepared: Prepared) -> None:
         """Its fused prompt is stitched into its pages; the rows that are left run with others."""

@@ -45,9 +45,6 @@ class TensorFiles:
         for path in _weight_files(folder):
             self._entries.update(_read_table(path))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill `out` with the tensor `name`, converting its dtype. Shapes must be equal."""
         entry = self._entries.get(name)
