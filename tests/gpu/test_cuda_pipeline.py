@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvweave.fuse.prefill import PromptFrame
-from kvweave.fuse.probe import FrontOnly, probe
+from kvweave.fuse.probe import FrontView, probe
 from kvweave.fuse.recorded_probe import ProbeRecordings
 from kvweave.fuse.recordings import Recordings
 from kvweave.fuse.request import PromptChunk
@@ -207,7 +207,7 @@ def test_a_recorded_question_is_probed_as_an_unrecorded_one(
     heads, dim = decoder.spec.num_kv_heads, decoder.spec.head_dim
     shape = (decoder.spec.num_layers, 2, in_front, heads, dim)
     fronts = [torch.randn(shape, device=decoder.device).to(decoder.dtype) for _ in range(2)]
-    views = [FrontOnly([LayerKV(k, v) for k, v in front] if in_front else ()) for front in fronts]
+    views = [FrontView([LayerKV(k, v) for k, v in front] if in_front else ()) for front in fronts]
     recordings = Recordings(probes=ProbeRecordings())
     monkeypatch.setattr("kvweave.fuse.probe.recordings_of", lambda _: recordings)
     probe(decoder, request, views[1], layers)  # warms up
@@ -223,6 +223,8 @@ def test_a_recorded_question_is_probed_as_an_unrecorded_one(
 class _Unrecorded:
     """The same view, as the plain calls are given it."""
 
-    def __init__(self, view: FrontOnly) -> None:
+    front = None
+
+    def __init__(self, view: FrontView) -> None:
         self.context = view.context
         self.with_question = view.with_question

@@ -168,7 +168,7 @@ class World:
 
     @torch.inference_mode()
     def dense_pass(self, *rows_per_layer: Sequence[int]) -> Prefilled:
-        """The pass of ALGORITHMS 2.2 in the open: dense scores, a boolean mask, no shortcuts.
+        """The fused pass in the open: dense scores, a boolean mask, no shortcuts.
 
         Rows of the first layers; the last ones given run through all the rest.
         """

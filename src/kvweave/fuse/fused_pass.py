@@ -31,7 +31,7 @@ from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import Segment
 
-# "bottom_right" shows rows the future, as some published baselines do; see ALGORITHMS.md 2.3.
+# "bottom_right" shows rows the future, as some published baselines do: docs/fusion.md, Correctness.
 Mask = Literal["exact", "bottom_right"]
 
 

@@ -33,6 +33,12 @@ from kvweave.kv.format.codec import LayerKV
 class ContextView(Protocol):
     """The context as a probe sees it."""
 
+    @property
+    def front(self) -> Sequence[LayerKV] | None:
+        """All that it shows, if that is exact KV in front of everything, or nothing: such a probe
+        can be recorded. None: it shows more."""
+        ...
+
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """Keys (turned) [N, Hk, D], values [N, Hk, D], positions [N] on the host; None: nothing."""
         ...
@@ -62,11 +68,11 @@ class ProbedLayer(NamedTuple):
     k: Tensor  # [U, Hk, D] turned
 
 
-class FrontOnly:
+class FrontView:
     """The question behind exact KV that is at hand: the preamble's, or nothing."""
 
     def __init__(self, front: Sequence[LayerKV] = ()) -> None:
-        self.front = front  # keys turned; one per layer, or none
+        self.front: Sequence[LayerKV] = front  # keys turned; one per layer, or none
 
     def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
         if not self.front:
@@ -96,7 +102,7 @@ def probe(
     """
     rows = rows or range(request.question_start, len(request.prompt_ids))
     start = rows.start if first_position is None else first_position
-    if isinstance(view, FrontOnly) and decoder.can_record:
+    if view.front is not None and decoder.can_record:
         asked, known = request.prompt_ids[rows.start : rows.stop], recordings_of(decoder).probes
         played = known.probe(decoder, asked, start, sorted(layers), view.front)
         if played is not None:

@@ -23,6 +23,8 @@ class AnchorView:
     Shapes: A anchors of all chunks, P preamble tokens, U question rows, Hk KV heads, D head dim.
     """
 
+    front = None
+
     def __init__(self, scene: Scene, rule: str, depth: int) -> None:
         request = scene.request
         found = _stored(scene, rule)

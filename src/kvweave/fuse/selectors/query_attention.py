@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvweave.fuse.probe import ContextView, FrontOnly, LaidContext, ProbedLayer, probe
+from kvweave.fuse.probe import ContextView, FrontView, LaidContext, ProbedLayer, probe
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State
 from kvweave.fuse.selectors.anchor_view import AnchorView
@@ -95,9 +95,9 @@ class QueryAttention:
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":
-            return FrontOnly()
+            return FrontView()
         if self.view == "preamble":
-            return FrontOnly(scene.stitched.front)
+            return FrontView(scene.stitched.front)
         if self.view == "full":
             return FullView(scene)
         deepest = max(resolve_layers(self.layers, scene.decoder.spec.num_layers))
@@ -146,6 +146,8 @@ def _cost(scene: Scene, late: float, device: torch.device) -> Tensor:
 
 class FullView:
     """Everything that is stitched."""
+
+    front = None
 
     def __init__(self, scene: Scene) -> None:
         self._stitched = scene.stitched
