@@ -31,7 +31,7 @@ from rich.table import Table
 from common.counting_owner import CountingOwner
 from common.results import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
-from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
+from kvweave.plan.ordering import PROMOTION, AccessTable, num_worth_keeping
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.types import ChunkId
 
@@ -134,7 +134,7 @@ def grow(tree: KnowledgeTree, order: list[ChunkRef], table: AccessTable) -> None
     table.push([chunk.id for chunk in order])
     with tree.acquire(order, 20) as lease:
         matched = len(lease.nodes) - 1
-        for chunk in order[matched : num_promotable(order, matched, table)]:
+        for chunk in order[matched : num_worth_keeping(order, matched, table)]:
             if tree.extend(lease, chunk, Pages(1, None)) is not Extended.ADOPTED:
                 break
 

@@ -45,7 +45,7 @@ from kvweave.plan.ordering import (
     OrderWorth,
     choose_order,
     frequency_order,
-    num_promotable,
+    num_worth_keeping,
 )
 
 Chunks = tuple[ChunkRef, ...]
@@ -73,7 +73,7 @@ class Ordering:
             tokens = lease.num_tokens - PREAMBLE.num_tokens
             self.tree.load(lease)
             self.table.push([chunk.id for chunk in chunks])
-            end = num_promotable(order, found, self.table) if self._promote else len(order)
+            end = num_worth_keeping(order, found, self.table) if self._promote else len(order)
             for chunk in order[found:end]:
                 pages = Pages(chunk.num_tokens * TOKEN_BYTES, None)
                 if self.tree.extend(lease, chunk, pages) is not Extended.ADOPTED:

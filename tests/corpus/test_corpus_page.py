@@ -4,9 +4,9 @@ from pathlib import Path
 
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.index import FLAT_LIMIT, HNSW_LIMIT
-from kvweave.corpus.kb_folder import CHUNK_TOKENS
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.search import MODES
+from kvweave.corpus.settings import CHUNK_TOKENS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "corpus.md").read_text()
 

@@ -17,7 +17,7 @@ from kvweave.plan.ordering import (
     OrderWorth,
     choose_order,
     frequency_order,
-    num_promotable,
+    num_worth_keeping,
     tree_order,
 )
 from kvweave.types import ChunkId
@@ -85,7 +85,7 @@ def test_crafts_worked_example() -> None:
         order = frequency_order([ChunkRef(ChunkId(c), 5) for c in request], table)
         table.push([chunk.id for chunk in order])
         assert names(order) == list(request)
-        assert num_promotable(order, matched, table) == promoted
+        assert num_worth_keeping(order, matched, table) == promoted
 
 
 def test_the_walk_finds_the_longest_path_made_of_these_chunks() -> None:

@@ -78,12 +78,14 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     from which the gate takes the cheapest strategy within the bound.
     """
     if ctx.invoked_subcommand is None:
-        asked = _Asked(**{field.name: options.pop(field.name) for field in fields(_Asked)})
+        asked = _CalibrateOptions(
+            **{field.name: options.pop(field.name) for field in fields(_CalibrateOptions)}
+        )
         _calibrate(asked, options)
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _CalibrateOptions:
     """The options of `kvweave calibrate`, as they were given."""
 
     questions_file: Path | None
@@ -111,7 +113,7 @@ class _Asked:
         return source
 
 
-def _calibrate(asked: _Asked, model: dict[str, str]) -> None:
+def _calibrate(asked: _CalibrateOptions, model: dict[str, str]) -> None:
     """`model` has the options of the model."""
     from kvweave.calibrate.gate import BOUND
 
@@ -227,7 +229,7 @@ def _read(source: Path, *, with_passages: bool) -> "list[QuestionRecord]":
 
 
 def _with_enough_passages(
-    subject: "Subject", records: "list[QuestionRecord]", asked: _Asked
+    subject: "Subject", records: "list[QuestionRecord]", asked: _CalibrateOptions
 ) -> "list[QuestionRecord]":
     from kvweave.calibrate.questions import add_distractors
 

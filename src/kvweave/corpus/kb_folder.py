@@ -1,5 +1,6 @@
 """The folder of a knowledge base: how it is made, and the lock of its one writer."""
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import Embedder
+from kvweave.corpus.index import AUTO, check_kind
 from kvweave.corpus.settings import (
+    CHUNK_TOKENS,
     FILE,
     KnowledgeBaseSettings,
-    new_settings,
     read_settings,
     write_settings,
 )
@@ -19,7 +21,6 @@ from kvweave.errors import CorpusError
 if TYPE_CHECKING:
     from kvweave.text.tokenizer import Tokenizer
 
-CHUNK_TOKENS = 256
 LOCK = "writer.lock"
 
 
@@ -62,13 +63,14 @@ def create_folder(
         raise CorpusError(
             f"{folder} exists and is no knowledge base (it has no {FILE}); name a new folder"
         )
-    settings = new_settings(
+    settings = KnowledgeBaseSettings(
         tokenizer=tokenizer.fingerprint,
         embedder=embedder.name,
         embedder_identity=embedder.identity,
         dim=embedder.dim,
         chunk_tokens=CHUNK_TOKENS if chunk_tokens is None else chunk_tokens,
-        index="auto" if index is None else index,
+        index=AUTO if index is None else check_kind(index),
+        uid=uuid.uuid4().hex[:12],
     )
     Chunker(tokenizer, settings.chunk_tokens)  # refuses a bad size before anything is written
     try:

@@ -1,16 +1,16 @@
 """kb.json: what a knowledge base was made with. Written once, checked at every opening."""
 
 import json
-import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from kvweave.corpus.index import AUTO, check_kind
+from kvweave.corpus.index import AUTO
 from kvweave.corpus.index.files import atomic_file
 from kvweave.errors import CorpusError
 
 VERSION = 1
 FILE = "kb.json"
+CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +21,10 @@ class KnowledgeBaseSettings:
     embedder: str  # the name to load the embedder by
     embedder_identity: str  # what that name meant when the vectors were made
     dim: int  # of the vectors
-    chunk_tokens: int = 256  # at most so many tokens per chunk, title line included
+    chunk_tokens: int = CHUNK_TOKENS  # at most so many tokens per chunk, title line included
     index: str = AUTO  # auto, flat, ivf, hnsw, or the URL of a Qdrant server
     uid: str = ""  # tells collections of a shared server apart
     version: int = VERSION
-
-
-def new_settings(
-    *,
-    tokenizer: str,
-    embedder: str,
-    embedder_identity: str,
-    dim: int,
-    chunk_tokens: int,
-    index: str,
-) -> KnowledgeBaseSettings:
-    return KnowledgeBaseSettings(
-        tokenizer=tokenizer,
-        embedder=embedder,
-        embedder_identity=embedder_identity,
-        dim=dim,
-        chunk_tokens=chunk_tokens,
-        index=check_kind(index),
-        uid=uuid.uuid4().hex[:12],
-    )
 
 
 def write_settings(folder: Path, settings: KnowledgeBaseSettings) -> None:

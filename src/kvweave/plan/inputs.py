@@ -13,7 +13,11 @@ from kvweave.types import ChunkId
 
 
 class ReadableTree(Protocol):
-    """Exact KV behind one preamble, its root. Reading changes nothing."""
+    """Exact KV behind one preamble, its root. Reading changes nothing.
+
+    The engine thread may change a node between any two reads of it. So readers follow its
+    dictionaries by single operations (`get`, `in`, `keys() & …`) and never loop over one.
+    """
 
     @property
     def root(self) -> Node: ...

@@ -20,7 +20,8 @@ from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.types import ChunkId
 
 WINDOW = 1000  # requests; fewer are noisy, all of them stale
-PROMOTION = 2  # uses in the window before a chunk may take room in the tree
+MIN_USES = 2  # in the window, before a chunk may take room in the tree
+PROMOTION = 2  # uses in the window before a chunk that requests bring gets its KV stored
 MAX_VISITS = 256  # nodes a walk through the tree may look at
 MIN_GAIN_TOKENS = 64
 MIN_GAIN_SHARE = 0.05
@@ -206,13 +207,13 @@ def choose_order(
     return Ordering(order, exact_tokens(order), given_tokens, how)
 
 
-def num_promotable(
-    order: Sequence[ChunkRef], matched: int, table: AccessTable, threshold: int = PROMOTION
+def num_worth_keeping(
+    order: Sequence[ChunkRef], matched: int, table: AccessTable, min_uses: int = MIN_USES
 ) -> int:
     """How many chunks of an order may be in the tree: the matched ones and, behind them, a run of
-    chunks that were each retrieved `threshold` times. Ask after `AccessTable.push`."""
+    chunks that were each retrieved `min_uses` times. Ask after `AccessTable.push`."""
     end = matched
-    while end < len(order) and table.count(order[end].id) >= threshold:
+    while end < len(order) and table.count(order[end].id) >= min_uses:
         end += 1
     return end
 

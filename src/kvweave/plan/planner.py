@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvweave.plan.cost import CostModel
 from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, ReadableTree
 from kvweave.plan.options import FusionLimits
-from kvweave.plan.ordering import PROMOTION, AccessTable, num_promotable
+from kvweave.plan.ordering import MIN_USES, AccessTable, num_worth_keeping
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
 from kvweave.plan.pricing import AllowedStrategy, PlanFacts, RequestPricing
 from kvweave.plan.trial import TrialBudget, find_trial, with_trial
@@ -49,8 +49,8 @@ class Planner:
     peek: ChunkPeek
     gate: Gate = field(default_factory=ClosedGate)
     limits: FusionLimits = field(default_factory=FusionLimits)
-    promotion: int = PROMOTION  # uses before a chunk may enter the tree; 1 where room is plenty
-    common_tail: bool = False  # see choose_order
+    min_uses: int = MIN_USES  # before a chunk may enter the tree; 1 where room is plenty
+    common_tail: bool = False  # see OrderRules
     accesses: AccessTable = field(default_factory=AccessTable)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     queue_s: Callable[[], float] = _none  # compute promised to requests ahead, now
@@ -92,7 +92,7 @@ class Planner:
         self.accesses.push([chunk.id for chunk in request.chunks])
         path = [part.id for part in (*request.history, *plan.order)]
         matched = len(self.tree.match(path).nodes) - len(request.history)
-        return num_promotable(plan.order, max(0, matched), self.accesses, self.promotion)
+        return num_worth_keeping(plan.order, max(0, matched), self.accesses, self.min_uses)
 
     def begun(self, plan: Plan) -> None:
         """A request sets out as this plan says."""

@@ -100,7 +100,8 @@ class TierLink:
 
 @dataclass(slots=True)
 class MachineProfile:
-    """All measured prices of one model on one machine. Changed by `observe_*` on one thread."""
+    """All measured prices of one model on one machine. Moved by `observe` of its grids and
+    links, by one thread at a time."""
 
     model: str  # fingerprint of the weights, as in the KV key
     device: str  # words for people: a profile of another machine should be noticed
