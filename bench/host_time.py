@@ -101,6 +101,8 @@ class Clock:
 
     def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **named: Any) -> Any:
+            if part == "drift" and self._within[-1] == "layers":
+                return call(*args, **named)  # the one behind a taper: the device is busy by then
             self.enter(part)
             try:
                 return call(*args, **named)

@@ -7,10 +7,11 @@ Positions count tokens of the whole prompt. Pure data: no tensors, no model.
 
 import math
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -81,11 +82,11 @@ class FuseRequest:
         """Chunks whose KV comes from the store, in prompt order."""
         return tuple(span for span in self.spans if span.state is not State.COMPUTED)
 
-    def runs(self, state: State) -> list[range]:
-        """Positions of the chunks of one state, neighbours put together, ascending."""
+    def runs(self, *states: State) -> list[range]:
+        """Positions of the chunks of these states, neighbours put together, ascending."""
         found: list[range] = []
         for span in self.spans:
-            if span.state is state:
+            if span.state in states:
                 start = found.pop().start if found and found[-1].stop == span.start else span.start
                 found.append(range(start, span.end))
         return found
@@ -141,6 +142,11 @@ def classify(
     assert 0 <= first < last <= len(question_ids), "the user's words lie inside the question"
     words = range(question_start + first, question_start + last)
     return FuseRequest(tuple(ids), len(preamble_ids), tuple(spans), question_start, words)
+
+
+def bounds_of(lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """[start, end) of parts of these lengths, one behind the other."""
+    return list(pairwise(accumulate(lengths, initial=0)))
 
 
 def check_ratio(ratio: float) -> None:

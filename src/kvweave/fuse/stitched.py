@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
-from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.sources import ChunkSource
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, per_head, rotate
@@ -47,8 +47,9 @@ class Stitched:
         self._is_preamble_laid = False
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
         self._waited_s = 0.0
-        self._runs = _runs(request)
-        self.placed = positions_of([range(*run) for run in self._runs])  # [N]
+        runs = request.runs(State.EXACT, State.REUSED)
+        self._runs = [(run.start, run.stop) for run in runs]  # of the placed chunks
+        self.placed = positions_of(runs)  # [N]
         kv.reserve(len(request.prompt_ids))
 
     def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
@@ -163,14 +164,3 @@ def positions_of(runs: Sequence[range]) -> Tensor:
     if not runs:
         return torch.empty(0, dtype=torch.int64)
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
-
-
-def _runs(request: FuseRequest) -> list[tuple[int, int]]:
-    """Placed chunks as runs of neighbouring positions [start, end)."""
-    runs: list[tuple[int, int]] = []
-    for span in request.placed:
-        if runs and runs[-1][1] == span.start:
-            runs[-1] = (runs[-1][0], span.end)
-        else:
-            runs.append((span.start, span.end))
-    return runs

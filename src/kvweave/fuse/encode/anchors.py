@@ -23,6 +23,7 @@ from torch import Tensor
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.request import bounds_of
 from kvweave.kernels.attention import attend
 from kvweave.kernels.column_scores import column_scores
 from kvweave.kernels.rope import Angles, rotate
@@ -90,11 +91,8 @@ def kvzip_scores(
     """
     first = len(prefix.token_ids)
     texts = [[*repeat_ids, *ids] for ids in chunks]
-    bounds, starts, start = [], [], 0
-    for ids, text in zip(chunks, texts, strict=True):
-        bounds.append((start, start + len(text)))
-        starts.append(first + len(ids))
-        start += len(text)
+    bounds = bounds_of(map(len, texts))
+    starts = [first + len(ids) for ids in chunks]
     positions = torch.cat(
         [at + torch.arange(len(text)) for at, text in zip(starts, texts, strict=True)]
     )

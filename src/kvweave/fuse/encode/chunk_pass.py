@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.request import bounds_of
 from kvweave.kernels.attention import attend
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.types import Segment
@@ -68,7 +69,7 @@ def encode_chunks(
             for before, ids in zip(prefixes, chunks, strict=True)
         ]
     )
-    bounds = _bounds(chunks)
+    bounds = bounds_of(map(len, chunks))
     angles = decoder.angles(positions.to(decoder.device))
     ids = torch.tensor([i for chunk in chunks for i in chunk], device=decoder.device)
     h = decoder.embed(ids)  # [R, E]
@@ -88,14 +89,6 @@ def encode_chunks(
         ]
         h = decoder.finish(layer, h, attend(rotate(projected.q, angles), positions, segments))
     return out
-
-
-def _bounds(chunks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    bounds, start = [], 0
-    for ids in chunks:
-        bounds.append((start, start + len(ids)))
-        start += len(ids)
-    return bounds
 
 
 def with_prefix(prefix: Prefix, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

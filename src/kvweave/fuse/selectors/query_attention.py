@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvweave.fuse.probe import ContextView, FrontView, LaidContext, ProbedLayer, probe
 from kvweave.fuse.protocol import Projected
-from kvweave.fuse.request import State
+from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, ranked_positions
 from kvweave.fuse.stitched import positions_of
@@ -116,7 +116,7 @@ class QueryAttention:
             [probed[layer].q[asked] for layer in layers],
             [keys(scene, layer) for layer in layers],
             others=self._others(scene, layers, probed, asked),
-            chunks=placed_bounds(scene),
+            chunks=bounds_of(span.num_tokens for span in request.placed),
             normaliser=self.normaliser,
             rows=self.rows,
             heads=self.heads,
@@ -194,15 +194,6 @@ def encoded_keys(scene: Scene, layer: int) -> Tensor:
     at = positions_of([range(start, start + span.num_tokens) for span in scene.request.placed])
     angles = scene.decoder.angles(on_device(at, scene.decoder.device))
     return rotate(scene.stitched.unturned(layer).k, angles)
-
-
-def placed_bounds(scene: Scene) -> list[tuple[int, int]]:
-    """Bounds of each placed chunk among the placed tokens."""
-    bounds, start = [], 0
-    for span in scene.request.placed:
-        bounds.append((start, start + span.num_tokens))
-        start += span.num_tokens
-    return bounds
 
 
 def resolve_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
