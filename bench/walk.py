@@ -42,7 +42,7 @@ class Walk:
 
 def make_kb(folder: Path) -> None:
     """A knowledge base with chunk KV on disk, on a machine that was measured."""
-    from kvweave import Weave
+    from kvweave.app.weave import Weave
 
     texts = [(f"Note {i}", " ".join(f"{WORDS} {i} {j}." for j in range(9))) for i in range(8)]
     with Weave.open(folder) as weave:
@@ -52,7 +52,7 @@ def make_kb(folder: Path) -> None:
 
 def ask(kb: Path, walk: Walk) -> None:
     """From the call to the last token, on a Weave that has just been opened."""
-    from kvweave import Weave
+    from kvweave.app.weave import Weave
     from kvweave.engine.sampling import Sampling
 
     with Weave.open(kb) as weave:

@@ -398,7 +398,7 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
         "engine.tree_share": f"{engine.tree_share:g}",
         "engine.recorded_rows": f"{engine.recorded_rows}",
         "sampling.max_tokens": f"{drawn.max_tokens}",
-        "sampling.temperature": f"{drawn.temperature:g}; 1 over HTTP",
+        "sampling.temperature": f"{drawn.temperature:g}",
         "sampling.top_p": f"{drawn.top_p:g}",
         "sampling.top_k": f"{drawn.top_k}",
         "sampling.repetition_penalty": f"{drawn.repetition_penalty:g}",

@@ -155,7 +155,7 @@ def prefilled(decoder: Decoder) -> tuple[Trials, torch.Tensor]:
         request = case.request((), first_is_exact=False)
         kv, preamble = trials.kv(number), ContextPrefixes(decoder).of(case.preamble)
         stitched = Stitched(decoder, request, preamble, ComputedChunks([]), kv)
-        logits.append(fuse(decoder, request, stitched, kv).logits)
+        logits.append(fuse(stitched).logits)
     return trials, torch.stack(logits)
 
 
