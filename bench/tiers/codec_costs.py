@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.measuring import alternate
-from kvweave.kv.format import checksum
+from kvweave.kv.format.checksum import ALGORITHM, checksum_of
 from kvweave.kv.format.codec import CODECS, DTYPES, Codec, LayerKV, open_codec
 from kvweave.kv.format.header import LayerShape
 
@@ -76,7 +76,7 @@ def bench_layer0(args: argparse.Namespace) -> list[dict[str, object]]:
             codec.encode(LayerKV(made.k, made.v), data)
             path = Path(folder, name)
             path.write_bytes(data.numpy().tobytes())
-            digest = checksum.checksum_of(checksum.best_algorithm())
+            digest = checksum_of(ALGORITHM)
             times = alternate(
                 {
                     "bring": partial(bring_layer, path, data, digest, codec, shape, out),

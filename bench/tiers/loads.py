@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
-from kvweave.kv.format import checksum, objects
+from kvweave.kv.format.checksum import ALGORITHM
 from kvweave.kv.format.codec import DTYPES, LayerKV
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
@@ -23,13 +23,9 @@ from kvweave.kv.store import KVStore
 
 
 def bench_loads(folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for algorithm in dict.fromkeys([checksum.best_algorithm(), "crc32"]):
-        chunks = make_chunks(args, algorithm)
-        root = folder / algorithm
-        fill(root, chunks)
-        rows += measure(root, chunks, args, algorithm)
-    return rows
+    chunks = make_chunks(args)
+    fill(folder / ALGORITHM, chunks)
+    return measure(folder / ALGORITHM, chunks, args, ALGORITHM)
 
 
 def fill(root: Path, chunks: list[PackedChunk]) -> None:
@@ -165,10 +161,9 @@ def drop_cache(paths: list[Path]) -> None:
         os.close(descriptor)
 
 
-def make_chunks(args: argparse.Namespace, algorithm: str) -> list[PackedChunk]:
-    """Random keys and values; `algorithm` is the checksum they are written with."""
-    objects.best_algorithm = lambda: algorithm  # type: ignore[assignment]
-    context = KeyContext("bench", args.dtype, "raw", algorithm, (), "none")
+def make_chunks(args: argparse.Namespace) -> list[PackedChunk]:
+    """Random keys and values."""
+    context = KeyContext("bench", args.dtype, "raw", ALGORITHM, (), "none")
     generator = torch.Generator().manual_seed(0)
     shape = (args.tokens, args.heads, args.dim)
     dtype = DTYPES[args.dtype]

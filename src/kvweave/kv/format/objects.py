@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv.format.checksum import best_algorithm
+from kvweave.kv.format.checksum import ALGORITHM
 from kvweave.kv.format.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
 from kvweave.kv.format.header import (
     ALIGN,
@@ -117,7 +117,7 @@ def pack_chunk(
     coder = open_codec(codec)
     size = coder.num_bytes(shape)
     extra_sizes = {name: len(data) for name, data in extras.items()}
-    plan = plan_header(key, shape, codec, best_algorithm(), len(layers), size, extra_sizes)
+    plan = plan_header(key, shape, codec, ALGORITHM, len(layers), size, extra_sizes)
     memory = new_memory(plan.total_bytes, pinned=False)  # zeroed: so is the padding
     for name, section in plan.extras.items():
         memory.view[section.offset : section.offset + section.size_bytes] = extras[name]
