@@ -44,6 +44,11 @@ def test_the_command_page_has_every_option(name: str) -> None:
     assert options <= first_column((DOCS / "cli.md").read_text())
 
 
+def test_the_command_page_has_every_command() -> None:
+    headings = re.findall(r"^## `kvweave (\w+)`", (DOCS / "cli.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(COMMANDS)
+
+
 def test_every_result_that_a_page_names_is_there() -> None:
     """A figure whose file is gone, or was never committed, is nobody's word."""
     root = DOCS.parent

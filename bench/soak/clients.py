@@ -1,4 +1,4 @@
-"""The clients of soak.py: what they send, and what a well-formed reply is."""
+"""The clients of soak/run.py: what they send, and what a well-formed reply is."""
 
 import asyncio
 import json

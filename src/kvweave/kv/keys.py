@@ -33,7 +33,7 @@ class KeyContext:
 
     model: str  # fingerprint of the weights, not a name that may be moved to other weights
     dtype: str  # model dtype, "float32", "bfloat16" or "float16"
-    codec: str  # how layers are encoded, see codec.py
+    codec: str  # how layers are encoded, see format/codec.py
     tokenizer: str  # fingerprint of the tokenizer
     preamble_ids: tuple[int, ...]  # tokens that stood in front of the chunk, BOS included
     rope: str  # effective RoPE configuration: another YaRN factor gives other hidden states

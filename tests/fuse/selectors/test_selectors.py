@@ -222,9 +222,10 @@ def test_strategies_keep_their_names_and_default_ratios() -> None:
     facts = ModelFacts(NUM_LAYERS, (2, 4, 1, 3))
     opened = {name: open_strategy(name, facts) for name in NAMES}
     assert {name: s.name for name, s in opened.items()} == {name: name for name in NAMES}
-    special = {"full": 0.0, "prefix": 0.0, "reuse": 0.0, "cachecraft": 0.3, "prophetkv": 0.2}
-    special |= {"qcfuse": 0.5}
-    assert {n: s.ratio for n, s in opened.items()} == {n: special.get(n, 0.15) for n in NAMES}
+    kept = {"full": 0.0, "prefix": 0.0, "reuse": 0.0, "cachecraft": 0.3, "prophetkv": 0.2}
+    kept |= {"qcfuse": 0.5, "weave": 0.15, "weave-deep": 0.15, "epic": 0.15, "fusionrag": 0.15}
+    kept |= {"cacheblend": 0.15, "kvshare": 0.15}
+    assert {name: opened[name].ratio for name in kept} == kept
     assert [n for n, s in opened.items() if s.drift] == ["weave", "weave-deep"]
     assert [opened[n].reuses for n in ("full", "prefix", "reuse")] == ["none", "exact", "all"]
     assert [n for n, s in opened.items() if s.selector is None] == ["full", "prefix", "reuse"]

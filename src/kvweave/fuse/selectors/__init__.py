@@ -2,20 +2,21 @@
 
 Add a selector:
 
-1. Write `selectors/chunk_tails.py` over `Needs` and `Scene` of `base.py`, with three members:
+1. Write `selectors/last_rows.py` over `Needs` and `Scene` of `base.py`, with three members:
 
        @dataclass(frozen=True, slots=True)
-       class ChunkTails:
+       class LastRows:
            in_flight: ClassVar[Literal[False]] = False  # chooses before the pass, not inside it
 
            def needs(self, num_layers: int) -> Needs:
                return Needs()  # nothing is loaded or probed before it chooses
 
            def select(self, scene: Scene, count: int) -> Tensor:
-               return scene.hits[-count:]  # positions, ascending, on the host
+               return scene.hits[-count:]  # the last positions that may be chosen, ascending
 
 2. Name it in `_SELECTORS` of `fuse/strategy.py`, with its default ratio:
-   `"chunk-tails": (lambda _: ChunkTails(), 0.15),`. CLI, API, planner and calibration know it then.
+   `"last-rows": (lambda _: LastRows(), 0.15),`. CLI, API and planner know it then, and
+   `kvweave calibrate --strategies last-rows`. Drift and taper belong to names in `_OURS`.
 3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores go through
    `top_positions` of `base.py`, which breaks ties and refuses NaN; `epic.py` is a whole example.
 """

@@ -102,5 +102,5 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of connections and memory. Safe to call twice; other methods then raise."""
+        """Let go of connections and memory. Safe to call twice; no other method is called then."""
         ...
