@@ -93,7 +93,7 @@ class Bench:
             return Submission(prompt, request, AnswerNotes(), ())
 
         started_s = time.perf_counter()
-        submission, choices = speculation.answer(question, self.k, submission_of)
+        submission, choices = speculation.answer(question, self.k, submission_of, lambda: None)
         tokens = [next(choices).token_id]
         ttft_s = time.perf_counter() - started_s
         tokens += [choice.token_id for choice in choices]

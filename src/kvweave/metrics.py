@@ -1,7 +1,7 @@
 """Counters and gauges in plain Python, for every part to count with and the server to export.
 
 A sample is a name, a few labels and a number. Counters only grow; gauges are set. There is no
-global registry: whoever composes the program makes one `Metrics` and hands it down.
+global registry: each store makes one `Metrics` or is handed one.
 """
 
 import threading

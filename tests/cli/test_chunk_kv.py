@@ -104,6 +104,15 @@ def test_what_is_not_given_stays_as_it_was_prepared(world: World) -> None:
     assert prepared() == ("isolated", ())
 
 
+def test_a_refused_refresh_leaves_the_preparation_alone(world: World) -> None:
+    world.stored("--encoding", "isolated")
+    ran = world.ingest("--kv", "--encoding", "filler:1", "--refresh-neighbours")
+    assert "only chunk KV behind neighbours can be refreshed" in refused(ran)
+    found = read_preparation(world.kb / "kv")
+    assert found is not None
+    assert str(found.variant) == "isolated"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -31,4 +31,4 @@ def test_a_bug_in_an_io_job_is_counted(caplog: pytest.LogCaptureFixture) -> None
     pool.submit(raises)
     pool.close(5)
     assert bugs == [1]
-    assert "nobody foresaw" in caplog.text
+    assert "which is a bug" in caplog.text

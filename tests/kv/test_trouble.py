@@ -278,4 +278,4 @@ def test_a_bug_while_a_tier_is_asked_for_a_chunk_is_counted_and_a_miss(
     assert locator.locate([slot], [KEY]) == {}
     locator.close()
     assert metrics.value("kv_tier_errors_total", tier="disk", verb="bug") == 1
-    assert "nobody foresaw" in caplog.text
+    assert "which is a bug" in caplog.text

@@ -66,7 +66,8 @@ class EngineClient:
         self._closed = False
         self.answers = ActiveAnswers()
         self.heard: dict[str, int] = {}  # catalogues: removals up to there are in the tombstones
-        self.measured: MachineProfile | None = None  # in this process; set on the engine thread
+        # machine profiles by codec, of this process; changed on the engine thread alone
+        self.measured: dict[str, MachineProfile] = {}
 
     @property
     def engine(self) -> Engine:

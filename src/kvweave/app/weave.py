@@ -110,7 +110,7 @@ class Weave:
         """
         names = None if extras is None else tuple(extras)
         config = WeaveConfig(
-            ModelChoice(model, device, dtype, quant, system),
+            ModelChoice(str(model), str(device), dtype, quant, system),
             LibrarySettings(encoding=encoding, extras=names, promotion=promotion),
             speculation=SpeculationSettings(speculate),
         )
@@ -239,6 +239,11 @@ class Weave:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
         return self._answerer.answer(Question(question, **options), called_s)
+
+    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
+        """Raise RequestError for a `reuse` that `ask` would refuse, ConfigError for one that this
+        model is not ready for."""
+        self._answerer.router.named(reuse, ratio)
 
     def plan(self, question: str, **options: Unpack[AskOptions]) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""

@@ -190,8 +190,9 @@ def _encoding(
     runtime = ModelRuntime.open(config.model)
     options = KVOptions.of(config)
     with LibraryKV.open(kb, runtime.decoder, runtime.tokenizer, options, say=_say) as kv:
+        sync = kv.sync(SyncJob(encodes=True, refresh=asked.refresh_neighbours))  # may refuse
         kv.prepare_to_encode()
-        yield kv.encoder, kv.sync(SyncJob(encodes=True, refresh=asked.refresh_neighbours))
+        yield kv.encoder, sync
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,6 @@
 """How a fused prompt gets its bytes and is computed.
 
-Two ways to overlap loading with computing (FusionRAG, 7.3 of the algorithms reference):
+Loading overlaps computing (FusionRAG, 7.3 of the algorithms reference):
 
     request by request   all bytes first, while other requests run; then it is computed
     layer by layer       the pass starts at once and waits for each layer as it gets there

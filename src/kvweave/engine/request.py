@@ -43,7 +43,7 @@ class FusedPart:
     asked: tuple[int, int] | None = None
     encoding: str = ""
     computed: Mapping[int, str] = field(default_factory=dict)  # places computed although stored
-    expected: LoadCost | None = None  # by the cost model; None: nobody knows
+    expected: LoadCost | None = None  # by the cost model; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class EngineRequest:
 
     `use_tree` takes what the knowledge tree has of preamble and chunks; without it all is computed.
     Either way what is computed exactly is offered to the tree, unless there is nothing to name it
-    by: a prompt that is one `question` is nobody's prefix.
+    by: a prompt that is one `question` is no other prompt's prefix.
     """
 
     question: tuple[int, ...]
@@ -91,12 +91,6 @@ class RequestTimeline:
     wasted_tokens: int = 0  # one that was wrong: computed, and not kept in the knowledge tree
     shared: bool = False  # others were computed in the same steps
 
-    @property
-    def queued_s(self) -> float:
-        """From submit to admission; until now if that has not come."""
-        until = time.perf_counter() if self.admitted_s is None else self.admitted_s
-        return until - self.submitted_s
-
     def stepped(self, seconds: float, shared: bool) -> None:
         """It took part in a step."""
         if self.first_token_s is None:
@@ -107,8 +101,8 @@ class RequestTimeline:
 class Ticket(Iterator[Choice]):
     """An answer on its way: iterate for tokens, as they come. Any thread; one thread iterates.
 
-    What failed is raised behind the tokens that came before. Nobody waits for a reader: tokens that
-    are not read yet are kept. A ticket that is no longer wanted must be cancelled.
+    What failed is raised behind the tokens that came before. The engine waits for no reader: tokens
+    that are not read yet are kept. A ticket that is no longer wanted must be cancelled.
     """
 
     def __init__(
@@ -135,7 +129,7 @@ class Ticket(Iterator[Choice]):
             raise StopIteration
 
     def cancel(self) -> None:
-        """Nobody wants it any more: it ends between two steps. Harmless when it is done."""
+        """It is no longer wanted: it ends between two steps. Harmless when it is done."""
         with self._changed:
             if self._done or self._cancelled:
                 return

@@ -123,7 +123,7 @@ class Worker:
         try:
             return self._step()
         except Exception as error:
-            log.exception("a step failed in a way nobody foresaw")
+            log.exception("a step failed, which is a bug")
             self._end_all(error)
             return False
 

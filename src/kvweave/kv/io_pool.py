@@ -74,7 +74,7 @@ class IoPool:
             try:
                 job()
             except Exception:
-                log.exception("a job of the %s pool failed in a way nobody foresaw", self._name)
+                log.exception("a job of the %s pool failed, which is a bug", self._name)
                 if self.on_bug is not None:
                     self.on_bug()
             finally:

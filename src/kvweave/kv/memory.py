@@ -155,7 +155,7 @@ class _Locker:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(runtime.cudaHostUnregister(address))
         except Exception:  # this thread must go on: others wait for it
-            log.exception("unlocking %d bytes failed in a way nobody foresaw", len(pages))
+            log.exception("unlocking %d bytes failed, which is a bug", len(pages))
             return
         if error:
             log.error("%d bytes stay page-locked (CUDA error %d)", len(pages), error)
@@ -182,7 +182,7 @@ class _Lock:
                     break
         except Exception:  # the thread that waits must hear of it, and uses memory unlocked
             self.error = self.error or -1
-            log.exception("locking %d bytes failed in a way nobody foresaw", self._size_bytes)
+            log.exception("locking %d bytes failed, which is a bug", self._size_bytes)
         finally:
             self.done.set()
 

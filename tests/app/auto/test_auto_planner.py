@@ -12,6 +12,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app.answer.router import NOT_MEASURED, NOTHING_STORED, OTHER_PREAMBLE
+from kvweave.app.auto.auto_planner import AutoPlanner, Planned
 from kvweave.app.auto.facts import (
     CalibratedGate,
     is_lossless,
@@ -453,6 +454,28 @@ def test_without_a_knowledge_base_auto_names_the_way_to_one(
 ) -> None:
     with pytest.raises(ConfigError, match="no knowledge base is open"):
         ask(Weave(ModelRuntime(*model, "tiny")))
+
+
+def test_the_time_of_a_plan_is_not_called_retrieval(
+    world: World, weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.set_machine()
+    plan = AutoPlanner.plan
+
+    def slow(*arguments: Any) -> Planned:
+        time.sleep(0.5)
+        return plan(*arguments)
+
+    monkeypatch.setattr(AutoPlanner, "plan", slow)
+    answer = ask(weave)
+    assert answer.explain is not None
+    assert 0.0 < answer.explain.stages.retrieve < answer.ttft_ms - 490
+
+
+def test_prices_are_kept_apart_by_codec(world: World) -> None:
+    paths = {profile_path(world.decoder, codec) for codec in ("int8", "raw", "fp16")}
+    assert len(paths) == 3
+    assert profile_path(world.decoder) == profile_path(world.decoder, "int8")
 
 
 def test_the_gate_knows_strategies_that_were_measured_and_no_others() -> None:

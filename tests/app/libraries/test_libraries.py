@@ -1,17 +1,25 @@
 """Answers over a knowledge base by name: what is reused unless told, and how long it stays open."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from kvweave.app.libraries.libraries import Libraries, LibraryKey
+from kvweave.app.answer.speculation import Mode, SpeculationConfig
+from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
+from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.runtime import EngineClient
 from kvweave.app.weave import Sampling
-from kvweave.errors import RequestError
+from kvweave.calibrate.profiles import user_path
+from kvweave.errors import ConfigError, RequestError
 from worlds.serving import make_libraries, make_weave
+from worlds.tiny_corpus import WordEmbedder
 
 NOTES = LibraryKey("", "notes")
 SHORT = Sampling(max_tokens=2)
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -60,4 +68,47 @@ def test_a_strategy_that_cannot_be_used_is_a_request_error_and_keeps_nothing_ope
 ) -> None:
     with pytest.raises(RequestError, match=reuse):
         libraries.stream(NOTES, "drain?", reuse=reuse)
+    assert libraries.counts().in_use == 0
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_a_first_plan_is_waited_for_on_the_thread_that_asks_not_by_those_that_search(
+    chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """Or the few that search would stand still for every knowledge base while one is planned."""
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    waited: list[str] = []
+    run_alone = EngineClient.run_alone
+
+    def noted(self: EngineClient, job: Callable[[], T]) -> T:
+        waited.append(threading.current_thread().name)
+        return run_alone(self, job)
+
+    with make_weave(chat_model_folder) as weave:
+        config = LibrariesConfig(
+            tmp_path / "kbs",
+            embedder="words",
+            kv=KVOptions("isolated"),
+            speculation=SpeculationConfig(mode),
+        )
+        libraries = Libraries(weave, config, open_embedder=lambda _: WordEmbedder())
+        with libraries.use("", "notes", create=True) as over:
+            over.ingest(("Drain", "To drain a node, cordon it first."), chunk_kv=True)
+        monkeypatch.setattr(EngineClient, "run_alone", noted)
+        answer = libraries.stream(NOTES, "drain?", sampling=SHORT)
+        answer.finish()
+        answer.close()
+        libraries.close()
+    assert waited
+    assert set(waited) == {threading.current_thread().name}
+
+
+def test_a_profile_that_cannot_be_read_is_not_the_clients_fault(libraries: Libraries) -> None:
+    with libraries.use("", "notes") as over:
+        path = user_path(over.runtime.decoder.weights.fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{")
+    with pytest.raises(ConfigError) as raised:
+        libraries.stream(NOTES, "drain?", sampling=SHORT).finish()
+    assert not isinstance(raised.value, RequestError)
     assert libraries.counts().in_use == 0

@@ -324,7 +324,7 @@ def test_a_conversation_outlives_the_closing_of_its_knowledge_base(libraries: Li
 
 
 def test_many_clients_of_many_knowledge_bases_all_get_their_answers(libraries: Libraries) -> None:
-    libraries._lending._wait_s = 60  # there is room for two of the three
+    libraries._open_cache._wait_s = 60  # there is room for two of the three
 
     def ask(n: int) -> str:
         name = "abc"[n % 3]

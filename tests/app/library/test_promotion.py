@@ -136,7 +136,7 @@ def test_closing_does_not_wait_for_what_was_not_begun(
     for _ in range(2):
         ask(weave, TEXTS[0])
     weave.close()
-    assert not [t for t in set(threading.enumerate()) - before if t.name == "seen-chunks"]
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "promotion"]
 
 
 @pytest.mark.parametrize("encoding", ["isolated", "filler:4", "neighbours:2"])
@@ -154,7 +154,7 @@ def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
             encoder = ChunkEncoder(
                 decoder, store, context, preparation, texts, neighbours_of=lambda _: None
             )
-            seen = ChunkPromotion(encoder, max_context, ActiveAnswers(), threshold=1)
+            seen = ChunkPromotion(encoder, max_context, ActiveAnswers(), 1, lambda *_: False)
             seen.saw([chunk])
             assert seen.wait(30)
             seen.close()

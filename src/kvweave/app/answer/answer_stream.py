@@ -59,8 +59,8 @@ class Tokens(Protocol):
 class AnswerStream:
     """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
 
-    Nothing is computed before the first piece is asked for, unless a search speculated on it;
-    `close` stops the work, and so does `abort`, which any thread may call.
+    Its prompt is not computed before the first piece is asked for, unless a search speculated on
+    it; `close` stops the work, and so does `abort`, which any thread may call.
     """
 
     def __init__(

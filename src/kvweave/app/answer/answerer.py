@@ -5,14 +5,14 @@ question ─► prompt ─► router ─► engine ─► text
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from kvweave.app.answer.answer_stream import AnswerStream
 from kvweave.app.answer.conversations import Conversations, ConversationScope, Talk
 from kvweave.app.answer.router import Router
-from kvweave.app.answer.speculation import Speculation, SpeculationConfig
+from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
 from kvweave.app.answer.token_stream import Submission, TokenStream
 from kvweave.app.library.library import Library
 from kvweave.app.notes import AnswerNotes
@@ -35,19 +35,6 @@ from kvweave.types import Hit
 
 if TYPE_CHECKING:
     from kvweave.plan.plan import Plan
-
-T = TypeVar("T")
-
-
-class LookUp(Protocol):
-    """Runs a search, perhaps on another thread, and waits for it."""
-
-    def __call__(self, search: Callable[[], T], /) -> T: ...
-
-
-def at_once(search: Callable[[], T], /) -> T:
-    """On the thread that asks."""
-    return search()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,34 +72,34 @@ class Answerer:
         if library is not None:
             device = runtime.decoder.device
             self._speculation = Speculation(
-                library.kb, runtime.client, device, settings.speculation
+                library.kb, runtime.client, device, settings.speculation, settings.look_up
             )
 
     def answer(self, question: Question, called_s: float) -> AnswerStream:
-        """The answer to a question. Nothing is computed yet, unless a search guessed."""
+        """The answer to a question, searched for and planned. Its prompt is not computed yet,
+        unless a search guessed."""
         self._catch_up()
         as_of = self._client.generation()
-        named, talk = self.router.named(question), self._talk(question)
+        named, talk = self.router.named(question.reuse, question.ratio), self._talk(question)
 
         def submission(chunks: Sequence[tuple[int, ...]]) -> Submission:
+            notes = AnswerNotes(retrieve_ms=(time.perf_counter() - called_s) * 1e3)
             prompt = replace(self._prompt(chunks, question, talk), as_of=as_of)
-            made = self.router.submission(prompt, question, named, AnswerNotes())
+            made = self.router.submission(prompt, question, named, notes)
             # in the order that the engine was given: a plan may have moved them
             return made.also(lambda _: talk.sent(question.question, made.prompt.chunks, as_of))
 
         speculation = self._speculation
         if question.documents is None and speculation is not None:
-            chosen, tokens = self._settings.look_up(
-                lambda: speculation.answer(
-                    question.question,
-                    question.k,
-                    lambda hits: submission([hit.chunk.token_ids for hit in hits]),
-                )
+            chosen, tokens = speculation.answer(
+                question.question,
+                question.k,
+                lambda hits: submission([hit.chunk.token_ids for hit in hits]),
+                lambda: self.router.get_ready(question, named),
             )
         else:
             chosen = submission(self._given(question))
             tokens = TokenStream(self._client, chosen.request, chosen.on_first)
-        chosen.notes.retrieve_ms = (time.perf_counter() - called_s) * 1e3
         num_tokens = len(chosen.prompt.token_ids)
         return AnswerStream(
             tokens, self._tokenizer, question.drawn, num_tokens, called_s, chosen.notes

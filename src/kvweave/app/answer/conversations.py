@@ -11,10 +11,11 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvweave.app.library.promotion import IsGone
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.dedup import ChunkMap
@@ -23,7 +24,6 @@ from kvweave.types import ChunkId
 
 MAX_CONVERSATIONS = 10_000
 MAX_TOKENS = 8_000_000  # of all chunks remembered, 4 bytes each
-IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
 
 
 def _never(chunk_id: ChunkId, as_of: int) -> bool:

@@ -96,17 +96,16 @@ class Router:
         num_layers = self._decoder.spec.num_layers
         return ModelFacts(num_layers) if self.profile is None else self.profile.facts(num_layers)
 
-    def named(self, question: Question) -> NamedStrategy | None:
+    def named(self, reuse: str | None, ratio: float | None) -> NamedStrategy | None:
         """The strategy that was named, ready for this model; None: it is still to be chosen."""
-        without = question.reuse is None and question.ratio is not None
-        name = WITH_RATIO if without else question.reuse
+        name = WITH_RATIO if reuse is None and ratio is not None else reuse
         if name is None or name == AUTO:
             return None
         # a damaged profile does not matter to a strategy that does not use it
         needed = name in NEEDS_PROFILE
         facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
         strategy = open_strategy(name, facts)
-        return NamedStrategy(strategy, chosen_ratio(strategy, question.ratio))
+        return NamedStrategy(strategy, chosen_ratio(strategy, ratio))
 
     def submission(
         self, prompt: Prompt, question: Question, named: NamedStrategy | None, notes: AnswerNotes
@@ -122,6 +121,13 @@ class Router:
         if named is None:
             return self._planned(prompt, question, notes)
         return self._as_named(prompt, question, named, notes)
+
+    def get_ready(self, question: Question, named: NamedStrategy | None) -> None:
+        """Do what a first submission would wait for: the planner, the library's preamble."""
+        if question.reuse == AUTO:
+            self.planner()
+        elif named is not None and named.strategy.reuses == "all":
+            self.library.preamble()
 
     def plan(self, prompt: Prompt, question: Question) -> "Plan":
         """What "auto" would do."""
@@ -141,7 +147,8 @@ class Router:
         if self._planner is None:
             from kvweave.app.auto.machine_profile import find_machine
 
-            if self._client.measured is None and find_machine(self._decoder) is None:
+            codec = self._codec
+            if codec not in self._client.measured and find_machine(self._decoder, codec) is None:
                 return NOT_MEASURED
         return None
 
@@ -173,7 +180,7 @@ class Router:
         """As the planner chooses, from what tree and tiers hold now."""
         self.library.check_preamble(prompt)
         planner = self.planner()
-        chosen = planner.choose(prompt, question.bound, OrderPermission(question.order))
+        chosen = planner.plan(prompt, question.bound, OrderPermission(question.order))
         request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
         observe = planner.observer(chosen, notes)
         return Submission(chosen.prompt, request, notes, (observe,))
@@ -186,15 +193,18 @@ class Router:
         """What things cost here, a copy of one's own. On the engine thread: may measure."""
         from kvweave.app.auto.machine_profile import find_machine, new_machine
 
-        client = self._client
-        kept = find_machine(self._decoder)  # with what answers taught it since
+        measured, codec = self._client.measured, self._codec
+        kept = find_machine(self._decoder, codec)  # with what answers taught it since
         if kept is not None:
             return kept
-        if client.measured is None:
-            library = self._library
-            codec = CODEC if library is None else library.encoder.context.codec
-            client.measured = new_machine(self._decoder, codec)
-        return deepcopy(client.measured)  # where nothing can be kept, others need it too
+        if codec not in measured:
+            measured[codec] = new_machine(self._decoder, codec)
+        return deepcopy(measured[codec])  # where nothing can be kept, others need it too
+
+    @property
+    def _codec(self) -> str:
+        library = self._library
+        return CODEC if library is None else library.encoder.context.codec
 
     def planner(self) -> "AutoPlanner":
         """What chooses for "auto". The first call waits for the engine and may measure the

@@ -8,9 +8,9 @@ Any thread; each request searches on its own.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 
@@ -70,6 +70,18 @@ class Attempt(NamedTuple):
 
 
 SubmissionOf = Callable[[Sequence[Hit]], Submission]  # raises RequestError if there is none
+T = TypeVar("T")
+
+
+class LookUp(Protocol):
+    """Runs a search, perhaps on another thread, and waits for it."""
+
+    def __call__(self, search: Callable[[], T], /) -> T: ...
+
+
+def at_once(search: Callable[[], T], /) -> T:
+    """On the thread that asks."""
+    return search()
 
 
 class Speculation:
@@ -81,9 +93,12 @@ class Speculation:
         client: EngineClient,
         device: torch.device,
         cfg: SpeculationConfig | None = None,
+        look_up: LookUp = at_once,
     ) -> None:
+        """`look_up` runs searches, on threads of its choice; guesses are submitted there too."""
         self._kb = kb
         self._client = client
+        self._look_up = look_up
         self._cfg = cfg or SpeculationConfig()
         most = self._cfg.max_prefill_bs
         self._max_prefill_bs = most or (1 if device.type == "cpu" else 4)
@@ -92,24 +107,23 @@ class Speculation:
         self._row_s: float | None = None  # what a row of a prefill takes; None: not known
 
     def answer(
-        self, question: str, k: int, submission_of: SubmissionOf
+        self, question: str, k: int, submission_of: SubmissionOf, ready: Callable[[], None]
     ) -> tuple[Submission, TokenStream]:
         """What is submitted for the `k` nearest chunks, and its tokens. Close them, or read them to
         the end.
 
-        Whatever fails or interrupts the search ends what was guessed.
+        `ready` does what may take long before the first submission: called on this thread where
+        guesses are made, so that a thread of `look_up` does not wait for it. Whatever fails or
+        interrupts the search ends what was guessed.
         """
-        vector = self._kb.embedder.embed_query(question)
         num_stages = self._num_stages()
         if num_stages == 1:
-            started_s = time.perf_counter()
-            hits = self._kb.search(vector, k)
-            self.pace.searched(time.perf_counter() - started_s, [ids_of(hits)], 1)
-            made = submission_of(hits)
+            made = submission_of(self._look_up(lambda: self._search(question, k)))
             return made, TokenStream(self._client, made.request, (*made.on_first, self._learn))
-        stages = self._kb.search_staged(vector, k, num_stages)
-        got = self._speculate(stages, submission_of, num_stages)
+        ready()
+        got = self._look_up(lambda: self._speculate(question, k, submission_of, num_stages))
         made, ticket = got.generation
+        made.notes.retrieve_ms += got.said.ahead_s * 1e3  # a right guess came before the end
 
         def note(ticket: Ticket) -> None:
             # by now wrong guesses are over: they were ended before it was submitted
@@ -132,9 +146,18 @@ class Speculation:
             return None
         return self._row_s * (self._client.engine.cfg.guess_rows or 0)
 
+    def _search(self, question: str, k: int) -> list[Hit]:
+        vector = self._kb.embedder.embed_query(question)
+        started_s = time.perf_counter()
+        hits = self._kb.search(vector, k)
+        self.pace.searched(time.perf_counter() - started_s, [ids_of(hits)], 1)
+        return hits
+
     def _speculate(
-        self, stages: Iterator[list[Hit]], submission_of: SubmissionOf, num_stages: int
+        self, question: str, k: int, submission_of: SubmissionOf, num_stages: int
     ) -> RetrievalResult[Attempt]:
+        vector = self._kb.embedder.embed_query(question)
+        stages = self._kb.search_staged(vector, k, num_stages)
         engine, boundary_s = self._client.engine, self._boundary_s
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:

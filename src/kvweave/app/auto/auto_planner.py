@@ -75,7 +75,7 @@ class AutoPlanner:
         self._library = library
         self._lock = threading.Lock()  # guards what answers move: prices and accesses
         self._facts = facts
-        self._path = profile_path(decoder)
+        self._path = profile_path(decoder, encoder.context.codec)
         self.machine = machine
         engine.price(self.machine.prefill.at)
         self._peek = StoredChunkPeek(encoder, library.store)
@@ -109,13 +109,6 @@ class AutoPlanner:
         whose speed is not known, and waits a moment for that."""
         with self._lock:
             return self._plan(prompt, bound, order)
-
-    def choose(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
-        """The cheapest plan for a prompt that is about to be submitted."""
-        with self._lock:
-            planned = self._plan(prompt, bound, order)
-            self._planner.begun(planned.plan)
-            return planned
 
     def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         chunks = _named(prompt)
@@ -181,6 +174,7 @@ class AutoPlanner:
         if promotion is not None:
             promotion.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
         with self._lock:
+            self._planner.begun(plan)
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
             self._planner.finished(planned.request, plan)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from kvweave import paths
+from kvweave.app.library.library_kv import CODEC
 from kvweave.errors import ConfigError
 from kvweave.fuse.transfer.placement import packing_of
 from kvweave.kernels.rope import rotate
@@ -49,10 +50,12 @@ def say_on_stderr(line: str) -> None:
     print(f"kvweave: {line}", file=sys.stderr, flush=True)
 
 
-def profile_path(decoder: Decoder) -> Path:
-    """Where the profile of this decoder on this machine lies."""
+def profile_path(decoder: Decoder, codec: str = CODEC) -> Path:
+    """Where the profile of this decoder on this machine lies, for chunk KV written with `codec`:
+    the time to decode it is among the prices."""
     name = re.sub(r"[^a-z0-9]+", "-", device_words(decoder).lower()).strip("-")
-    return paths.home() / "profiles" / f"machine-{decoder.revision[:16]}-{name}.json"
+    of_codec = "" if codec == CODEC else f"-{codec}"
+    return paths.home() / "profiles" / f"machine-{decoder.revision[:16]}-{name}{of_codec}.json"
 
 
 def device_words(decoder: Decoder) -> str:
@@ -62,9 +65,9 @@ def device_words(decoder: Decoder) -> str:
     return f"cpu, {torch.get_num_threads()} threads"
 
 
-def find_machine(decoder: Decoder) -> MachineProfile | None:
+def find_machine(decoder: Decoder, codec: str = CODEC) -> MachineProfile | None:
     """The saved profile of this decoder on this machine; None: there is none that can be used."""
-    path = profile_path(decoder)
+    path = profile_path(decoder, codec)
     if not path.is_file():
         return None
     try:
@@ -83,7 +86,7 @@ def find_machine(decoder: Decoder) -> MachineProfile | None:
 
 def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> MachineProfile:
     """A new profile, saved. Runs the decoder: call it on the thread that owns it."""
-    path = profile_path(decoder)
+    path = profile_path(decoder, codec)
     say("measuring this machine for reuse 'auto', once …")
     started_s = time.perf_counter()
     profile = measure(decoder, codec)

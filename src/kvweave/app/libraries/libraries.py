@@ -108,7 +108,7 @@ class Libraries:
         self._embedders = Embedders(open_embedder)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
         self._conversations = Conversations()  # they outlive the closing of a knowledge base
-        self._lending: OpenCache[LibraryKey, Weave] = OpenCache(
+        self._open_cache: OpenCache[LibraryKey, Weave] = OpenCache(
             self._open, self.config.open_most, self.config.wait_s
         )
 
@@ -129,7 +129,7 @@ class Libraries:
         if folder is None or not (create or read_settings(folder)):
             known = ", ".join(self.names(tenant)[:8]) or "none yet"
             raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
-        return self._lending.lend(place)
+        return self._open_cache.lend(place)
 
     @contextmanager
     def use(self, tenant: str, name: str, *, create: bool = False) -> Iterator[Weave]:
@@ -155,9 +155,10 @@ class Libraries:
         with ExitStack() as unless_streamed:
             unless_streamed.callback(loan.give_back)
             try:
-                answer = loan.thing.stream(question, **options)
+                loan.thing.check_strategy(options.get("reuse"), options.get("ratio"))
             except ConfigError as error:
                 raise RequestError(str(error)) from error
+            answer = loan.thing.stream(question, **options)
             answer.when_closed(loan.give_back)
             unless_streamed.pop_all()
         return answer
@@ -230,24 +231,24 @@ class Libraries:
 
     def metrics(self) -> Iterator[tuple[LibraryKey, Metrics]]:
         """The counters of every open knowledge base's store, brought up to date."""
-        with self._lending.all_open() as weaves:
+        with self._open_cache.all_open() as weaves:
             for place, weave in weaves:
                 weave.library.store.update_gauges()
                 yield place, weave.library.store.metrics
 
     def counts(self) -> OpenCounts:
         """Knowledge bases open and in use."""
-        return self._lending.counts()
+        return self._open_cache.counts()
 
     def num_pinned(self) -> int:
         """Chunk KV that some lease holds, over all open knowledge bases."""
-        with self._lending.all_open() as weaves:
+        with self._open_cache.all_open() as weaves:
             return sum(weave.library.store.num_pinned() for _, weave in weaves)
 
     def close(self) -> None:
-        self._lending.stop()
+        self._open_cache.stop()
         self._searching.shutdown()
-        self._lending.close()
+        self._open_cache.close()
 
     def _look_up(self, search: Callable[[], T], /) -> T:
         """On a few threads, however many ask."""

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LEASE_S = 0.05  # between two looks at a lease that a request has left behind
 
-Place = TypeVar("Place")
+Key = TypeVar("Key")
 
 
 class AllInUse(CorpusError):
@@ -83,20 +83,20 @@ class Loan(Generic[T]):
             self._give_back()
 
 
-class OpenCache(Generic[Place, T]):
+class OpenCache(Generic[Key, T]):
     """See the module."""
 
-    def __init__(self, open_one: Callable[[Place], T], most: int, wait_s: float) -> None:
+    def __init__(self, open_one: Callable[[Key], T], most: int, wait_s: float) -> None:
         """`open_one` may take a while; it is called on the thread that asks first."""
         self._open_one = open_one
         self._most = most
         self._wait_s = wait_s
         self._changed = threading.Condition()  # guards the rest; never held for long
-        self._copies: OrderedDict[Place, _Copy[T]] = OrderedDict()  # used last, last
+        self._copies: OrderedDict[Key, _Copy[T]] = OrderedDict()  # used last, last
         self._closed = False
         self._num_opened = self._num_closed = self._num_close_failures = 0
 
-    def lend(self, place: Place) -> Loan[T]:
+    def lend(self, place: Key) -> Loan[T]:
         """A loan, for which the knowledge base is opened if it is not. Raises AllInUse if there is
         no room and none is to be had, EngineClosed after `close`, and what opening raises."""
         give_up_s = time.monotonic() + self._wait_s
@@ -126,7 +126,7 @@ class OpenCache(Generic[Place, T]):
         return self._open(place, copy)
 
     @contextmanager
-    def all_open(self) -> Iterator[list[tuple[Place, T]]]:
+    def all_open(self) -> Iterator[list[tuple[Key, T]]]:
         """What is open now; none of it closes meanwhile."""
         with self._changed:
             found = [
@@ -156,7 +156,7 @@ class OpenCache(Generic[Place, T]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Lend no more and close all, lent or not: whoever still uses one fails."""
+        """Lend no more and close all, lent or not: a request that still uses one fails."""
         self.stop()
         with self._changed:
             copies = [(p, c.thing) for p, c in self._copies.items() if c.thing and not c.is_closing]
@@ -166,7 +166,7 @@ class OpenCache(Generic[Place, T]):
 
     # ── opening and closing ──────────────────────────────────────────────────
 
-    def _open(self, place: Place, copy: _Copy[T]) -> Loan[T]:
+    def _open(self, place: Key, copy: _Copy[T]) -> Loan[T]:
         """Open what has its room already; others who want it wait, others yet do not."""
         try:
             thing = self._open_one(place)
@@ -182,7 +182,7 @@ class OpenCache(Generic[Place, T]):
         thing.close()
         raise EngineClosed("the knowledge bases were closed")
 
-    def _make_room(self, place: Place, copy: _Copy[T]) -> bool:
+    def _make_room(self, place: Key, copy: _Copy[T]) -> bool:
         """Close one that is not lent. False: it is needed after all."""
         thing = copy.thing
         assert thing is not None, "it is open"
@@ -200,7 +200,7 @@ class OpenCache(Generic[Place, T]):
             self._gone(place)
         return True
 
-    def _go_on(self, place: Place, copy: _Copy[T], thing: T) -> None:
+    def _go_on(self, place: Key, copy: _Copy[T], thing: T) -> None:
         """It stays, and another is looked at before it is again."""
         with self._changed:
             copy.is_closing = False
@@ -211,14 +211,14 @@ class OpenCache(Generic[Place, T]):
         if was_left_out:
             self._close(place, thing)
 
-    def _gone(self, place: Place) -> None:
+    def _gone(self, place: Key) -> None:
         with self._changed:
             copy = self._copies.pop(place, None)
             if copy is not None and copy.thing is not None:
                 self._num_closed += 1
             self._changed.notify_all()
 
-    def _oldest_idle(self) -> tuple[Place, _Copy[T]] | None:
+    def _oldest_idle(self) -> tuple[Key, _Copy[T]] | None:
         """Lock is held."""
         return next(((p, copy) for p, copy in self._copies.items() if copy.is_idle), None)
 
@@ -230,17 +230,17 @@ class OpenCache(Generic[Place, T]):
         if self._closed:
             raise EngineClosed("the knowledge bases were closed")
 
-    def _loan(self, place: Place, copy: _Copy[T], thing: T) -> Loan[T]:
+    def _loan(self, place: Key, copy: _Copy[T], thing: T) -> Loan[T]:
         return Loan(thing, copy.writing, lambda: self._returned(place, copy))
 
-    def _returned(self, place: Place, copy: _Copy[T], *, was_used: bool = True) -> None:
+    def _returned(self, place: Key, copy: _Copy[T], *, was_used: bool = True) -> None:
         with self._changed:
             copy.num_loans -= 1
             if was_used and place in self._copies:
                 self._copies.move_to_end(place)
             self._changed.notify_all()
 
-    def _close(self, place: Place, thing: T) -> None:
+    def _close(self, place: Key, thing: T) -> None:
         """What fails here is logged and counted: it is gone either way. Takes the lock."""
         try:
             thing.close()

@@ -115,6 +115,7 @@ class Library:
                 LibraryKV.open(kb, decoder, tokenizer, options, run_alone=client.run_alone)
             )
             library = cls(kb, kv, client, promotion=promotion)
+            stack.callback(library._removals.close)
             library.repair()
             stack.pop_all()
         return library

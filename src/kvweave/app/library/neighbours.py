@@ -45,7 +45,7 @@ def nearest_by_tokens(kb: KnowledgeBase, table: NeighbourTable | None, size: int
     What ingest noted counts as long as all of it exists; for other chunks it is what ingest would
     choose now. A chunk that is not in the knowledge base has none.
     """
-    noted = neighbours_of(kb, table, size) if table is not None else _nobody
+    noted = neighbours_of(kb, table, size) if table is not None else _none_noted
 
     def find(chunks: Sequence[TokenIds]) -> list[list[TokenIds]]:
         ids = [make_chunk_id(chunk) for chunk in chunks]
@@ -59,7 +59,7 @@ def nearest_by_tokens(kb: KnowledgeBase, table: NeighbourTable | None, size: int
     return find
 
 
-def _nobody(_: Sequence[int]) -> Sequence[ChunkId] | None:
+def _none_noted(_: Sequence[int]) -> Sequence[ChunkId] | None:
     return None
 
 

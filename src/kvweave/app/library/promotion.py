@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from kvweave.app.runtime import ActiveAnswers
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.plan.ordering import PROMOTION, AccessTable
+from kvweave.plan.ordering import AccessTable
 from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
@@ -22,11 +22,7 @@ log = logging.getLogger(__name__)
 ALONE_WAIT_S = 30.0  # encoding waits so long for a moment without an answer
 CLOSE_WAIT_S = 10.0  # more than a chunk takes
 MAX_WAITING = 64  # chunks to be encoded; more are left for the next time they are seen
-IsGone = Callable[[ChunkId, int], bool]
-
-
-def _never(chunk_id: ChunkId, as_of: int) -> bool:
-    return False
+IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
 
 
 class ChunkPromotion:
@@ -41,8 +37,8 @@ class ChunkPromotion:
         encoder: ChunkEncoder,
         max_context: int,
         answers: ActiveAnswers,
-        threshold: int = PROMOTION,
-        is_gone: IsGone = _never,
+        threshold: int,
+        is_gone: IsGone,
     ) -> None:
         """Waits a while for a moment without `answers` before it encodes. `threshold`: requests
         that bring a chunk before its KV is stored. `is_gone`: of a chunk that was found some time
@@ -79,7 +75,7 @@ class ChunkPromotion:
                     self._waiting.add(name)
                     self._queue.put((Chunk(name, "", "", ids), as_of))
             if self._waiting and self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="seen-chunks", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="promotion", daemon=True)
                 self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:

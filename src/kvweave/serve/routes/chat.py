@@ -96,7 +96,9 @@ def _over_chunks(
         "tenant": tenant,
     }
     _check_reuse(request)
-    if request.reuse is not None:
+    if request.kb is None:
+        options["reuse"] = "full"  # nothing is stored of documents that come with a request
+    elif request.reuse is not None:
         options["reuse"], options["ratio"] = request.reuse.strategy, request.reuse.ratio
         if request.reuse.bound is not None:
             options["bound"] = request.reuse.bound

@@ -18,7 +18,7 @@ class ChunkOut(Outgoing):
 
 
 class OptionOut(Outgoing):
-    """One way to answer that was considered."""
+    """One option to answer that was considered."""
 
     name: str
     predicted_ms: float | None  # to the first token; null: not priced
