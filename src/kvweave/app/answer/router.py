@@ -124,7 +124,7 @@ class Router:
 
     def get_ready(self, question: Question, named: NamedStrategy | None) -> None:
         """Do what a first submission would wait for: the planner, the library's preamble."""
-        if question.reuse == AUTO:
+        if question.reuse == AUTO or (named is None and self._is_measured()):
             self.planner()
         elif named is not None and named.strategy.reuses == "all":
             self.library.preamble()
@@ -144,13 +144,15 @@ class Router:
             return OTHER_PREAMBLE
         if not self._library.has_kv(prompt.chunks):
             return NOTHING_STORED
-        if self._planner is None:
-            from kvweave.app.auto.machine_profile import find_machine
+        return None if self._is_measured() else NOT_MEASURED
 
-            codec = self._codec
-            if codec not in self._client.measured and find_machine(self._decoder, codec) is None:
-                return NOT_MEASURED
-        return None
+    def _is_measured(self) -> bool:
+        """Whether planning would not measure this machine first."""
+        from kvweave.app.auto.machine_profile import find_machine
+
+        if self._planner is not None or self._codec in self._client.measured:
+            return True
+        return find_machine(self._decoder, self._codec) is not None
 
     def _as_named(
         self, prompt: Prompt, question: Question, named: NamedStrategy, notes: AnswerNotes
