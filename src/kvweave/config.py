@@ -6,8 +6,8 @@
     ├── store         how much chunk KV is kept, and how            StoreSettings
     ├── engine        how much is computed at once                  EngineSettings
     ├── speculation   computing prompts before the search is over   SpeculationSettings
-    ├── sampling      how `kvweave ask` draws its answers           SamplingSettings
-    ├── quality       what reuse may cost in `ask` and `plan`       QualitySettings
+    ├── sampling      how answers are drawn                         SamplingSettings
+    ├── quality       what reuse may cost                           QualitySettings
     └── server        address and limits of `kvweave serve`         ServerSettings
 
 `Weave.open`, the command line and the server share one `WeaveConfig`. `load_config` fills it:
@@ -64,6 +64,7 @@ class Range(NamedTuple):
 SIZE = "size"  # marks a number of bytes, which may be written with a unit: "8GiB"
 
 Bytes = Annotated[int, SIZE, Range(1)]
+Bytes0 = Annotated[int, SIZE, Range(0)]
 Count = Annotated[int, Range(1)]
 Count0 = Annotated[int, Range(0)]
 Seconds = Annotated[float, Range(0, MOST)]
@@ -112,6 +113,7 @@ class LibrarySettings(ConfigSection):
     encoding: str | None = unset("what it has, filler for a new one")  # context of chunk KV
     extras: tuple[str, ...] | None = unset("what it has, none for a new one")  # beside chunk KV
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
+    remembered_bytes: Bytes0 = 1 << 30  # host memory for documents of no knowledge base; 0: none
     k: Annotated[int, Range(1, 100)] = 5  # chunks that are put in front of a question
 
 
@@ -150,8 +152,8 @@ class SpeculationSettings(ConfigSection):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings(ConfigSection):
-    """How `kvweave ask` draws answers; a request over HTTP says it itself. Keys are fields of
-    engine/sampling.py."""
+    """How answers are drawn, for questions and requests that do not say it themselves. Keys are
+    fields of engine/sampling.py."""
 
     max_tokens: Count | None = unset("256")  # of an answer at most
     temperature: Temperature | None = unset("0")  # 0 takes the likeliest token
@@ -163,11 +165,13 @@ class SamplingSettings(ConfigSection):
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings(ConfigSection):
-    """What reuse may cost in `kvweave ask` and `plan`; a request over HTTP says it itself."""
+    """What reuse may cost, for questions and requests that do not say it themselves."""
 
-    reuse: str | None = unset("auto where KV is stored, else full")  # auto, full or a strategy
+    # auto, full or a strategy, with a ratio if one is wanted: weave:0.15
+    reuse: str | None = unset("auto where KV is stored, else what is exact")
     bound: Annotated[float, Range(0, MOST)] = 0.02  # auto: mean KL in nats per token it may cost
-    order: Literal["keep", "free"] = "keep"  # auto: free lets chunks move to where more is exact
+    # may chunks move to where more is exact? auto: where calibration measured that it costs little
+    order: Literal["as_found", "free", "auto"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

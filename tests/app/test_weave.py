@@ -180,10 +180,13 @@ def test_a_changed_document_leaves_no_chunk_kv_of_its_old_text(
     assert weave.library.store.peek([old])[0].tier is None
 
 
-def test_reuse_needs_the_system_prompt_the_chunks_were_computed_behind(weave: Weave) -> None:
+def test_chunk_kv_of_another_system_prompt_is_not_taken(weave: Weave) -> None:
     weave.ingest(*TEXTS, chunk_kv=True)
-    with pytest.raises(RequestError, match="belongs to the system prompt"):
-        weave.ask("Where?", system="Answer in rhymes.", reuse="reuse")
+    asked = {"system": "Answer in rhymes.", "sampling": Sampling(max_tokens=4)}
+    answer = weave.ask("Where?", reuse="reuse", **asked)
+    assert answer.explain is not None
+    assert answer.explain.counts["reused"] == 0
+    assert answer.text == weave.ask("Where?", reuse="full", **asked).text
 
 
 def test_without_a_knowledge_base_the_way_to_one_is_named(chat_model_folder: Path) -> None:

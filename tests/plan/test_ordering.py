@@ -23,7 +23,7 @@ from kvweave.plan.ordering import (
 from kvweave.types import ChunkId
 from worlds.tree import World, refs
 
-FREE, KEEP = OrderPermission.FREE, OrderPermission.KEEP
+FREE, KEEP = OrderPermission.FREE, OrderPermission.AS_FOUND
 
 
 def names(chunks: Sequence[ChunkRef]) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from kvweave import Weave
 from kvweave.app.auto.auto_planner import AutoPlanner
 from kvweave.app.auto.machine_profile import profile_path
+from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer, Sampling
@@ -133,7 +134,9 @@ def ask(weave: Weave, reuse: str = "auto", **settings: object) -> Answer:
 
 def planning_of(weave: Weave) -> AutoPlanner:
     """What `auto` is planned with. It opens with the first plan."""
-    return weave._answerer.router.planner()
+    library = weave.library
+    kv = library.behind(PreambleKey("", library.encoder.preamble_ids))
+    return weave._answerer.router.planner(kv)
 
 
 def load_links(weave: Weave) -> dict[str, TierLink]:

@@ -26,6 +26,9 @@ class OpenGate:
             return Verdict(None, Reason.NOT_CALIBRATED)
         return Verdict(self.ratios[strategy])
 
+    def may_reorder(self, bound: float) -> bool:
+        return False
+
 
 def make_planner(
     world: World | None = None,

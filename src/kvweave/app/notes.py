@@ -15,7 +15,7 @@ class AnswerNotes:
     decision: Decision | None = None  # why so; None unless the planner chose
     speculation: SpeculationRecord | None = None  # what was guessed while searching
     retrieve_ms: float = 0.0
-    why: str | None = None  # nothing is reused, where the caller did not say how
+    why: str | None = None  # no more is reused, and what to do about it
 
     def keep(self, record: FuseRecord) -> None:
         """The prompt is prefilled, and this is how. Heard once, before the first token."""

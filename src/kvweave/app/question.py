@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from kvweave.calibrate.gate import BOUND as BOUND
+from kvweave.config import QualitySettings
 from kvweave.engine.sampling import Sampling
-from kvweave.errors import RequestError
+from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.prompt import Document
 
 TOP_K = 5  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
+ORDER = OrderPermission.AUTO  # of chunks, unless a question says it
+PLAIN_REUSES = (AUTO, "prefix", "full")  # of a prompt without chunks
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 
 
@@ -26,11 +29,27 @@ class AskOptions(TypedDict, total=False):
     k: int
     reuse: str | None
     ratio: float | None
-    bound: float
-    order: str
+    bound: float | None
+    order: str | None
     conversation_id: str | None
     history: Sequence[Mapping[str, Any]]
     tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOptions:
+    """How a prompt without chunks is answered. Raises RequestError if it cannot be meant."""
+
+    sampling: Sampling | None = None  # None: the likeliest token each time
+    reuse: str | None = None  # "full" computes all of it; else what is exact is reused
+    tenant: str = ""  # whose it is; "": the Weave's own
+
+    def __post_init__(self) -> None:
+        if self.reuse not in (None, *PLAIN_REUSES):
+            known = ", ".join(PLAIN_REUSES)
+            raise RequestError(
+                f"reuse {self.reuse!r} needs chunks; a prompt without any takes {known}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +63,18 @@ class Question:
     k: int = TOP_K  # chunks to take from the knowledge base
     reuse: str | None = None  # a strategy, or "auto"; None: see `answer/router.py`
     ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
-    bound: float = BOUND  # "auto": nats per token that reuse may cost
-    order: str = "keep"  # "auto": "free" lets it move chunks
+    bound: float | None = None  # "auto": nats per token that reuse may cost; None: BOUND
+    order: str | None = None  # whether chunks may move, see OrderPermission; None: ORDER
     conversation_id: str | None = None  # which conversation the history is of
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.bound < math.inf:
+        if self.bound is not None and not 0.0 <= self.bound < math.inf:
             raise RequestError(
                 f"bound {self.bound:g} is no number of nats from 0 on; give one such as 0.02"
             )
-        if self.order not in list(OrderPermission):
+        if self.order is not None and self.order not in list(OrderPermission):
             known = ", ".join(OrderPermission)
             raise RequestError(f"order {self.order!r} is unknown; known: {known}")
         if self.reuse is not None and self.reuse not in REUSES:
@@ -67,6 +86,57 @@ class Question:
     @property
     def drawn(self) -> Sampling:
         return self.sampling or Sampling()
+
+    @property
+    def permission(self) -> OrderPermission:
+        """Whether chunks may move."""
+        return OrderPermission(ORDER if self.order is None else self.order)
+
+    @property
+    def allowed(self) -> float:
+        """Nats per token that reuse may cost."""
+        return BOUND if self.bound is None else self.bound
+
+    def filled(self, usual: "QuestionDefaults") -> "Question":
+        """The same, with what it leaves open as is usual."""
+        reuse, ratio = self.reuse, self.ratio
+        if reuse is None and ratio is None:
+            reuse, ratio = usual.reuse, usual.ratio
+        bound = usual.bound if self.bound is None else self.bound
+        order = usual.order if self.order is None else self.order
+        return replace(self, reuse=reuse, ratio=ratio, bound=bound, order=order)
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionDefaults:
+    """What holds for questions that do not say it; None: as `Question` has it."""
+
+    reuse: str | None = None
+    ratio: float | None = None
+    bound: float | None = None
+    order: str | None = None
+
+    @classmethod
+    def of(cls, settings: QualitySettings) -> "QuestionDefaults":
+        """What a configuration says. Raises ConfigError for a `reuse` that cannot be."""
+        reuse, ratio = parse_reuse(settings.reuse)
+        return cls(reuse, ratio, settings.bound, settings.order)
+
+
+def parse_reuse(text: str | None) -> tuple[str | None, float | None]:
+    """A strategy, with a ratio if one stands behind it: "weave:0.15". Raises ConfigError."""
+    if text is None:
+        return None, None
+    name, colon, ratio = text.partition(":")
+    if name not in REUSES:
+        raise ConfigError(f"reuse {name!r} is unknown; known: {', '.join(REUSES)}")
+    try:
+        share = float(ratio) if colon else None
+    except ValueError:
+        share = math.nan
+    if share is not None and (name == AUTO or not 0.0 <= share <= 1.0):
+        raise ConfigError(f"reuse {text!r}: write a strategy and a share of rows, as weave:0.15")
+    return name, share
 
 
 def refuse_empty(question: str) -> None:

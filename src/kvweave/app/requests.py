@@ -1,9 +1,9 @@
-"""Prompts as the engine takes them: plain, exact, or fused from stored chunk KV."""
+"""Prompts as the engine takes them: exact, or fused from stored chunk KV."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvweave.app.library.library import Library
+from kvweave.app.library.kv_behind import KVBehind
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
@@ -24,17 +24,10 @@ class Fusion:
     expected: LoadCost | None = None  # what it takes on this machine; None: not known
 
 
-def plain_request(
-    prompt_ids: Sequence[int], sampling: Sampling, eos_ids: Collection[int]
-) -> EngineRequest:
-    """A prompt without parts."""
-    return EngineRequest(tuple(prompt_ids), sampling, frozenset(eos_ids))
-
-
 def exact_request(
     prompt: Prompt, sampling: Sampling, eos_ids: Collection[int], *, use_tree: bool
 ) -> EngineRequest:
-    """A prompt of which nothing is approximated."""
+    """A prompt of which nothing is approximated. `use_tree`: read and feed the knowledge tree."""
     parts = (*prompt.history, *prompt.chunks)  # what was said before is a part like others
     return EngineRequest(
         prompt.question,
@@ -49,18 +42,18 @@ def exact_request(
 
 
 def fused_request(
-    library: Library, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int], fusion: Fusion
+    kv: KVBehind, prompt: Prompt, sampling: Sampling, eos_ids: Collection[int], fusion: Fusion
 ) -> EngineRequest:
-    """A prompt that is fused from the library's chunk KV. May wait for the engine, which computes
-    the library's preamble once."""
-    encoder = library.encoder
+    """A prompt that is fused from chunk KV. May wait for the engine, which computes the preamble
+    once."""
+    encoder = kv.encoder
     parts = (*prompt.history, *prompt.chunks)
     said = len(prompt.history)  # never stored: computed, or in the tree
     computed = dict.fromkeys(range(said), str(Reason.HISTORY))
     computed |= {said + place: why for place, why in fusion.computed.items()}
     part = FusedPart(
-        library.store,
-        library.preamble(),
+        kv.store,
+        kv.preamble(),
         tuple(PromptChunk(ids, encoder.key(ids), encoder.exact_key(ids)) for ids in parts),
         fusion.strategy,
         fusion.ratio,

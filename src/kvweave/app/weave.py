@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from kvweave.app.answer.answer_stream import Answer, AnswerStream, Piece, TokenLogprob
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
+from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.answer.speculation import Mode
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, AskOptions, Question
+from kvweave.app.question import (
+    AUTO,
+    BOUND,
+    REUSES,
+    TOP_K,
+    AskOptions,
+    PlainOptions,
+    Question,
+)
 from kvweave.app.runtime import ModelRuntime
 from kvweave.config import (
     LibrarySettings,
@@ -27,10 +36,10 @@ from kvweave.config import (
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.sampling import Sampling
-from kvweave.errors import RequestError
+from kvweave.errors import ConfigError, RequestError
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.detokenizer import texts_of
-from kvweave.text.prompt import SYSTEM, Document, Prompt
+from kvweave.text.prompt import SYSTEM, Document, Prompt, chat_prompt, plain_prompt
 
 if TYPE_CHECKING:
     from kvweave.app.library.library import OpenEmbedder
@@ -166,9 +175,10 @@ class Weave:
         """End what runs and give everything back. Harmless the second time."""
         if self._library is not None:
             self._library.settle()
+        self._answerer.settle()
         if self._owns_runtime:
             self._runtime.close()
-        self._answerer.router.close()
+        self._answerer.close()
         if self._library is not None:
             self._library.close()
 
@@ -224,9 +234,10 @@ class Weave:
         strategy: "full" prefills everything, "prefix" reuses what is exact, "reuse" takes stored
         chunk KV as it is, "weave" and others recompute a `ratio` of it (their own default if None):
         faster, and not exact. "auto" takes the cheapest option on this machine that calibration
-        allows within `bound` (nats per token); `order="free"` lets it move chunks. Without `reuse`,
-        a `ratio` means "weave"; without both it is "auto" where the knowledge base has KV of the
-        chunks and this machine was measured before, else "full". `Answer.explain` says what was
+        allows within `bound` (nats per token). Without `reuse`, a `ratio` means "weave"; without
+        both it is "auto" where KV of the chunks is stored and this machine was measured before,
+        else "prefix". `order` says whether chunks may move to where more of them is exact: "free",
+        "as_found", or "auto", if calibration found that harmless. `Answer.explain` says what was
         done, and `Answer.decision` why.
 
         `history` are the {"role", "content"} messages said before, the user's first. With a
@@ -250,23 +261,36 @@ class Weave:
         return self._answerer.plan(Question(question, **options))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, sampling: Sampling | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        sampling: Sampling | None = None,
+        reuse: str | None = None,
+        tenant: str = "",
     ) -> AnswerStream:
-        """Continue a conversation of {"role", "content"} messages."""
+        """Continue a conversation of {"role", "content"} messages. What is exact of earlier turns,
+        or of others of the `tenant` that began alike, is not computed again unless `reuse` is
+        "full"."""
         called_s = time.perf_counter()
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        ids = self._runtime.tokenizer.encode_chat(messages)
-        return self._answerer.plain(ids, sampling, called_s)
+        prompt = chat_prompt(self._runtime.tokenizer, messages)
+        return self._answerer.plain(prompt, PlainOptions(sampling, reuse, tenant), called_s)
 
     def complete(
-        self, prompt: str | Sequence[int], *, sampling: Sampling | None = None
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: Sampling | None = None,
+        reuse: str | None = None,
+        tenant: str = "",
     ) -> AnswerStream:
-        """Continue a text or token ids, without a chat template."""
+        """Continue a text or token ids, without a chat template. As `chat` otherwise."""
         called_s = time.perf_counter()
         tokenizer = self._runtime.tokenizer
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        return self._answerer.plain(ids, sampling, called_s)
+        options = PlainOptions(sampling, reuse, tenant)
+        return self._answerer.plain(plain_prompt(ids), options, called_s)
 
     def build_prompt(
         self,
@@ -295,12 +319,12 @@ class Weave:
     @property
     def profile(self) -> "Profile | None":
         """What was measured of the model: the user's profile, or the packaged one."""
-        return self._answerer.router.profile
+        return self._answerer.measured.profile
 
     @property
     def facts(self) -> "ModelFacts":
         """What strategies must know of the model, from its profile if it has one."""
-        return self._answerer.router.facts
+        return self._answerer.measured.facts
 
     @property
     def max_context(self) -> int:
@@ -315,7 +339,9 @@ class Weave:
     @property
     def library(self) -> Library:
         """The open knowledge base."""
-        return self._answerer.router.library
+        if self._library is None:
+            raise ConfigError(NO_LIBRARY)
+        return self._library
 
     @property
     def runtime(self) -> ModelRuntime:
@@ -325,7 +351,7 @@ class Weave:
     def measure(self) -> None:
         """Measure this machine for reuse="auto" now, unless it was measured before; otherwise the
         first question with "auto" waits for it. Seconds, in which nothing is answered."""
-        self._answerer.router.measure()
+        self._answerer.measured.measure()
 
     def is_at_rest(self) -> bool:
         """No request that is over still holds chunk KV of the open knowledge base. Waits for the

@@ -17,6 +17,8 @@ from kvweave.cli.options import (
     model_options,
     pass_config,
     planning_options,
+    reuse_option,
+    system_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
 from kvweave.config import EffectiveConfig, ModelChoice, given
@@ -38,7 +40,6 @@ class AskArguments:
     ratio: float | None
     explain: bool
     stop: tuple[str, ...]
-    system: str | None
     as_json: bool
     stats: bool
 
@@ -60,12 +61,7 @@ class AskArguments:
     help="Answer from this knowledge base (kvweave ingest makes one).",
 )
 @chunks_option
-@config_option(
-    "quality.reuse",
-    "--reuse",
-    metavar="STRATEGY",
-    help="full, auto, prefix, reuse, weave, qcfuse, … (auto where KV is stored, else full).",
-)
+@reuse_option
 @click.option("--ratio", type=float, help="Share of reused tokens to recompute; implies weave.")
 @planning_options
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
@@ -99,7 +95,7 @@ class AskArguments:
     help="Above 1, used words become rarer (1).",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer in front of TEXT.")
-@click.option("--system", help="Instructions in place of kvweave's own.")
+@system_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document at the end.")
 @click.option("--stats/--no-stats", default=True, help="A line on tokens and time (on stderr).")
 @pass_config
@@ -110,7 +106,7 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         raise RequestError("the question is empty; ask something")
     if asked.files and asked.kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
-    reuse = _reuse(effective, asked)
+    reuse, ratio = _reuse(effective, asked)
     if asked.kb_folder is not None:
         check_knowledge_base(asked.kb_folder)
     documents = [read_document(name) for name in asked.files]
@@ -123,10 +119,9 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         asked.question,
         documents=documents if asked.kb_folder is None else None,
         sampling=sampling,
-        system=asked.system,
         k=config.library.k,
         reuse=reuse,
-        ratio=asked.ratio,
+        ratio=ratio,
         bound=config.quality.bound,
         order=config.quality.order,
     )
@@ -159,25 +154,27 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         click.echo(click.style(_stats(answer), dim=True), err=True)
 
 
-def _reuse(effective: EffectiveConfig, asked: AskArguments) -> str | None:
-    """How to reuse chunk KV, judged. What a file or a variable says is for knowledge bases, and a
-    --ratio goes before it."""
-    from kvweave.app.weave import REUSES
+def _reuse(effective: EffectiveConfig, asked: AskArguments) -> tuple[str | None, float | None]:
+    """Strategy and ratio, judged. A --ratio goes before what a file or a variable says."""
+    from kvweave.app.question import PLAIN_REUSES, parse_reuse
 
-    reuse, ratio, name = effective.config.quality.reuse, asked.ratio, "--reuse"
-    if "quality.reuse" not in effective.flags:
-        reuse = None if asked.kb_folder is None or ratio is not None else reuse
-        name = f"quality.reuse of {effective.sources['quality.reuse']}:"
-    if asked.kb_folder is None and (ratio is not None or reuse not in (None, "full")):
-        name = "--ratio" if reuse in (None, "full") else "--reuse"
+    reuse, ratio = parse_reuse(effective.config.quality.reuse)
+    is_typed = "quality.reuse" in effective.flags
+    if asked.ratio is not None:
+        if is_typed and ratio is not None:
+            raise RequestError("--reuse and --ratio both give a ratio; leave one out")
+        reuse, ratio = reuse if is_typed else None, asked.ratio
+    is_fused = ratio is not None or reuse not in (None, *PLAIN_REUSES)
+    if asked.kb_folder is None and is_fused:
+        if not is_typed and asked.ratio is None:
+            return None, None  # what a file or a variable says is for knowledge bases
+        name = "--reuse" if is_typed else "--ratio"
         raise RequestError(f"{name} takes the stored chunk KV of a knowledge base; add --kb DIR")
-    if reuse is not None and reuse not in REUSES:
-        raise RequestError(f"{name} {reuse!r} is unknown; known: {', '.join(REUSES)}")
     if reuse == "auto" and ratio is not None:
         raise RequestError("--reuse auto chooses the ratio itself; leave --ratio out")
     if ratio is not None and not 0.0 <= ratio <= 1.0:
         raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
-    return reuse
+    return reuse, ratio
 
 
 def read_document(name: str) -> "Document":

@@ -18,7 +18,7 @@ def show(record: "FuseRecord", pieces: Sequence[str], *, colour: bool) -> str:
 
     `pieces` is the text of each token.
     """
-    why = [] if record.why is None else [f"nothing is reused by default: {record.why}"]
+    why = [] if record.why is None else [f"no more is reused: {record.why}"]
     lines = [_legend(record, colour), *why, ""]
     text = []
     for state, start, end in record.runs():

@@ -19,6 +19,7 @@ from kvweave.cli.options import (
     kb_option,
     model_options,
     pass_config,
+    system_option,
 )
 from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
 from kvweave.errors import ConfigError
@@ -87,6 +88,7 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
     metavar="NAME",
     help="inter, anchors:RULE or none. Repeatable.",
 )
+@system_option
 @click.option(
     "--refresh-neighbours",
     is_flag=True,

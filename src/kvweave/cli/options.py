@@ -135,6 +135,17 @@ model_options = _all_of(
     config_option("model.dtype", "--dtype", help="auto, float32, bfloat16 or float16."),
     config_option("model.quant", "--quant", help="none, or int8 (CPU: faster, nearly as good)."),
 )
+system_option = config_option(
+    "model.system",
+    "--system",
+    help="Instructions in place of kvweave's own; chunk KV belongs to them.",
+)
+reuse_option = config_option(
+    "quality.reuse",
+    "--reuse",
+    metavar="STRATEGY[:RATIO]",
+    help="auto, full, prefix, reuse, weave:0.15, qcfuse, … (auto where KV is stored, else prefix).",
+)
 planning_options = _all_of(  # what a user allows the planner
     config_option(
         "quality.bound",
@@ -145,7 +156,7 @@ planning_options = _all_of(  # what a user allows the planner
     config_option(
         "quality.order",
         "--order",
-        type=click.Choice(["keep", "free"]),
-        help="auto: free lets chunks move to where more is exact (keep).",
+        type=click.Choice(["as_found", "free", "auto"]),
+        help="May chunks move to where more is exact? auto: if calibration found it harmless.",
     ),
 )

@@ -12,6 +12,7 @@ from kvweave.cli.options import (
     model_options,
     pass_config,
     planning_options,
+    system_option,
 )
 from kvweave.cli.plan_view import options_table, plan_document, spans_table
 from kvweave.config import EffectiveConfig
@@ -30,19 +31,17 @@ from kvweave.errors import RequestError
 @chunks_option
 @planning_options
 @model_options
-@click.option("--system", help="Instructions in place of kvweave's own.")
+@system_option
 @json_option
 @pass_config
-def command(
-    question: str, kb_folder: Path, system: str | None, as_json: bool, effective: EffectiveConfig
-) -> None:
+def command(question: str, kb_folder: Path, as_json: bool, effective: EffectiveConfig) -> None:
     """Show how QUESTION would be answered with --reuse auto, without answering it."""
     if not question.strip():
         raise RequestError("the question is empty; ask something")
     check_knowledge_base(kb_folder)
     k, allowed = effective.config.library.k, effective.config.quality
     with open_weave(config=effective.config, kb=kb_folder) as weave:
-        plan = weave.plan(question, k=k, system=system, bound=allowed.bound, order=allowed.order)
+        plan = weave.plan(question, k=k, bound=allowed.bound, order=allowed.order)
         if as_json:
             about = {"model": weave.model_name, "question": question}
             told = {**about, "bound": allowed.bound, "order": allowed.order, **plan_document(plan)}

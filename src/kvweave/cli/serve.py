@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.knowledge_bases import open_weave
-from kvweave.cli.options import Amount, config_option, model_options, pass_config
+from kvweave.cli.options import (
+    Amount,
+    config_option,
+    model_options,
+    pass_config,
+    planning_options,
+    reuse_option,
+    system_option,
+)
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
 from kvweave.errors import ConfigError
 
@@ -60,6 +68,9 @@ def _gib(amount: float) -> int:
     "--encoding",
     help="Encoding context of chunk KV, such as isolated or filler:4.",
 )
+@system_option
+@reuse_option
+@planning_options
 @config_option(
     "server.api_key_file",
     "--api-key-file",
@@ -139,6 +150,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             limits=limits,
             libraries=libraries,
             keys=keys,
+            sampling=given(config.sampling),
             lifecycle=ServerLifecycle(
                 prepare=measuring if places.root is not None or places.folders else None,
                 on_ready=lambda: greet(weave, url, with_key=bool(keys)),
@@ -166,6 +178,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
     from kvweave.app.answer.speculation import SpeculationConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library_kv import KVOptions
+    from kvweave.app.question import QuestionDefaults
 
     host: dict[str, Any] = {}
     if config.store.host_bytes is not None:
@@ -176,6 +189,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         embedder=config.library.embedder,
         kv=KVOptions.of(config),
         speculation=SpeculationConfig(**given(config.speculation)),
+        usual=QuestionDefaults.of(config.quality),
         promotion=config.library.promotion,
         open_most=config.server.open_kbs,
         **host,

@@ -188,10 +188,9 @@ class PageManager:
     def _match(self, sequence: EngineSequence) -> tuple[TreeLease | None, list[int], int]:
         """A lease to read from or to offer behind, the pages it gives, and how many tokens."""
         prefixes = self._prefixes
-        if not prefixes.is_on or not sequence.path or sequence.unshared:
+        wants = sequence.request.use_tree and not sequence.unshared
+        if not prefixes.is_on or not sequence.path or not wants:
             return None, [], 0
-        if not sequence.request.use_tree:  # all is computed; what is exact may still be offered
-            return prefixes.acquire((), 0, count=False), [], 0
         rest = sequence.prompt_len - sum(chunk.num_tokens for chunk in sequence.path)
         lease = prefixes.acquire(sequence.path, rest, count=not sequence.counted)
         sequence.counted = True

@@ -52,9 +52,9 @@ class EngineRequest:
 
     preamble ‖ chunk ‖ chunk ‖ … ‖ question
 
-    `use_tree` takes what the knowledge tree has of preamble and chunks; without it all is computed.
-    Either way what is computed exactly is offered to the tree, unless there is nothing to name it
-    by: a prompt that is one `question` is no other prompt's prefix.
+    `use_tree` takes what the knowledge tree has of preamble and chunks, and offers it what is
+    computed exactly of them; without it all is computed and nothing is kept. A prompt that is one
+    `question` is no other prompt's prefix: there is nothing to name it by.
     """
 
     question: tuple[int, ...]

@@ -50,7 +50,7 @@ class FuseRecord:
     loaded_bytes: dict[str, int]  # by tier
     stages: Stages
     arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
-    why: str | None = None  # why nothing was reused, where the caller left that open
+    why: str | None = None  # why no more was reused, and what to do about it
     way: str | None = None  # how an engine computed a fused prompt; see engine/fused_step.py
 
     @property

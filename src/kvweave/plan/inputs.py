@@ -45,9 +45,16 @@ class Gate(Protocol):
 
     def min_ratio(self, strategy: str, bound: float) -> Verdict: ...
 
+    def may_reorder(self, bound: float) -> bool:
+        """Whether moving chunks was measured to cost no more than the bound."""
+        ...
+
 
 class ClosedGate:
     """No calibration: nothing approximate passes."""
 
     def min_ratio(self, strategy: str, bound: float) -> Verdict:
         return Verdict(None, Reason.NOT_CALIBRATED)
+
+    def may_reorder(self, bound: float) -> bool:
+        return False

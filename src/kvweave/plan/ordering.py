@@ -34,8 +34,9 @@ CostsMore = Callable[[tuple[ChunkRef, ...], tuple[ChunkRef, ...]], bool]
 class OrderPermission(StrEnum):
     """What the caller allows."""
 
-    KEEP = "keep"
-    FREE = "free"
+    AS_FOUND = "as_found"  # chunks stand as they were found
+    FREE = "free"  # they may move to where more of them is exact
+    AUTO = "auto"  # they may if calibration measured that this model does not mind
 
 
 class AccessTable:
@@ -175,7 +176,7 @@ def choose_order(
     given = tuple(chunks)
     given_tokens = exact_tokens(given)
     kept = Ordering(given, given_tokens, given_tokens, "given")
-    if rules.permission is OrderPermission.KEEP or len(given) < 2:
+    if rules.permission is OrderPermission.AS_FOUND or len(given) < 2:
         return kept
     candidates = [
         ("tree", tree_order(root, given, fixed)),

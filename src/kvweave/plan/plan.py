@@ -23,8 +23,10 @@ class Reason(StrEnum):
     """Why an option was taken or not, a chunk reused or not. For explain and counters."""
 
     CHEAPEST = "cheapest"
+    RETURNS = "this path comes back: computed once, it is exact from then on"
     TRIAL = "a rare trial: what loading from its tier costs is not known yet"
     DEARER = "dearer than the chosen one"
+    DEARER_IN_THE_END = "cheaper now, dearer in the end: this path comes back"
     GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
     NOT_CALIBRATED = "not calibrated for this model"
     BOUND_NOT_MET = "quality bound not met below ratio 1"
@@ -88,7 +90,7 @@ class PlanRequest:
 
     chunks: tuple[ChunkRef, ...]  # as retrieved
     question_tokens: int  # everything behind the chunks
-    order: OrderPermission = OrderPermission.KEEP
+    order: OrderPermission = OrderPermission.AS_FOUND
     reuse: Reuse = Reuse.AUTO
     quality_bound: float = 0.02  # nats per token of mean KL
     history: tuple[ChunkRef, ...] = ()  # parts between preamble and chunks, in order; never move

@@ -13,12 +13,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.cost import CostModel
 from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, ReadableTree
-from kvweave.plan.options import FusionLimits
-from kvweave.plan.ordering import MIN_USES, AccessTable, num_worth_keeping
+from kvweave.plan.options import Candidate, FusionLimits
+from kvweave.plan.ordering import MIN_USES, AccessTable, OrderPermission, num_worth_keeping
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
-from kvweave.plan.pricing import AllowedStrategy, PlanFacts, RequestPricing
+from kvweave.plan.pricing import (
+    AllowedStrategy,
+    PlanFacts,
+    PricedOrder,
+    RequestPricing,
+    price_of,
+    with_computed,
+)
+from kvweave.plan.returns import PathReturns, is_worth_computing
 from kvweave.plan.trial import TrialBudget, find_trial, with_trial
 
 
@@ -52,6 +61,7 @@ class Planner:
     min_uses: int = MIN_USES  # before a chunk may enter the tree; 1 where room is plenty
     common_tail: bool = False  # see OrderRules
     accesses: AccessTable = field(default_factory=AccessTable)
+    returns: PathReturns = field(default_factory=PathReturns)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     queue_s: Callable[[], float] = _none  # compute promised to requests ahead, now
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # being loaded for others, by tier
@@ -66,7 +76,7 @@ class Planner:
         stored = self.peek([chunk.id for chunk in chunks])
         now_s, busy = self.now_s(), self.is_busy()
         facts = PlanFacts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
-        pricing = RequestPricing(request, chunks, facts)
+        pricing = RequestPricing(request, chunks, facts, self._permission(request))
         ordering = pricing.order(self.accesses, self.common_tail)
         priced = pricing.price(ordering.chunks)
         taken, options = priced.chosen, priced.options()
@@ -76,6 +86,11 @@ class Planner:
             trial = find_trial(pricing.at(ordering.chunks), unsure, busy)
             if trial is not None:
                 taken, options = trial, with_trial(options, trial)
+        if taken.strategy is not None and taken is priced.chosen:
+            computed = self._computed_once(request, ordering.chunks, priced, facts.costs)
+            if computed is not None:
+                options = with_computed(options, taken, computed)
+                taken = computed
         return Plan(
             spans=taken.spans(),
             chosen=taken.option,
@@ -87,10 +102,28 @@ class Planner:
             exact_tokens=priced.layout.exact_tokens,
         )
 
+    def _computed_once(
+        self,
+        request: PlanRequest,
+        order: tuple[ChunkRef, ...],
+        priced: PricedOrder,
+        costs: CostModel,
+    ) -> Candidate | None:
+        """The best exact option, if the path comes back so often that it is cheaper in the end."""
+        returns = self.returns.count([part.id for part in (*request.history, *order)])
+        total, question = priced.layout.total, request.question_tokens
+        known_s = costs.prefix(total - question, total, {}).seconds
+        exact_s, fused_s = price_of(priced.exact), price_of(priced.chosen)
+        if not is_worth_computing(exact_s, fused_s, known_s, returns):
+            return None
+        option = priced.exact.option._replace(reason=Reason.RETURNS)
+        return priced.exact._replace(option=option)
+
     def finished(self, request: PlanRequest, plan: Plan) -> int:
         """The request was answered. Returns how many chunks of its order may be in the tree."""
         self.accesses.push([chunk.id for chunk in request.chunks])
         path = [part.id for part in (*request.history, *plan.order)]
+        self.returns.push(path)
         matched = len(self.tree.match(path).nodes) - len(request.history)
         return num_worth_keeping(plan.order, max(0, matched), self.accesses, self.min_uses)
 
@@ -105,6 +138,13 @@ class Planner:
         link = None if load is None else self.costs.profile.link(load.link)
         if load is not None and link is not None:
             link.paid_when(beside).observe(load, actual_s, self.now_s())
+
+    def _permission(self, request: PlanRequest) -> OrderPermission:
+        """Order is a shortcut like any other: it goes through the gate."""
+        if request.order is not OrderPermission.AUTO:
+            return request.order
+        is_allowed = self.gate.may_reorder(request.quality_bound)
+        return OrderPermission.FREE if is_allowed else OrderPermission.AS_FOUND
 
     def _costs(self, now_s: float, busy: bool) -> CostModel:
         costs = self.costs

@@ -138,10 +138,15 @@ class RequestPricing:
     """Prices one request. Lives as long as its planning; remembers what it has priced."""
 
     def __init__(
-        self, request: PlanRequest, chunks: tuple[ChunkRef, ...], facts: PlanFacts
+        self,
+        request: PlanRequest,
+        chunks: tuple[ChunkRef, ...],
+        facts: PlanFacts,
+        permission: OrderPermission,
     ) -> None:
-        """`chunks` are those of the request, each once."""
+        """`chunks` are those of the request, each once. `permission` is AS_FOUND or FREE."""
         self._request = request
+        self._permission = permission
         self._chunks = chunks
         self._facts = facts
         parts = (*request.history, *chunks)
@@ -153,9 +158,9 @@ class RequestPricing:
         """The order to answer in: never one that is priced above the given one."""
         request, tree, stored = self._request, self._facts.tree, self._facts.stored
         start = self._chunks_begin_at()
-        permission = request.order
+        permission = self._permission
         if request.reuse is Reuse.OFF or start is None:  # then no order matches more than another
-            permission = OrderPermission.KEEP
+            permission = OrderPermission.AS_FOUND
         first: dict[ChunkId, int] = {}  # exact right behind the preamble
         for chunk in self._chunks if not request.history else ():
             for copy in stored.get(chunk.id, ()):
@@ -239,6 +244,13 @@ def _judged(candidate: Candidate, priced: PricedOrder) -> Option:
     reason = Reason.GAIN_TOO_SMALL if too_small else Reason.DEARER
     name, seconds, rows, load_bytes, _, ratio, load = candidate.option
     return Option(name, seconds, rows, load_bytes, reason, ratio, load)  # `_replace` takes longer
+
+
+def with_computed(options: Sequence[Option], fused: Candidate, taken: Candidate) -> list[Option]:
+    """The options of a plan that takes an exact one although `fused` is cheaper this time."""
+    told = fused.option._replace(reason=Reason.DEARER_IN_THE_END)
+    others = [o for o in options if o.name not in (taken.option.name, fused.option.name)]
+    return [taken.option, *others, told]
 
 
 def price_of(candidate: Candidate) -> float:

@@ -1,7 +1,8 @@
 """What the routes of one server share."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
@@ -28,6 +29,7 @@ class Context:
     writing: TaskPool  # uploads and deletions
     metrics: ServerMetrics
     tracer: "Tracer | None"  # of OpenTelemetry; None: no spans
+    sampling: Mapping[str, Any]  # fields of `Sampling`, for requests that leave them out
     readiness: Readiness = field(default_factory=Readiness)
 
     def give_up(self) -> None:
@@ -48,10 +50,12 @@ def make_context(
     limits: Limits | None = None,
     *,
     libraries: Libraries | None = None,
+    sampling: Mapping[str, Any] | None = None,
     tracer: "Tracer | None" = None,
 ) -> Context:
-    """`libraries` are its knowledge bases by name, closed by the caller who made them. `tracer`
-    None is the process's own, if OpenTelemetry is configured."""
+    """`libraries` are its knowledge bases by name, closed by the caller who made them. `sampling`:
+    fields for requests that leave them out; None: as OpenAI has them. `tracer` None is the
+    process's own, if OpenTelemetry is configured."""
     limits = limits or Limits()
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
@@ -59,4 +63,6 @@ def make_context(
     answers = AnswerPool(limits, metrics)
     metrics.watch(StateCollector(answers.counts, libraries, weave.engine.stats))
     tasks, writing = TaskPool(limits, "searches or embeddings"), TaskPool(limits, "uploads")
-    return Context(weave, libraries, limits, answers, tasks, writing, metrics, tracer)
+    return Context(
+        weave, libraries, limits, answers, tasks, writing, metrics, tracer, sampling or {}
+    )

@@ -11,10 +11,10 @@ Then it gives them up: each client gets its error in the usual shape instead of 
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -58,11 +58,13 @@ class Server(uvicorn.Server):
         limits: Limits | None = None,
         libraries: Libraries | None = None,
         keys: Keys | None = None,
+        sampling: Mapping[str, Any] | None = None,
         lifecycle: ServerLifecycle | None = None,
     ) -> None:
-        """`limits` None are the usual ones; `libraries` None: no knowledge bases by name."""
+        """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
+        `sampling`: see `make_context`."""
         self._life = lifecycle or ServerLifecycle()
-        self._context = make_context(weave, limits, libraries=libraries)
+        self._context = make_context(weave, limits, libraries=libraries, sampling=sampling)
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -16,6 +16,7 @@ from kvweave.errors import RequestError, UnsupportedModel
 from kvweave.text.tokenizer import Tokenizer
 
 LABEL = "Question: "
+BLOCK_TOKENS = 256  # a longer message, or a plain prompt, is parts of so many
 SYSTEM = "You answer questions from the passages you are given. Be brief and exact."
 
 
@@ -81,6 +82,37 @@ def lay_out(
         asked=(min(label, len(words) - 1), len(words)),
         history=tuple(_history(tokenizer, system, history)) if history else (),
     )
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    """A conversation by message, each with the template's words in front of it. A later turn begins
+    with the same parts, so their exact KV is found again."""
+    parts: list[tuple[int, ...]] = []
+    header: list[int] = []
+    for part in tokenizer.render_parts(messages):
+        if part.message is None:
+            header += tokenizer.encode(part.text)
+            continue
+        parts += _blocks([*header, *tokenizer.encode_text(part.text)])
+        header = []
+    return _of_parts(parts, tuple(header))
+
+
+def plain_prompt(token_ids: Sequence[int]) -> Prompt:
+    """A prompt without parts of its own, cut where every prompt that begins like it is cut."""
+    return _of_parts(_blocks(token_ids), ())
+
+
+def _of_parts(parts: list[tuple[int, ...]], closing: tuple[int, ...]) -> Prompt:
+    """The last part is what is always computed."""
+    if not closing and parts:
+        closing = parts.pop()
+    return Prompt((), (), closing, (0, len(closing)), history=tuple(parts))
+
+
+def _blocks(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    starts = range(0, len(ids), BLOCK_TOKENS)
+    return [tuple(ids[start : start + BLOCK_TOKENS]) for start in starts]
 
 
 def past_messages(messages: Sequence[Mapping[str, Any]]) -> list[PastMessage]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.router import NOT_MEASURED, NOTHING_STORED, OTHER_PREAMBLE
+from kvweave.app.answer.router import NOT_MEASURED, NOTHING_STORED
 from kvweave.app.auto.auto_planner import AutoPlanner, Planned
 from kvweave.app.auto.facts import (
     CalibratedGate,
@@ -22,12 +22,13 @@ from kvweave.app.auto.facts import (
 )
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.auto.tier_probes import STALE_S
+from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.question import AskOptions, Question
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer
 from kvweave.cli.plan_view import plan_document
 from kvweave.engine.engine import Engine
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import RequestError
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recordings import recordings_of
@@ -371,7 +372,7 @@ def test_left_open_nobody_waits_for_a_measurement_and_explain_says_so(
     answer = weave.ask(QUESTION, sampling=GREEDY)
     assert answer.decision is None
     assert answer.explain is not None
-    assert (answer.explain.strategy, answer.explain.why) == ("full", NOT_MEASURED)
+    assert (answer.explain.strategy, answer.explain.why) == ("prefix", NOT_MEASURED)
     assert not profile_path(world.decoder).exists()
     assert "measuring" not in capsys.readouterr().err
     ask(weave)  # who says "auto" has it measured
@@ -389,9 +390,9 @@ def test_left_open_what_cannot_be_reused_is_computed(world: World) -> None:
         other = weave.ask(QUESTION, sampling=GREEDY, system="Be kind.").explain
         named = weave.ask(QUESTION, sampling=GREEDY, reuse="full").explain
     assert none is not None
-    assert (none.strategy, none.why) == ("full", NOTHING_STORED)
+    assert (none.strategy, none.why) == ("prefix", NOTHING_STORED)
     assert other is not None
-    assert (other.strategy, other.why) == ("full", OTHER_PREAMBLE)
+    assert (other.strategy, other.why) == ("prefix", NOTHING_STORED)
     assert named is not None
     assert named.why is None, "the caller said so"
 
@@ -443,17 +444,41 @@ def test_what_auto_cannot_take_is_refused(weave: Weave) -> None:
         ask(weave, ratio=0.1)
     with pytest.raises(RequestError, match="bound -1 is no number"):
         ask(weave, bound=-1.0)
-    with pytest.raises(RequestError, match="order 'any' is unknown; known: keep, free"):
+    with pytest.raises(RequestError, match="order 'any' is unknown; known: as_found, free, auto"):
         ask(weave, order="any")
-    with pytest.raises(RequestError, match="belongs to the system prompt"):
-        ask(weave, system="Rhyme.")
 
 
-def test_without_a_knowledge_base_auto_names_the_way_to_one(
+def test_behind_another_system_prompt_auto_is_exact_until_its_chunks_come_back(
+    world: World, weave: Weave
+) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    first, second = ask(weave, system="Rhyme."), ask(weave, system="Rhyme.", k=2)
+    for answer in (first, second):
+        assert answer.decision is not None
+        assert answer.decision.plan.strategy is None, "nothing is stored behind it"
+    assert weave.library.promotion is not None
+    assert weave.library.promotion.wait(60)
+    kv = weave.library.behind(
+        PreambleKey("", weave.build_prompt("x", [], system="Rhyme.").preamble)
+    )
+    chunks = [hit.chunk.token_ids for hit in weave.search(QUESTION, 2)]
+    assert kv.has_kv(chunks), "what came back is stored behind this prompt as well"
+    named = ask(weave, reuse="reuse", system="Rhyme.", k=2)
+    assert named.explain is not None
+    assert {chunk.tier for chunk in named.explain.chunks} <= {"host", "tree"}
+
+
+def test_without_a_knowledge_base_auto_reuses_what_is_exact(
     model: tuple[Decoder, Tokenizer],
 ) -> None:
-    with pytest.raises(ConfigError, match="no knowledge base is open"):
-        ask(Weave(ModelRuntime(*model, "tiny")))
+    with Weave(ModelRuntime(*model, "tiny")) as weave:
+        first, again = ask(weave, documents=TEXTS), ask(weave, documents=TEXTS)
+    assert first.text == again.text
+    assert again.explain is not None
+    assert again.explain.counts["computed"] < 0.2 * again.prompt_tokens
+    with Weave(ModelRuntime(*model, "tiny")) as weave:
+        assert ask(weave).text, "a question without chunks is one, too"
 
 
 def test_the_time_of_a_plan_is_not_called_retrieval(
@@ -581,7 +606,7 @@ def test_plan_as_json_has_what_people_see(
     monkeypatch.setattr("kvweave.cli.plan.open_weave", lambda **_: weave)
     ran = run("plan", QUESTION, "--kb", world.folder, "--json", "--bound", 0.001)
     plan = json.loads(ran.out)
-    assert (plan["bound"], plan["order"], plan["chosen"]) == (0.001, "keep", "prefix")
+    assert (plan["bound"], plan["order"], plan["chosen"]) == (0.001, "auto", "prefix")
     options = {option["name"]: option for option in plan["options"]}
     assert options["full"]["predicted_s"] > plan["predicted_s"] > 0
     assert options["fused epic"]["reason"] == Reason.BOUND_NOT_MET

@@ -253,7 +253,9 @@ def test_a_knowledge_base_that_was_closed_answers_as_before(libraries: Libraries
                 answer = over.ask("How many pods?", reuse=reuse, k=1, sampling=GREEDY)
             assert answer.explain is not None
             if reuse == "reuse":
-                assert {chunk.tier for chunk in answer.explain.chunks} == {"disk"}, "not computed"
+                assert {chunk.tier for chunk in answer.explain.chunks} <= {"disk", "tree"}, (
+                    "not computed"
+                )
                 assert told.setdefault(name, answer.text) == answer.text
         assert libraries.counts().open == 2
     assert libraries.counts().closed >= 5

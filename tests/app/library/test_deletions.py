@@ -160,7 +160,9 @@ def test_a_chunk_deleted_while_it_is_being_stored_is_not_left_behind(
         encoder.run_alone = interrupted
     else:
         monkeypatch.setattr(weave.runtime.client.answers, "wait_for_none", deleted_first)
-    seen.saw([token_ids], at_once={name}, as_of=weave.engine.tombstones.generation)
+    seen.saw(
+        weave.library.encoder, [token_ids], at_once={name}, as_of=weave.engine.tombstones.generation
+    )
     assert seen.wait(30)
     assert weave.library.store.flush()
     peek = weave.library.store.peek([encoder.exact_key(token_ids)])[0]

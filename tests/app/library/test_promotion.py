@@ -154,8 +154,8 @@ def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
             encoder = ChunkEncoder(
                 decoder, store, context, preparation, texts, neighbours_of=lambda _: None
             )
-            seen = ChunkPromotion(encoder, max_context, ActiveAnswers(), 1, lambda *_: False)
-            seen.saw([chunk])
+            seen = ChunkPromotion(max_context, ActiveAnswers(), 1, lambda *_: False)
+            seen.saw(encoder, [chunk])
             assert seen.wait(30)
             seen.close()
             (peek,) = store.peek([encoder.exact_key(chunk)])

@@ -202,7 +202,7 @@ def test_a_chunk_removed_elsewhere_while_it_is_being_stored_is_not_left_behind(
 
         encoder.run_alone = interrupted  # type: ignore[assignment]
         now = weave.engine.tombstones.generation
-        seen.saw([hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
+        seen.saw(weave.library.encoder, [hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
         assert seen.wait(30)
         assert weave.library.store.flush()
         assert not in_host(weave, hit.chunk)
@@ -282,7 +282,7 @@ def test_a_chunk_removed_elsewhere_while_its_file_is_being_written_is_not_left_b
         assert seen is not None
         removed_first()
         now = weave.engine.tombstones.generation
-        seen.saw([hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
+        seen.saw(weave.library.encoder, [hit.chunk.token_ids], at_once={hit.chunk.id}, as_of=now)
         assert seen.wait(30)
         assert weave.library.store.flush()
         assert not weave.library.kb.documents()

@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING
 
 from kvweave.app.answer.answer_stream import AnswerStream
 from kvweave.app.answer.conversations import Conversations, ConversationScope, Talk
-from kvweave.app.answer.router import Router
+from kvweave.app.answer.router import NO_LIBRARY, Router
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
 from kvweave.app.answer.token_stream import Submission, TokenStream
+from kvweave.app.auto.measurements import Measurements
+from kvweave.app.library.document_memory import DocumentMemory, DocumentMemoryConfig
+from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library import Library
+from kvweave.app.library.library_kv import CODEC
 from kvweave.app.notes import AnswerNotes
-from kvweave.app.question import Question, refuse_empty
-from kvweave.app.requests import plain_request
+from kvweave.app.question import PlainOptions, Question, QuestionDefaults, refuse_empty
+from kvweave.app.requests import exact_request
 from kvweave.app.runtime import ModelRuntime
 from kvweave.calibrate.profiles import Profile
 from kvweave.config import WeaveConfig, given
+from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
+from kvweave.errors import ConfigError
 from kvweave.text.prompt import (
     SYSTEM,
     Document,
@@ -30,6 +36,7 @@ from kvweave.text.prompt import (
     chunk_text,
     lay_out,
     past_messages,
+    split_template,
 )
 from kvweave.types import Hit
 
@@ -45,6 +52,9 @@ class AnswerSettings:
     tenant: str = ""  # whose it is: tenants share no exact KV and no conversations
     speculation: SpeculationConfig | None = None  # None: where it is expected to gain time
     profile: Profile | None = None  # what was measured of the model; None: the user's, the packaged
+    usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what questions leave open
+    # what is remembered of documents, where there is no knowledge base
+    documents: DocumentMemoryConfig = field(default_factory=DocumentMemoryConfig)
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations | ConversationScope = field(default_factory=Conversations)
@@ -52,13 +62,18 @@ class AnswerSettings:
     @classmethod
     def of(cls, config: WeaveConfig) -> "AnswerSettings":
         """What a configuration says."""
-        system = config.model.system
-        speculation = SpeculationConfig(**given(config.speculation))
-        return cls(SYSTEM if system is None else system, speculation=speculation)
+        system, library = config.model.system, config.library
+        return cls(
+            SYSTEM if system is None else system,
+            speculation=SpeculationConfig(**given(config.speculation)),
+            usual=QuestionDefaults.of(config.quality),
+            documents=DocumentMemoryConfig(library.remembered_bytes, library.promotion),
+        )
 
 
 class Answerer:
-    """Answers with one model and, where one is open, its knowledge base. Any thread."""
+    """Answers with one model and, where one is open, its knowledge base. Any thread. `settle` it
+    while the engine still runs, then `close` it."""
 
     def __init__(
         self, runtime: ModelRuntime, library: Library | None, settings: AnswerSettings
@@ -67,7 +82,12 @@ class Answerer:
         self._client = runtime.client
         self._library = library
         self._settings = settings
-        self.router = Router(runtime, library, settings.tenant, settings.profile)
+        self.documents: DocumentMemory | None = None
+        if library is None and settings.documents.is_on:
+            self.documents = DocumentMemory(runtime, settings.documents)
+        codec = CODEC if library is None else library.encoder.context.codec
+        self.measured = Measurements(runtime, codec, settings.profile)
+        self.router = Router(runtime, library or self.documents, self.measured)
         self._speculation: Speculation | None = None
         if library is not None:
             device = runtime.decoder.device
@@ -75,10 +95,22 @@ class Answerer:
                 library.kb, runtime.client, device, settings.speculation, settings.look_up
             )
 
-    def answer(self, question: Question, called_s: float) -> AnswerStream:
+    def settle(self) -> None:
+        """Begin nothing more."""
+        if self.documents is not None:
+            self.documents.settle()
+
+    def close(self) -> None:
+        """Keep what was learnt, give back what is held. Not the library."""
+        self.measured.close()
+        if self.documents is not None:
+            self.documents.close()
+
+    def answer(self, asked: Question, called_s: float) -> AnswerStream:
         """The answer to a question, searched for and planned. Its prompt is not computed yet,
         unless a search guessed."""
         self._catch_up()
+        question = asked.filled(self._settings.usual)
         as_of = self._client.generation()
         named, talk = self.router.named(question.reuse, question.ratio), self._talk(question)
 
@@ -95,7 +127,7 @@ class Answerer:
                 question.question,
                 question.k,
                 lambda hits: submission([hit.chunk.token_ids for hit in hits]),
-                lambda: self.router.get_ready(question, named),
+                lambda: self.router.get_ready(self._key(question), question, named),
             )
         else:
             chosen = submission(self._given(question))
@@ -105,19 +137,26 @@ class Answerer:
             tokens, self._tokenizer, question.drawn, num_tokens, called_s, chosen.notes
         )
 
-    def plain(
-        self, prompt_ids: Sequence[int], sampling: Sampling | None, called_s: float
-    ) -> AnswerStream:
-        """The answer to a prompt without parts."""
-        sampling = sampling or Sampling()
-        self._client.check(prompt_ids)
-        request = plain_request(prompt_ids, sampling, self._tokenizer.eos_ids)
-        tokens = TokenStream(self._client, request)
-        return AnswerStream(tokens, self._tokenizer, sampling, len(prompt_ids), called_s)
+    def plain(self, prompt: Prompt, drawn: PlainOptions, called_s: float) -> AnswerStream:
+        """The answer to a prompt without chunks."""
+        sampling, ids = drawn.sampling or Sampling(), prompt.token_ids
+        self._client.check(ids)
+        prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
+        use_tree = drawn.reuse != "full"
+        request = exact_request(prompt, sampling, self._tokenizer.eos_ids, use_tree=use_tree)
+        notes = AnswerNotes()
 
-    def plan(self, question: Question) -> "Plan":
+        def note(ticket: Ticket) -> None:
+            if ticket.record is not None:
+                notes.keep(replace(ticket.record, chunks=()))  # its parts are messages
+
+        tokens = TokenStream(self._client, request, (note,))
+        return AnswerStream(tokens, self._tokenizer, sampling, len(ids), called_s, notes)
+
+    def plan(self, asked: Question) -> "Plan":
         """What "auto" would do for a question."""
         self._catch_up()
+        question = asked.filled(self._settings.usual)
         if question.documents is None and self._library is not None:
             found = self.search(question.question, question.k)
             chunks = [hit.chunk.token_ids for hit in found]
@@ -128,7 +167,9 @@ class Answerer:
 
     def search(self, question: str, k: int) -> list[Hit]:
         """The chunks of the knowledge base nearest to a question, best first."""
-        kb = self.router.library.kb
+        if self._library is None:
+            raise ConfigError(NO_LIBRARY)
+        kb = self._library.kb
         return self._settings.look_up(lambda: kb.search(question, k))
 
     def build_prompt(
@@ -163,6 +204,10 @@ class Answerer:
         system = self._words(question.system)
         prompt = lay_out(self._tokenizer, question.question, new, system, talk.messages)
         return replace(prompt, left_out=tuple(held), tenant=self._tenant_of(question))
+
+    def _key(self, question: Question) -> PreambleKey:
+        preamble, _ = split_template(self._tokenizer, self._words(question.system))
+        return PreambleKey(self._tenant_of(question), tuple(preamble))
 
     def _words(self, system: str | None) -> str:
         return self._settings.system if system is None else system

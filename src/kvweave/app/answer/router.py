@@ -1,27 +1,27 @@
 """How a prompt is prefilled: as the caller says, as the planner does, or by default.
 
-    reuse given          that strategy; "auto": the planner's choice
+    reuse given          that strategy; "auto": the planner's choice; "full": nothing is reused
     only a ratio given   weave, the best at every ratio on held-out data (SmolLM2)
-    neither              "auto" where stored chunk KV can be used and prices are known, else "full"
+    neither              "auto" where chunk KV is stored and prices are known, else what is exact
 
-A default never measures the machine, which takes seconds: the answer's explain record says so.
+What is exact is always reused and always kept, because it costs no quality; "full" alone, which is
+for measurements, reads nothing of it. A default never measures the machine, which takes seconds:
+the answer's explain record says so.
 """
 
 import threading
-from copy import deepcopy
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
-from kvweave.app.answer.token_stream import Submission
-from kvweave.app.library.library import Library
-from kvweave.app.library.library_kv import CODEC
+from kvweave.app.answer.token_stream import OnFirst, Submission
+from kvweave.app.auto.measurements import Measurements
+from kvweave.app.library.kv_behind import KVBehind, KVSource, PreambleKey
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.question import AUTO, Question
 from kvweave.app.requests import Fusion, exact_request, fused_request
 from kvweave.app.runtime import ModelRuntime
-from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.engine.request import Ticket
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import (
     NEEDS_PROFILE,
     ModelFacts,
@@ -35,13 +35,13 @@ from kvweave.text.prompt import Prompt
 if TYPE_CHECKING:
     from kvweave.app.auto.auto_planner import AutoPlanner
     from kvweave.plan.plan import Plan
-    from kvweave.plan.profile import MachineProfile
 
 WITH_RATIO = "weave"  # what a ratio alone means; see bench/results/quality-h200.json
-NO_LIBRARY = "no knowledge base is open"
-OTHER_PREAMBLE = "stored chunk KV belongs to another system prompt"
-NOTHING_STORED = "none of these chunks has stored KV"
-NOT_MEASURED = "this machine was never measured; reuse 'auto' or `kvweave plan` does that, once"
+NO_CHUNKS = "the prompt has no chunks"
+NO_MEMORY = "no knowledge base is open, and documents are not remembered"
+NOTHING_STORED = "none of these chunks has stored KV behind this system prompt"
+NOT_MEASURED = "this machine was never measured; `kvweave measure` does that, once"
+NO_LIBRARY = "no knowledge base is open; use Weave.open('./kb') or --kb DIR"
 
 
 class NamedStrategy(NamedTuple):
@@ -52,49 +52,20 @@ class NamedStrategy(NamedTuple):
 
 
 class Router:
-    """Makes prompts into submissions, with one model and, where one is open, its knowledge base.
-    Any thread."""
+    """Makes prompts into submissions, with one model and a source of chunk KV. Any thread."""
 
     def __init__(
-        self,
-        runtime: ModelRuntime,
-        library: Library | None = None,
-        tenant: str = "",
-        profile: Profile | None = None,
+        self, runtime: ModelRuntime, source: KVSource | None, measured: Measurements
     ) -> None:
-        """`profile` stands in for the model's own."""
+        """`source` None: no chunk KV is kept."""
         self._decoder = runtime.decoder
         self._tokenizer = runtime.tokenizer
         self._client = runtime.client
-        self._library = library
-        self._tenant = tenant
-        self._given_profile = profile
+        self._source = source
+        self._measured = measured
         self._opening = threading.Lock()
-        self._planner: AutoPlanner | None = None
-
-    def close(self) -> None:
-        """Keep what was learnt of the machine."""
-        if self._planner is not None:
-            self._planner.close()
-
-    @property
-    def library(self) -> Library:
-        if self._library is None:
-            raise ConfigError("no knowledge base is open; use Weave.open('./kb') or --kb DIR")
-        return self._library
-
-    @cached_property
-    def profile(self) -> Profile | None:
-        """What was measured of the model: the user's profile, or the packaged one."""
-        if self._given_profile is not None:
-            return self._given_profile
-        return find_profile(self._decoder.weights.fingerprint, self._tokenizer.fingerprint)
-
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """What strategies must know of the model, from its profile if it has one."""
-        num_layers = self._decoder.spec.num_layers
-        return ModelFacts(num_layers) if self.profile is None else self.profile.facts(num_layers)
+        # by tenant, as long as their chunk KV is
+        self._planners: WeakKeyDictionary[KVBehind, dict[str, AutoPlanner]] = WeakKeyDictionary()
 
     def named(self, reuse: str | None, ratio: float | None) -> NamedStrategy | None:
         """The strategy that was named, ready for this model; None: it is still to be chosen."""
@@ -103,7 +74,7 @@ class Router:
             return None
         # a damaged profile does not matter to a strategy that does not use it
         needed = name in NEEDS_PROFILE
-        facts = self.facts if needed else ModelFacts(self._decoder.spec.num_layers)
+        facts = self._measured.facts if needed else ModelFacts(self._decoder.spec.num_layers)
         strategy = open_strategy(name, facts)
         return NamedStrategy(strategy, chosen_ratio(strategy, ratio))
 
@@ -113,114 +84,131 @@ class Router:
         """How a prompt is answered; `named` is the question's. Nothing is remembered of it before
         its first token: it may be a guess. Raises RequestError if it cannot be answered."""
         self._client.check(prompt.token_ids)
-        if named is None and question.reuse is None:
-            notes.why = self._why_full(prompt)
-            if notes.why is not None:
-                full = open_strategy("full", ModelFacts(self._decoder.spec.num_layers))
-                named = NamedStrategy(full, 0.0)
-        if named is None:
-            return self._planned(prompt, question, notes)
-        return self._as_named(prompt, question, named, notes)
+        kv = self._kv(prompt)
+        if named is not None:
+            return self._as_named(prompt, question, named, notes)
+        why = self._why_exact(prompt, question, kv)
+        if why is None and kv is not None:
+            return self._planned(prompt, question, kv, notes)
+        notes.why = why
+        return self._exact(prompt, question, kv, notes)
 
-    def get_ready(self, question: Question, named: NamedStrategy | None) -> None:
-        """Do what a first submission would wait for: the planner, the library's preamble."""
-        if question.reuse == AUTO or (named is None and self._is_measured()):
-            self.planner()
+    def get_ready(self, key: PreambleKey, question: Question, named: NamedStrategy | None) -> None:
+        """Do what a first submission behind this preamble would wait for."""
+        if self._source is None:
+            return
+        kv = self._source.behind(key)
+        if question.reuse == AUTO or (named is None and self._measured.is_measured):
+            self.planner(kv, key.tenant)
         elif named is not None and named.strategy.reuses == "all":
-            self.library.preamble()
+            kv.preamble()
 
     def plan(self, prompt: Prompt, question: Question) -> "Plan":
         """What "auto" would do."""
         self._client.check(prompt.token_ids)
-        self.library.check_preamble(prompt)
-        order = OrderPermission(question.order)
-        return self.planner().plan(prompt, question.bound, order).plan
+        kv = self._kv(prompt)
+        if kv is None:
+            raise ConfigError(NO_LIBRARY)
+        planner = self.planner(kv, prompt.tenant)
+        return planner.plan(prompt, question.allowed, question.permission).plan
 
-    def _why_full(self, prompt: Prompt) -> str | None:
-        """Why nothing is reused where the caller did not say how; None: the planner may choose."""
-        if self._library is None:
-            return NO_LIBRARY
-        if not self._library.is_behind(prompt):
-            return OTHER_PREAMBLE
-        if not self._library.has_kv(prompt.chunks):
+    def planner(self, kv: KVBehind, tenant: str = "") -> "AutoPlanner":
+        """What chooses for "auto". The first call waits for the engine and may measure the
+        machine, with the decoder."""
+        with self._opening:
+            planners = self._planners.setdefault(kv, {})
+            if tenant not in planners:
+                planners[tenant] = self._client.run_alone(lambda: self._open_planner(kv, tenant))
+            return planners[tenant]
+
+    def _open_planner(self, kv: KVBehind, tenant: str) -> "AutoPlanner":
+        from kvweave.app.auto.auto_planner import AutoPlanner
+
+        return AutoPlanner(kv, self._measured, self._client.engine, tenant)
+
+    def _kv(self, prompt: Prompt) -> KVBehind | None:
+        if self._source is None or not prompt.chunks:
+            return None
+        return self._source.behind(PreambleKey(prompt.tenant, prompt.preamble))
+
+    def _why_exact(self, prompt: Prompt, question: Question, kv: KVBehind | None) -> str | None:
+        """Why there is nothing to plan; None: the planner may choose."""
+        if kv is None:
+            return NO_MEMORY if prompt.chunks else NO_CHUNKS
+        if question.reuse == AUTO:
+            return None
+        may_move = question.permission is not OrderPermission.AS_FOUND
+        if not (may_move or kv.has_kv(prompt.chunks)):
             return NOTHING_STORED
-        return None if self._is_measured() else NOT_MEASURED
+        return None if self._measured.is_measured else NOT_MEASURED
 
-    def _is_measured(self) -> bool:
-        """Whether planning would not measure this machine first."""
-        from kvweave.app.auto.machine_profile import find_machine
-
-        if self._planner is not None or self._codec in self._client.measured:
-            return True
-        return find_machine(self._decoder, self._codec) is not None
+    def _exact(
+        self, prompt: Prompt, question: Question, kv: KVBehind | None, notes: AnswerNotes
+    ) -> Submission:
+        """What the knowledge tree has is taken, the rest is computed and kept there."""
+        request = exact_request(prompt, question.drawn, self._tokenizer.eos_ids, use_tree=True)
+        return Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
 
     def _as_named(
         self, prompt: Prompt, question: Question, named: NamedStrategy, notes: AnswerNotes
     ) -> Submission:
         strategy, eos_ids = named.strategy, self._tokenizer.eos_ids
+        kv = self._kv(prompt)
+        prompt = self._reordered(prompt, question, strategy, kv)
+        if strategy.reuses == "none":  # for measurements: it leaves nothing behind
+            request = exact_request(prompt, question.drawn, eos_ids, use_tree=False)
+            return Submission(prompt, request, notes, (_noted(notes),))
+        if strategy.reuses == "exact":
+            return self._exact(prompt, question, kv, notes)
+        if self._source is None:
+            raise ConfigError(NO_LIBRARY)
+        if kv is None:  # without chunks there is nothing but what is exact
+            return self._exact(prompt, question, kv, notes)
+        fusion = Fusion(strategy, named.ratio, use_tree=True)
+        request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
+        return Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
 
-        def note(ticket: Ticket) -> None:
-            if ticket.record is not None:
-                notes.keep(ticket.record)
+    def _reordered(
+        self, prompt: Prompt, question: Question, strategy: Strategy, kv: KVBehind | None
+    ) -> Prompt:
+        """The prompt in the order that the planner would give it, where a strategy was named."""
+        is_free = question.permission is OrderPermission.FREE
+        if is_free and strategy.reuses == "none":
+            raise RequestError("order 'free' gains nothing with reuse 'full'; leave one out")
+        if question.permission is OrderPermission.AS_FOUND or strategy.reuses == "none":
+            return prompt
+        if kv is None or not (is_free or self._measured.is_measured):
+            return prompt
+        planner = self.planner(kv, prompt.tenant)
+        return planner.reordered(prompt, question.allowed, question.permission)
 
-        if strategy.reuses != "all":
-            use_tree = strategy.reuses == "exact"
-            request = exact_request(prompt, question.drawn, eos_ids, use_tree=use_tree)
-            return Submission(prompt, request, notes, (note,))
-        library = self.library
-        library.check_preamble(prompt)
-        fusion = Fusion(strategy, named.ratio)
-        request = fused_request(library, prompt, question.drawn, eos_ids, fusion)
-
-        def promote(_: Ticket) -> None:
-            if library.promotion is not None:
-                library.promotion.saw(prompt.chunks, as_of=prompt.as_of)
-
-        return Submission(prompt, request, notes, (note, promote))
-
-    def _planned(self, prompt: Prompt, question: Question, notes: AnswerNotes) -> Submission:
+    def _planned(
+        self, prompt: Prompt, question: Question, kv: KVBehind, notes: AnswerNotes
+    ) -> Submission:
         """As the planner chooses, from what tree and tiers hold now."""
-        self.library.check_preamble(prompt)
-        planner = self.planner()
-        chosen = planner.plan(prompt, question.bound, OrderPermission(question.order))
+        planner = self.planner(kv, prompt.tenant)
+        chosen = planner.plan(prompt, question.allowed, question.permission)
         request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
+        notes.why = planner.hint(chosen)
         observe = planner.observer(chosen, notes)
         return Submission(chosen.prompt, request, notes, (observe,))
 
-    def measure(self) -> None:
-        """Measure this machine, unless it was: seconds, in which the engine does nothing else."""
-        self._client.run_alone(self._open_machine)
 
-    def _open_machine(self) -> "MachineProfile":
-        """What things cost here, a copy of one's own. On the engine thread: may measure."""
-        from kvweave.app.auto.machine_profile import find_machine, new_machine
+def _noted(notes: AnswerNotes) -> OnFirst:
+    """Keeps how a prompt was prefilled."""
 
-        measured, codec = self._client.measured, self._codec
-        kept = find_machine(self._decoder, codec)  # with what answers taught it since
-        if kept is not None:
-            return kept
-        if codec not in measured:
-            measured[codec] = new_machine(self._decoder, codec)
-        return deepcopy(measured[codec])  # where nothing can be kept, others need it too
+    def note(ticket: Ticket) -> None:
+        if ticket.record is not None:
+            notes.keep(ticket.record)
 
-    @property
-    def _codec(self) -> str:
-        library = self._library
-        return CODEC if library is None else library.encoder.context.codec
+    return note
 
-    def planner(self) -> "AutoPlanner":
-        """What chooses for "auto". The first call waits for the engine and may measure the
-        machine, with the decoder."""
-        with self._opening:
-            if self._planner is None:
-                self._planner = self._client.run_alone(self._open_planner)
-            return self._planner
 
-    def _open_planner(self) -> "AutoPlanner":
-        from kvweave.app.auto.auto_planner import AutoPlanner
+def _seen(kv: KVBehind | None, prompt: Prompt) -> OnFirst:
+    """Counts the chunks of a prompt: those that come back get their KV stored."""
 
-        machine = self._open_machine()
-        client = self._client
-        return AutoPlanner(
-            self.library, self._decoder, self.profile, machine, client.engine, self._tenant
-        )
+    def see(_: Ticket) -> None:
+        if kv is not None:
+            kv.saw(prompt.chunks, as_of=prompt.as_of)
+
+    return see

@@ -1,4 +1,4 @@
-"""`reuse="auto"`: the planner, wired to one knowledge base, its model and this machine.
+"""`reuse="auto"`: the planner, wired to chunk KV behind one preamble, its model and this machine.
 
     look  →  plan  →  request  →  observe
 
@@ -7,7 +7,7 @@ wish: by the time the engine admits its request, the tree may hold more or less 
 gone; the engine takes what is there and computes the rest.
 """
 
-import threading
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,12 +19,11 @@ from kvweave.app.auto.facts import (
     strategy_info,
 )
 from kvweave.app.auto.lessons import Lessons
-from kvweave.app.auto.machine_profile import profile_path, save
+from kvweave.app.auto.measurements import NOT_CALIBRATED, Measurements
 from kvweave.app.auto.tier_probes import TierProbes
-from kvweave.app.library.library import Library
+from kvweave.app.library.kv_behind import KVBehind
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.requests import Fusion, exact_request, fused_request
-from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
@@ -34,15 +33,16 @@ from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.behind import TreeBehind
-from kvweave.model.decoder import Decoder
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.plan.plan import Decision, Plan, PlanRequest, PredictionCheck, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.profile import MachineProfile, link_name
+from kvweave.plan.profile import link_name
 from kvweave.text.prompt import Prompt
 from kvweave.types import ChunkId
+
+log = logging.getLogger(__name__)
 
 
 class Planned(NamedTuple):
@@ -55,39 +55,38 @@ class Planned(NamedTuple):
 
 
 class AutoPlanner:
-    """Plans over one knowledge base. Any thread, but for the constructor."""
+    """Plans over chunk KV behind one preamble. Any thread, but for the constructor."""
 
     def __init__(
-        self,
-        library: Library,
-        decoder: Decoder,
-        profile: Profile | None,
-        machine: MachineProfile,
-        engine: Engine,
-        tenant: str = "",
+        self, kv: KVBehind, measured: Measurements, engine: Engine, tenant: str = ""
     ) -> None:
-        """On the engine's thread: plans read its knowledge tree behind the library's preamble,
-        which stays there from now on. `profile` is what was measured of the model; `machine` is
-        what things cost, moved by what they took."""
+        """On the engine's thread: plans read its knowledge tree behind the preamble of `kv`, which
+        stays there from now on if documents are ingested behind it. Prices are those of `measured`,
+        moved by what answers take."""
+        decoder, self._doubt = measured.decoder, measured.doubt
         num_layers = decoder.spec.num_layers
+        profile = measured.profile if self._doubt is None else None
         facts = ModelFacts(num_layers) if profile is None else profile.facts(num_layers)
-        encoder = library.encoder
-        self._library = library
-        self._lock = threading.Lock()  # guards what answers move: prices and accesses
+        encoder = kv.encoder
+        self._kv = kv
+        self._lock = measured.lock  # guards what answers move: prices, and accesses here
         self._facts = facts
-        self._path = profile_path(decoder, encoder.context.codec)
-        self.machine = machine
+        self.machine = measured.machine
         engine.price(self.machine.prefill.at)
-        self._peek = StoredChunkPeek(encoder, library.store)
+        self._peek = StoredChunkPeek(encoder, kv.store)
         table = None
         if profile is not None:
             preamble = digest_ids(encoder.preamble_ids)
             table = profile.table(decoder.revision, encoder.encoding_context, preamble)
+        if table is None and self._doubt is None:
+            self._doubt = NOT_CALIBRATED
+        if self._doubt is not None:
+            log.warning("%s", self._doubt)
         self._strategies, unavailable = fusing_strategies(facts)
-        tree = _tree(engine, library, tenant)
+        tree = _tree(engine, kv, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
         self._tiers = TierProbes(
-            library.store, decoder.spec.num_layers, encoder.context.codec, self.machine.links
+            kv.store, decoder.spec.num_layers, encoder.context.codec, self.machine.links
         )
         self._planner = planner = Planner(
             tree,
@@ -95,14 +94,10 @@ class AutoPlanner:
             self._peek,
             gate=CalibratedGate(table),
             unavailable=unavailable,
-            pending_bytes=library.store.pending_bytes,
+            pending_bytes=kv.store.pending_bytes,
             is_busy=lambda: engine.is_busy,
         )
         self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
-
-    def close(self) -> None:
-        """Keep what was learnt of the machine."""
-        save(self.machine, self._path)
 
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         """What would be done for a prompt. Computes nothing, but has one chunk loaded from a tier
@@ -114,7 +109,7 @@ class AutoPlanner:
         chunks = _named(prompt)
         self._peek.look_at(chunks)
         self._tiers.meet(self._peek.found())
-        encoder, stitch_s = self._library.encoder, self.machine.stitch_s
+        encoder, stitch_s = self._kv.encoder, self.machine.stitch_s
         request = PlanRequest(
             tuple(ChunkRef(name, len(ids)) for name, ids in chunks.items()),
             len(prompt.question),
@@ -142,7 +137,17 @@ class AutoPlanner:
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=use_tree)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
         fusion = Fusion(strategy, ratio, True, _computed(plan), expected)
-        return fused_request(self._library, planned.prompt, sampling, eos_ids, fusion)
+        return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
+
+    def reordered(self, prompt: Prompt, bound: float, order: OrderPermission) -> Prompt:
+        """A prompt in the order that a plan would give it, whatever else it would do."""
+        return self.plan(prompt, bound, order).prompt
+
+    def hint(self, planned: Planned) -> str | None:
+        """What the caller could do to have more reused; None: nothing."""
+        if planned.plan.strategy is not None:
+            return None
+        return self._doubt
 
     def observer(self, planned: Planned, notes: AnswerNotes) -> Callable[[Ticket], None]:
         """Hears of the first token of a plan's request: notes what was done, and learns from it."""
@@ -170,9 +175,7 @@ class AutoPlanner:
         check = PredictionCheck(plan.chosen.name, predicted_s, actual_s)
         notes.decision = Decision(plan, check)
         notes.keep(record)
-        promotion = self._library.promotion
-        if promotion is not None:
-            promotion.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
+        self._kv.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
         with self._lock:
             self._planner.begun(plan)
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
@@ -214,8 +217,9 @@ def _computed(plan: Plan) -> dict[int, str]:
     }
 
 
-def _tree(engine: Engine, library: Library, tenant: str) -> TreeBehind:
-    """The engine's tree as plans for this knowledge base see it."""
-    preamble = library.encoder.preamble  # computed here if it never was
-    engine.pin_preamble(preamble, tenant)
-    return TreeBehind(engine.tree, preamble_ref(preamble.token_ids, tenant))
+def _tree(engine: Engine, kv: KVBehind, tenant: str) -> TreeBehind:
+    """The engine's tree as plans behind this preamble see it. A preamble that some request brought
+    is kept like any path; the one of all documents stays."""
+    if kv.is_own:
+        engine.pin_preamble(kv.encoder.preamble, tenant)  # computed here if it never was
+    return TreeBehind(engine.tree, preamble_ref(kv.encoder.preamble_ids, tenant))

@@ -123,6 +123,9 @@ class CalibratedGate:
         ratios = [cell.ratio for cell in cells if is_within(cell, bound)]
         return Verdict(min(ratios, default=None), Reason.BOUND_NOT_MET)
 
+    def may_reorder(self, bound: float) -> bool:
+        return any(cell.strategy == "order" and is_within(cell, bound) for cell in self._cells)
+
 
 class StoredChunkPeek:
     """Says what the store has of the chunks of a prompt: behind their context, and isolated.

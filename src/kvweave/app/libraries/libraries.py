@@ -21,7 +21,7 @@ from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AUTO, AskOptions
+from kvweave.app.question import AskOptions, QuestionDefaults
 from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -79,6 +79,7 @@ class LibrariesConfig:
     embedder: str = DEFAULT_EMBEDDER  # of new ones, and of /v1/embeddings
     kv: KVOptions = field(default_factory=KVOptions)  # of each; system and tenant are its own
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what requests leave open
     promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
     open_most: int = 4  # at a time; the one that was not used for longest makes way
     host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
@@ -145,12 +146,8 @@ class Libraries:
     ) -> AnswerStream:
         """As `Weave.stream`, over a knowledge base that stays open until the answer is closed.
 
-        The caller named it for its chunk KV: without `reuse` and `ratio` this is "auto" at once,
-        where `Weave.stream` waits until KV is stored and the machine was measured; and "full"
-        behind another system prompt. A strategy that the model is not ready for is a RequestError.
+        A strategy that the model is not ready for is a RequestError.
         """
-        if options.get("reuse") is None and options.get("ratio") is None:
-            options["reuse"] = AUTO if options.get("system") is None else "full"
         loan = self.lend(place.tenant, place.name)
         with ExitStack() as unless_streamed:
             unless_streamed.callback(loan.give_back)
@@ -173,6 +170,7 @@ class Libraries:
             system,
             tenant,
             config.speculation,
+            usual=config.usual,
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
 from kvweave.app.library.kv_sync import SyncJob, remove_documents
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
 from kvweave.app.library.promotion import ChunkPromotion
@@ -19,18 +20,15 @@ from kvweave.app.runtime import EngineClient, ModelRuntime
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
-from kvweave.errors import KVWeaveError, RequestError
+from kvweave.errors import KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.encode.preparation import choose_preparation
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
-from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.files.locate import locate
 from kvweave.plan.ordering import PROMOTION
-from kvweave.text.prompt import Prompt
 from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
@@ -66,7 +64,6 @@ class Library:
         self.kb = kb
         self.kv = kv
         self._client = client
-        self._preamble: Prefix | None = None
         self._is_settled = False
         catalogue = kb.catalogue
         self._removals = RemovalWatch(
@@ -75,8 +72,10 @@ class Library:
         self.promotion: ChunkPromotion | None = None
         if promotion:
             self.promotion = ChunkPromotion(
-                kv.encoder, kv.max_context, client.answers, promotion, self._is_gone
+                kv.max_context, client.answers, promotion, self._is_gone
             )
+        self._own = KVBehind(kv.encoder, client, self.promotion, is_own=True)
+        self._others = KVByPreamble(self._behind_another)
         kv.store.know_by(self._known)
 
     @classmethod
@@ -187,30 +186,15 @@ class Library:
         """Forget what other processes have removed. Microseconds if there is nothing new."""
         self._removals.catch_up()
 
-    def preamble(self) -> Prefix:
-        """The KV of what stands in front of all chunks. The first call waits for the engine, which
-        computes it between two steps."""
-        if self._preamble is None:
-            self._preamble = self._client.run_alone(lambda: self.encoder.preamble)
-        return self._preamble
+    def behind(self, key: PreambleKey) -> KVBehind:
+        """Its chunk KV behind a preamble: the one that documents are ingested behind, or another
+        that a request came with."""
+        is_own = key.preamble == self.encoder.preamble_ids
+        return self._own if is_own else self._others.get(key)
 
-    def has_kv(self, chunks: Sequence[tuple[int, ...]]) -> bool:
-        """Whether some tier has KV of one of these chunks."""
-        encoder = self.encoder
-        keys = [key(ids) for ids in chunks for key in (encoder.key, encoder.exact_key)]
-        return any(peek.residency is not Residency.ABSENT for peek in self.store.peek(keys))
-
-    def is_behind(self, prompt: Prompt) -> bool:
-        """Whether a prompt has the preamble that stored chunk KV was computed behind."""
-        return self.encoder.preamble_ids == prompt.preamble
-
-    def check_preamble(self, prompt: Prompt) -> None:
-        """Refuse a prompt behind another preamble than that of the stored chunk KV."""
-        if not self.is_behind(prompt):
-            raise RequestError(
-                "stored chunk KV belongs to the system prompt it was computed behind; "
-                "ask without another one, or with reuse='full'"
-            )
+    def _behind_another(self, key: PreambleKey) -> KVBehind:
+        encoder = self.encoder.behind(key.preamble)
+        return KVBehind(encoder, self._client, self.promotion, is_own=False)
 
     def _is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
         """Whether a chunk that was found in generation `as_of` was deleted since, here or by

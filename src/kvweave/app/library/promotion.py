@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from kvweave.app.runtime import ActiveAnswers
 from kvweave.corpus.chunker import make_chunk_id
@@ -33,47 +34,44 @@ class ChunkPromotion:
     """
 
     def __init__(
-        self,
-        encoder: ChunkEncoder,
-        max_context: int,
-        answers: ActiveAnswers,
-        threshold: int,
-        is_gone: IsGone,
+        self, max_context: int, answers: ActiveAnswers, threshold: int, is_gone: IsGone
     ) -> None:
         """Waits a while for a moment without `answers` before it encodes. `threshold`: requests
         that bring a chunk before its KV is stored. `is_gone`: of a chunk that was found some time
         ago, whether it was deleted since; then it is not stored."""
-        self._encoder = encoder
         self._max_context = max_context
         self._answers = answers
         self._threshold = threshold
         self._is_gone = is_gone
         self._lock = threading.Lock()
         self._table = AccessTable()
-        self._waiting: set[ChunkId] = set()
-        self._queue: queue.SimpleQueue[tuple[Chunk, int | None] | None] = queue.SimpleQueue()
+        self._waiting: set[ChunkId] = set()  # by `_name`
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._idle = threading.Condition(self._lock)
 
     def saw(
         self,
+        encoder: ChunkEncoder,
         chunks: Sequence[tuple[int, ...]],
         at_once: Collection[ChunkId] = frozenset(),
         as_of: int | None = None,
     ) -> None:
-        """A request with these chunks was answered. `at_once` are known to come back: the knowledge
-        tree has them behind another path. `as_of` is when the chunks were found."""
+        """A request with these chunks was answered, behind the preamble of `encoder`, by which they
+        are counted. `at_once` are known to come back: the knowledge tree has them behind another
+        path. `as_of` is when the chunks were found."""
         named = {make_chunk_id(ids): ids for ids in chunks}
         with self._lock:
             if self._closed:
                 return
-            self._table.push(list(named))
-            for name, ids in named.items():
+            self._table.push([_name(encoder, chunk_id) for chunk_id in named])
+            for chunk_id, ids in named.items():
+                name = _name(encoder, chunk_id)
                 often = self._table.count(name) >= self._threshold
-                if (often or name in at_once) and self._has_room(name, ids):
+                if (often or chunk_id in at_once) and self._has_room(encoder, name, ids):
                     self._waiting.add(name)
-                    self._queue.put((Chunk(name, "", "", ids), as_of))
+                    self._queue.put(_Waiting(encoder, Chunk(chunk_id, "", "", ids), as_of))
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="promotion", daemon=True)
                 self._thread.start()
@@ -95,28 +93,15 @@ class ChunkPromotion:
         if thread is not None:
             thread.join(CLOSE_WAIT_S)
 
-    @property
-    def _has_filler(self) -> bool:
-        """Neighbours are the corpus's: what requests bring is isolated there, filler or not."""
-        return self._encoder.preparation.variant.kind == "filler"
-
-    def _has_room(self, name: ChunkId, ids: tuple[int, ...]) -> bool:
+    def _has_room(self, encoder: ChunkEncoder, name: ChunkId, ids: tuple[int, ...]) -> bool:
         """Lock is held."""
-        encoder = self._encoder
         behind = len(encoder.preamble_ids)
-        if self._has_filler:
+        if _has_filler(encoder):
             behind += len(encoder.texts.filler)
         fits = behind + len(ids) <= self._max_context
         return fits and name not in self._waiting and len(self._waiting) < MAX_WAITING
 
-    def _is_absent(self, chunk: Chunk) -> bool:
-        encoder = self._encoder
-        if encoder.absent([chunk], encoder.exact_key):
-            return True
-        return self._has_filler and bool(encoder.absent([chunk], encoder.key))
-
-    def _encode(self, chunk: Chunk, as_of: int | None) -> None:
-        encoder = self._encoder
+    def _encode(self, encoder: ChunkEncoder, chunk: Chunk, as_of: int | None) -> None:
         if self._closed or self._was_deleted(chunk, as_of):
             return
         encoder.encode([chunk])
@@ -130,14 +115,38 @@ class ChunkPromotion:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            chunk, as_of = item
+            encoder, chunk, as_of = item
             try:
-                if self._is_absent(chunk):
+                if _is_absent(encoder, chunk):
                     self._answers.wait_for_none(ALONE_WAIT_S)
-                    self._encode(chunk, as_of)
+                    self._encode(encoder, chunk, as_of)
             except Exception:  # what the device raises: answers go on, and it must be seen
                 log.exception("the KV of chunk %s, which requests brought, is not stored", chunk.id)
             finally:
                 with self._idle:
-                    self._waiting.discard(chunk.id)
+                    self._waiting.discard(_name(encoder, chunk.id))
                     self._idle.notify_all()
+
+
+class _Waiting(NamedTuple):
+    """A chunk that is to be encoded."""
+
+    encoder: ChunkEncoder
+    chunk: Chunk
+    as_of: int | None
+
+
+def _name(encoder: ChunkEncoder, chunk_id: ChunkId) -> ChunkId:
+    """A chunk behind one preamble: behind another it is another one."""
+    return ChunkId(f"{encoder.context.context_id().hex()}|{chunk_id}")
+
+
+def _has_filler(encoder: ChunkEncoder) -> bool:
+    """Neighbours are the corpus's: what requests bring is isolated there, filler or not."""
+    return encoder.preparation.variant.kind == "filler"
+
+
+def _is_absent(encoder: ChunkEncoder, chunk: Chunk) -> bool:
+    if encoder.absent([chunk], encoder.exact_key):
+        return True
+    return _has_filler(encoder) and bool(encoder.absent([chunk], encoder.key))

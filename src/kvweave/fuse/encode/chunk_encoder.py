@@ -102,6 +102,7 @@ class ChunkEncoder:
             raise ConfigError("an encoder behind neighbours needs to be told who they are")
         self.decoder = decoder
         self.store = store
+        self._base = context
         self._neighbours_of = neighbours_of
         beside = "".join(f"+{name}" for name in self.preparation.extras)  # other bytes, other key
         name = variant_name(variant, self.texts.filler)
@@ -115,6 +116,22 @@ class ChunkEncoder:
         self.run_alone = run_alone
         self._saves = SaveLog(store)
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
+
+    def behind(
+        self, preamble_ids: tuple[int, ...], tenant_salt: str | None = None
+    ) -> "ChunkEncoder":
+        """Another that is the same but for what stands in front of all chunks, and whose they are;
+        None: the same tenant's. Computes nothing."""
+        salt = self._base.tenant_salt if tenant_salt is None else tenant_salt
+        return ChunkEncoder(
+            self.decoder,
+            self.store,
+            replace(self._base, preamble_ids=preamble_ids, tenant_salt=salt),
+            self.preparation,
+            self.texts,
+            neighbours_of=self._neighbours_of,
+            run_alone=self.run_alone,
+        )
 
     @property
     def context(self) -> KeyContext:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from kvweave.app.libraries.libraries import LibraryKey, check_name
-from kvweave.app.question import AskOptions
+from kvweave.app.question import PLAIN_REUSES, AskOptions
 from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
@@ -40,11 +40,15 @@ def read_chat(request: ChatRequest, context: Context, tenant: str) -> list[Start
     check_model(request, weave)
     check_neutral(request, {"store": False})
     _check_messages(request)
-    drawn = samplings(request, _max_tokens(request), _logprobs_wanted(request), context.limits)
+    drawn = samplings(request, _max_tokens(request, context), _logprobs_wanted(request), context)
     if request.documents is None and request.kb is None:
         _refuse_without_chunks(request)
         messages = [{"role": _role(m.role), "content": m.text} for m in request.messages]
-        return [partial(weave.chat, messages, sampling=sampling) for sampling in drawn]
+        reuse = None if request.reuse is None else request.reuse.strategy
+        return [
+            partial(weave.chat, messages, sampling=sampling, reuse=reuse, tenant=tenant)
+            for sampling in drawn
+        ]
     if request.kb is not None:
         check_name(request.kb)
     return _over_chunks(request, drawn, context, tenant)
@@ -59,7 +63,7 @@ def _check_messages(request: ChatRequest) -> None:
         raise ApiError(400, f"'{last}' is empty; say something", param=last)
 
 
-def _max_tokens(request: ChatRequest) -> int:
+def _max_tokens(request: ChatRequest, context: Context) -> int:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise ApiError(
@@ -67,7 +71,8 @@ def _max_tokens(request: ChatRequest) -> int:
             "'max_tokens' and 'max_completion_tokens' differ; send one of them",
             param="max_tokens",
         )
-    return next((n for n in limits if n is not None), DEFAULT_MAX_TOKENS)
+    usual = context.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+    return next((n for n in limits if n is not None), usual)
 
 
 def _logprobs_wanted(request: ChatRequest) -> int | None:
@@ -78,9 +83,13 @@ def _logprobs_wanted(request: ChatRequest) -> int | None:
 
 
 def _refuse_without_chunks(request: ChatRequest) -> None:
-    for name in ("k", "conversation_id", "order", "reuse"):
+    for name in ("k", "conversation_id", "order"):
         if name in request.model_fields_set:
             raise ApiError(400, f"'{name}' needs 'kb' or 'documents'", param=name)
+    if request.reuse is not None and request.reuse.strategy not in PLAIN_REUSES:
+        known = ", ".join(PLAIN_REUSES)
+        message = f"'reuse' {request.reuse.strategy!r} needs 'kb' or 'documents'; else: {known}"
+        raise ApiError(400, message, param="reuse")
 
 
 def _over_chunks(
@@ -95,10 +104,7 @@ def _over_chunks(
         "conversation_id": request.conversation_id,
         "tenant": tenant,
     }
-    _check_reuse(request)
-    if request.kb is None:
-        options["reuse"] = "full"  # nothing is stored of documents that come with a request
-    elif request.reuse is not None:
+    if request.reuse is not None:
         options["reuse"], options["ratio"] = request.reuse.strategy, request.reuse.ratio
         if request.reuse.bound is not None:
             options["bound"] = request.reuse.bound
@@ -139,12 +145,6 @@ def _documents(request: ChatRequest) -> list[Document] | None:
         if not document.text.strip():
             raise ApiError(400, f"'documents.{i}' is empty; leave it out", param=f"documents.{i}")
     return documents
-
-
-def _check_reuse(request: ChatRequest) -> None:
-    if request.kb is None and request.reuse is not None and request.reuse.strategy != "full":
-        message = "'reuse' needs 'kb', the knowledge base whose chunk KV is reused"
-        raise ApiError(400, message, param="reuse")
 
 
 def _check_retrieval(request: ChatRequest) -> None:

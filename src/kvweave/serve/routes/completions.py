@@ -19,7 +19,7 @@ from kvweave.serve.workers.answer_pool import AnswerJob, Start
 DEFAULT_MAX_TOKENS = 16  # as OpenAI has it for plain completions
 
 
-def read_completion(request: CompletionRequest, context: Context) -> list[Start]:
+def read_completion(request: CompletionRequest, context: Context, tenant: str) -> list[Start]:
     """What to start on workers, the answers to a prompt side by side."""
     weave, limits = context.weave, context.limits
     check_model(request, weave)
@@ -27,10 +27,11 @@ def read_completion(request: CompletionRequest, context: Context) -> list[Start]
     if len(request.prompt) > limits.choices:
         message = f"'prompt' must be at most {limits.choices} prompts, got {len(request.prompt)}"
         raise ApiError(400, message, param="prompt")
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    drawn = samplings(request, max_tokens, request.logprobs, limits, len(request.prompt))
+    usual = context.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+    max_tokens = usual if request.max_tokens is None else request.max_tokens
+    drawn = samplings(request, max_tokens, request.logprobs, context, len(request.prompt))
     return [
-        partial(weave.complete, prompt, sampling=sampling)
+        partial(weave.complete, prompt, sampling=sampling, tenant=tenant)
         for prompt in request.prompt
         for sampling in drawn
     ]

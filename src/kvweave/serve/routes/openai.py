@@ -56,7 +56,7 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answers, whole or as events")},
     )
     async def completions(body: CompletionRequest, request: Request) -> object:
-        starts = read_completion(body, context)
+        starts = read_completion(body, context, tenant_of(request.scope))
         form = CompletionFormat(weave.model_name, body)
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvweave.app.weave import Sampling, Weave
+from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.limits import Limits
 from kvweave.serve.wire.base import MOST_STOPS, SamplingFields
 
 
@@ -38,27 +38,25 @@ def samplings(
     request: SamplingFields,
     max_tokens: int,
     logprobs: int | None,
-    limits: Limits,
+    context: Context,
     num_prompts: int = 1,
 ) -> list[Sampling]:
     """One for each of the `n` answers to a prompt. Raises ApiError or RequestError."""
-    most = max(1, limits.choices // num_prompts)
+    most = max(1, context.limits.choices // num_prompts)
     if not 1 <= request.n <= most:
         raise ApiError(400, f"'n' must be between 1 and {most}, got {request.n}", param="n")
     if len(request.stop) > MOST_STOPS:
         message = f"'stop' must be at most {MOST_STOPS} strings, got {len(request.stop)}"
         raise ApiError(400, message, param="stop")
-    first = Sampling(
-        max_tokens=max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        repetition_penalty=request.repetition_penalty,
-        seed=request.seed,
-        stop=tuple(request.stop),
-        logprobs=logprobs,
-    )
-    return [replace(first, seed=seed) for seed in seeds(request.seed, request.n)]
+    drawn = {
+        name: getattr(request, name)
+        if name in request.model_fields_set
+        else context.sampling.get(name, getattr(request, name))
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+    }
+    stop = tuple(request.stop)
+    first = Sampling(max_tokens=max_tokens, stop=stop, logprobs=logprobs, **drawn)
+    return [replace(first, seed=seed) for seed in seeds(first.seed, request.n)]
 
 
 def seeds(seed: int | None, n: int) -> Sequence[int | None]:

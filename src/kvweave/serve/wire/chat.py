@@ -83,7 +83,7 @@ class ChatRequest(SamplingFields):
     kb: Annotated[Text | None, schema_only(pattern=NAME_PATTERN)] = None
     k: Annotated[int | None, schema_only(minimum=1, maximum=MOST_CHUNKS)] = None  # so many of them
     conversation_id: Text | None = None  # chunks of earlier turns stay in front, each once
-    order: Literal["keep", "free"] | None = None  # may reuse "auto" move chunks?
+    order: Literal["as_found", "free", "auto"] | None = None  # may chunks move?
     reuse: AnyReuse | None = None
     explain: bool = False  # say in the reply what was done
 

@@ -57,6 +57,7 @@ class Explain(Outgoing):
 
     strategy: str
     ratio: float
+    why: str | None = None  # not more is reused, and what could be done about it
     encoding: str | None  # of the stored chunk KV
     tokens: dict[str, int]  # by state: exact, reused, recomputed, computed
     work: float  # rows computed ÷ rows of a full prefill
@@ -88,6 +89,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
     return Explain(
         strategy=record.strategy,
         ratio=record.ratio,
+        why=record.why,
         encoding=record.encoding,
         tokens=record.counts,
         work=round(record.work, 4),

@@ -1,0 +1,93 @@
+"""What was measured: of the model, by calibration, and of this machine, by the clock."""
+
+import logging
+import threading
+from copy import deepcopy
+from functools import cached_property
+
+from kvweave.app.auto.machine_profile import find_machine, new_machine, profile_path, save
+from kvweave.app.runtime import ModelRuntime
+from kvweave.calibrate.profiles import Profile, find_profile
+from kvweave.errors import ConfigError
+from kvweave.fuse.strategy import ModelFacts
+from kvweave.plan.profile import MachineProfile
+
+log = logging.getLogger(__name__)
+
+NOT_CALIBRATED = (
+    "this model was never calibrated for this chunk KV, so that only what is exact is reused; "
+    "`kvweave calibrate quick --kb DIR` does that in minutes"
+)
+
+
+class Measurements:
+    """Of one model on one machine, for chunk KV of one codec. Any thread, unless a method says
+    otherwise. `close` it to keep what answers taught."""
+
+    def __init__(self, runtime: ModelRuntime, codec: str, profile: Profile | None = None) -> None:
+        """`profile` stands in for the model's own."""
+        self.decoder = runtime.decoder
+        self._tokenizer = runtime.tokenizer
+        self._client = runtime.client
+        self._codec = codec
+        self._given_profile = profile
+        self._machine: MachineProfile | None = None
+        self._is_measured = False
+        self.lock = threading.Lock()  # guards what answers move: prices
+
+    def close(self) -> None:
+        """Keep what was learnt of the machine."""
+        if self._machine is not None:
+            save(self._machine, profile_path(self.decoder, self._codec))
+
+    @cached_property
+    def profile(self) -> Profile | None:
+        """What was measured of the model: the user's profile, or the packaged one."""
+        if self._given_profile is not None:
+            return self._given_profile
+        return find_profile(self.decoder.weights.fingerprint, self._tokenizer.fingerprint)
+
+    @cached_property
+    def doubt(self) -> str | None:
+        """Why there is no profile of the model that can be used, and the way out; None: there is
+        one."""
+        try:
+            return NOT_CALIBRATED if self.profile is None else None
+        except ConfigError as error:
+            log.warning("%s", error)
+            return str(error)
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What strategies must know of the model, from its profile if it has one."""
+        num_layers = self.decoder.spec.num_layers
+        return ModelFacts(num_layers) if self.profile is None else self.profile.facts(num_layers)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether planning would not measure this machine first."""
+        if not self._is_measured:  # a file is looked for until there is one
+            found = self._machine is not None or self._codec in self._client.measured
+            self._is_measured = found or find_machine(self.decoder, self._codec) is not None
+        return self._is_measured
+
+    def measure(self) -> None:
+        """Measure this machine, unless it was: seconds, in which the engine does nothing else."""
+        self._client.run_alone(lambda: self.machine)
+
+    @property
+    def machine(self) -> MachineProfile:
+        """What things cost here; read and moved under `lock`. On the engine thread: the first time
+        it may measure."""
+        if self._machine is None:
+            self._machine = self._open()
+        return self._machine
+
+    def _open(self) -> MachineProfile:
+        measured, codec = self._client.measured, self._codec
+        kept = find_machine(self.decoder, codec)  # with what answers taught it since
+        if kept is not None:
+            return kept
+        if codec not in measured:
+            measured[codec] = new_machine(self.decoder, codec)
+        return deepcopy(measured[codec])  # where nothing can be kept, others need it too
