@@ -137,6 +137,7 @@ class EngineSettings(ConfigSection):
     step_rows: Count | None = unset("what the device likes")  # of a step while some decode
     alone_rows: Count | None = unset("what the device likes")  # of a step while none does
     guess_rows: Count | None = unset("what the device likes")  # of a speculation in one step
+    background_rows: Count | None = unset("what the device likes")  # of a step in idle time
     tree_share: Share | None = unset("0.5")  # of the pool, for exact KV that no request uses
     host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
     recorded_rows: Count0 | None = unset("64")  # decode steps up to this are CUDA graphs; 0: none

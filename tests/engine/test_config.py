@@ -22,6 +22,17 @@ def test_the_rows_of_a_guess_follow_the_device() -> None:
         EngineConfig(guess_rows=0)
 
 
+def test_background_steps_are_the_shortest() -> None:
+    for device in ("cpu", "cuda"):
+        cfg = for_device(EngineConfig(), device)
+        assert cfg.background_rows is not None
+        assert cfg.guess_rows is not None
+        assert cfg.background_rows < cfg.guess_rows
+    assert for_device(EngineConfig(), "cpu").background_rows == 32
+    with pytest.raises(ConfigError, match="background_rows must be at least 1"):
+        EngineConfig(background_rows=0)
+
+
 def test_pages_follow_the_device_unless_they_are_given() -> None:
     sizes = [for_device(EngineConfig(), d).page_tokens for d in ("cpu", "cuda")]
     assert sizes == [32, 64]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.scheduler import Progress, Scheduler, SparseRows
 
-CFG = EngineConfig(page_tokens=4, max_running=3, step_rows=8, alone_rows=16)
+CFG = EngineConfig(page_tokens=4, max_running=3, step_rows=8, alone_rows=16, background_rows=3)
 GUESSING = replace(CFG, guess_rows=4)
 
 
@@ -46,9 +46,11 @@ class World:
     def load_first(self, sequence: Seq, *, others_ready: bool) -> bool:
         return sequence in self.outside
 
-    def add(self, known: int, *, held: bool = False, own: bool = False) -> Seq:
+    def add(
+        self, known: int, *, held: bool = False, own: bool = False, background: bool = False
+    ) -> Seq:
         self.arrivals += 1
-        sequence = Seq(Progress(self.arrivals, known, held, own_step=own))
+        sequence = Seq(Progress(self.arrivals, known, held, own_step=own, background=background))
         self.scheduler.add(sequence)
         return sequence
 
@@ -294,3 +296,92 @@ def test_a_guess_comes_behind_one_that_arrived_later() -> None:
     assert world.step() == [(guess, 4), (later, 12)]  # it was running before the other came in
     assert world.step() == [(later, 16)]
     assert world.step() == [(later, 4), (guess, 2)]
+
+
+def test_the_background_is_computed_while_no_other_has_a_row() -> None:
+    world = World()
+    idle = world.add(8, background=True)
+    assert world.step() == [(idle, 3)]
+    first = world.add(20)
+    assert [world.step() for _ in range(3)] == [[(first, 16)], [(first, 4)], [(first, 1)]]
+    guess = world.add(5, held=True)
+    assert world.step() == [(first, 1), (guess, 5)]
+    world.scheduler.remove(first)
+    assert [world.step() for _ in range(3)] == [[(idle, 3)], [(idle, 2)], [(idle, 1)]]
+
+
+def test_the_background_is_neither_busy_nor_in_the_way() -> None:
+    world = World()
+    idle = world.add(9, background=True)
+    assert not world.scheduler.is_busy
+    world.step()
+    assert not world.scheduler.is_busy
+    new = [world.add(1) for _ in range(3)]
+    assert world.scheduler.is_busy
+    assert [one for one, _ in world.step()] == new, "three may run, and it is none of them"
+    assert idle in world.scheduler.running
+
+
+def test_one_at_a_time_is_computed_in_the_background() -> None:
+    world = World()
+    first, second = world.add(4, background=True), world.add(4, background=True)
+    assert [world.step() for _ in range(3)] == [[(first, 3)], [(first, 1)], [(first, 1)]]
+    world.scheduler.remove(first)
+    assert world.step() == [(second, 3)]
+    world.scheduler.remove(second)
+    assert world.step() == []
+
+
+def test_the_background_gives_its_pages_back_before_anybody_else() -> None:
+    world = World(pages=6)
+    idle = world.add(8, background=True)
+    world.step()
+    guess = world.add(8, held=True)
+    world.step()
+    new = world.add(8)
+    assert world.step() == [(new, 8)]
+    assert world.scheduler.running == [idle, guess, new]
+    assert world.step() == [(new, 1)]
+    assert world.scheduler.background == [idle]
+    assert (idle.progress.num_pages, idle.progress.computed) == (0, 0)
+    assert guess in world.scheduler.running
+    world.scheduler.remove(new)
+    world.retire(new)
+    assert world.step() == [(idle, 3)]
+
+
+def test_the_background_leaves_for_a_guess_that_needs_its_pages() -> None:
+    world = World(pages=4)
+    idle = world.add(12, background=True)
+    world.step()
+    guess = world.add(8, held=True)
+    assert world.step() == [(guess, 8)]
+    assert world.scheduler.background == [idle]
+    assert world.step() == [], "there is no room for it, and a guess does not leave for it"
+    world.scheduler.remove(guess)
+    world.retire(guess)
+    assert world.step() == [(idle, 3)]
+
+
+def test_in_the_background_who_fills_the_pool_by_itself_begins_again() -> None:
+    world = World(pages=3)
+    guess = world.add(4, held=True)
+    world.step()
+    idle = world.add(8, background=True)
+    steps = [world.step() for _ in range(4)]
+    assert steps == [[(idle, 3)], [(idle, 3)], [(idle, 2)], []]  # its ninth token has no page
+    world.scheduler.remove(guess)
+    world.retire(guess)
+    assert world.step() == [(idle, 3)]
+    assert idle.progress.preempted == 1
+
+
+def test_a_fused_prompt_in_the_background_has_its_own_step_while_none_else_has_one() -> None:
+    world = World()
+    idle = world.add(8, own=True, background=True)
+    new = world.add(16)
+    assert world.step() == [(new, 16)]
+    assert world.step() == [(new, 1)]
+    world.scheduler.remove(new)
+    assert world.step() == [(idle, 0)]
+    assert world.step() == [(idle, 1)]

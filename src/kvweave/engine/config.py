@@ -5,8 +5,21 @@ from dataclasses import dataclass, replace
 from kvweave.errors import ConfigError
 
 # What is left open: on a CPU, and on everything else. `for_device` says why.
-ON_CPU = {"page_tokens": 32, "step_rows": 256, "alone_rows": 2048, "guess_rows": 128}
-ON_DEVICE = {"page_tokens": 64, "step_rows": 2048, "alone_rows": 8192, "guess_rows": 512}
+ON_CPU = {
+    "page_tokens": 32,
+    "step_rows": 256,
+    "alone_rows": 2048,
+    "guess_rows": 128,
+    "background_rows": 32,
+}
+ON_DEVICE = {
+    "page_tokens": 64,
+    "step_rows": 2048,
+    "alone_rows": 8192,
+    "guess_rows": 512,
+    "background_rows": 256,
+}
+AT_LEAST_ONE = (*ON_CPU, "max_running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +34,7 @@ class EngineConfig:
     )
     alone_rows: int | None = None  # of a step while none does
     guess_rows: int | None = None  # of a speculation in one step
+    background_rows: int | None = None  # of a step in idle time: an arrival waits for one of these
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
@@ -29,7 +43,7 @@ class EngineConfig:
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:
-        for name in ("page_tokens", "max_running", "step_rows", "alone_rows", "guess_rows"):
+        for name in AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"EngineConfig.{name} must be at least 1")
         if self.recorded_rows < 0:
@@ -47,7 +61,9 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
     (docs/gpu.md); a CPU has small ones, of which less is copied. Steps: a slice of 256 rows leaves
     most of a GPU idle. Speculations: one that turns out wrong ends between two steps, so its steps
     should be as short as the device computes without waste (128 rows on a CPU, where 64 take half
-    as long again). Raises ConfigError if the pool does not hold a page of the size chosen here.
+    as long again). Background steps: shorter still, because a request that arrives waits for one;
+    that they cost more per row does not matter in idle time. Raises ConfigError if the pool does
+    not hold a page of the size chosen here.
     """
     values = ON_CPU if device_type == "cpu" else ON_DEVICE
     return replace(cfg, **{name: n for name, n in values.items() if getattr(cfg, name) is None})

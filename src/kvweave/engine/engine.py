@@ -25,7 +25,7 @@ from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.worker import Worker
-from kvweave.errors import EngineClosed
+from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.recording import count_refusals
@@ -85,7 +85,10 @@ class Engine:
 
         `held` computes the prompt and gives nothing out until `Ticket.release`.
         """
+        if held and request.background:
+            raise RequestError("a background request cannot be held; submit it as one of the two")
         self._lifecycle.check(request.prompt_ids)
+        self._lifecycle.check_answer(request)
         ticket = Ticket(request, held, self._notify)
         self._worker.post(ticket)
         return ticket
@@ -134,6 +137,7 @@ class Engine:
             "waiting": len(scheduler.waiting),
             "running": len(scheduler.running),
             "parked": len(scheduler.parked),
+            "background": len(scheduler.background),
             "preemptions": scheduler.preemptions,
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
@@ -144,22 +148,23 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait to: one that begins now would run beside them. As it was a
-        moment ago."""
+        """Whether requests run or wait to: one that begins now would run beside them, those in the
+        background left out. As it was a moment ago."""
         return self._scheduler.is_busy
 
     def pending_prefills(self) -> int:
         """Requests whose prompt is not computed yet. Speculation starts when there are few.
 
-        Those that were cancelled are not counted: their turn never comes.
+        Those that were cancelled are not counted: their turn never comes. Nor are those in the
+        background: it never comes before another's.
         """
         sequences = dict(self._lifecycle.sequences)  # in one go: the engine thread changes it
         prompts = sum(
-            sequence.progress.computed < sequence.prompt_len and not ticket.is_cancelled
+            sequence.progress.computed < sequence.prompt_len and _counts(ticket)
             for ticket, sequence in sequences.items()
         )
         new = (item for item in self._inbox.peek() if isinstance(item, Ticket))
-        return prompts + sum(not (ticket.is_cancelled or ticket in sequences) for ticket in new)
+        return prompts + sum(_counts(ticket) and ticket not in sequences for ticket in new)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all books balance. On the engine thread: see `run_alone`."""
@@ -181,3 +186,8 @@ class Engine:
         """A ticket changed. A closed engine has ended it already, or is about to."""
         with suppress(EngineClosed):
             self._worker.post(ticket)
+
+
+def _counts(ticket: Ticket) -> bool:
+    """Whether others wait for a request's turn."""
+    return not (ticket.is_cancelled or ticket.request.background)

@@ -103,7 +103,8 @@ class ChunkLoader:
         part = sequence.request.fused
         if part is None or sequence.stored is not None:
             return False
-        if not waits_outside(part.strategy, part.expected, others_ready):
+        in_idle_time = sequence.progress.background  # whoever arrives must not wait for its bytes
+        if not (in_idle_time or waits_outside(part.strategy, part.expected, others_ready)):
             return False
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine-load")

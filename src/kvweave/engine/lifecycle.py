@@ -19,7 +19,7 @@ from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import ExactPrefixes, path_of
 from kvweave.engine.reference import check_prompt
-from kvweave.engine.request import Ticket
+from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import SliceResult, StepOutput
 from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Progress, Scheduler
@@ -91,12 +91,20 @@ class Lifecycle:
         self._arrivals += 1
         own_step = request.fused is not None
         sequence = EngineSequence(
-            progress=Progress(self._arrivals, len(ids), ticket.is_held, own_step=own_step),
+            progress=Progress(
+                self._arrivals,
+                len(ids),
+                ticket.is_held,
+                own_step=own_step,
+                background=request.background,
+            ),
             request=request,
             ticket=ticket,
             prompt_len=len(ids),
             ids=ids,
-            room=min(request.sampling.max_tokens, self._most_tokens() - len(ids)),
+            room=min(
+                len(request.forced) or request.sampling.max_tokens, self._most_tokens() - len(ids)
+            ),
             sampler=Sampler(request.sampling),
             kv=self._pages.empty_kv(),
             as_of=self._prefixes.as_of(request),
@@ -115,6 +123,14 @@ class Lifecycle:
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {most} with the "
                 "answer; send less text or give the engine more pool_tokens"
             )
+
+    def check_answer(self, request: EngineRequest) -> None:
+        """Raise RequestError unless what is asked about the answer makes sense. Any thread."""
+        size = self._decoder.spec.vocab_size
+        if any(not 0 <= token_id < size for token_id in request.forced):
+            raise RequestError(f"`forced` has token ids outside the vocabulary of {size}")
+        if request.watched < 0:
+            raise RequestError(f"watched must be 0 or more, got {request.watched}")
 
     def _most_tokens(self) -> int:
         return min(self._decoder.spec.max_context, self._pages.most_tokens)
@@ -201,7 +217,8 @@ class Lifecycle:
     def _mode(self, sequence: EngineSequence, stored: StoredPrompt) -> PrefillMode:
         return prefill_mode_of(
             fused_part(sequence).strategy,
-            alone=self._scheduler.is_alone(sequence),
+            # one in the background gives way between two slices
+            alone=not sequence.progress.background and self._scheduler.is_alone(sequence),
             held=sequence.progress.held,
             arrived=stored.has_arrived,
             copies=self._decoder.device.type == "cuda",
@@ -215,14 +232,16 @@ class Lifecycle:
             sequence.logits = logits.clone()
             sequence.ticket.timeline.prefilled_s = time.perf_counter()
             return
-        if not sequence.answered:
+        in_background = sequence.progress.background
+        if not (sequence.answered or in_background):
             self.counts.first_token(sequence)
         try:
             choice = sequence.choose(logits, likeliest)
         except Exception as error:  # such as logits that are no numbers: this request's
             self.end(sequence.ticket, error)
             return
-        self.counts.add("tokens_answered")
+        if not in_background:
+            self.counts.add("tokens_answered")
         if sequence.take(choice):
             self.end(sequence.ticket)
 
@@ -233,7 +252,8 @@ class Lifecycle:
             if sequence is not None:
                 self._take_back(sequence)
                 how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
-                self.counts.add(f"requests_{how}")
+                whose = "background" if ticket.request.background else "requests"
+                self.counts.add(f"{whose}_{how}")
         finally:  # whatever is wrong with the books, its reader must not wait for ever
             ticket.end(error)
 

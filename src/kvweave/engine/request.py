@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
+from torch import Tensor
+
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.record import FuseRecord
@@ -55,6 +57,12 @@ class EngineRequest:
     `use_tree` takes what the knowledge tree has of preamble and chunks, and offers it what is
     computed exactly of them; without it all is computed and nothing is kept. A prompt that is one
     `question` is no other prompt's prefix: there is nothing to name it by.
+
+    `background` is computed in idle time alone: while no other request has anything to compute, in
+    steps so short that an arrival waits for one of them at most. It gives its pages back before any
+    other, and is not seen by `Engine.is_busy` and `Engine.pending_prefills`. `forced` are the
+    answer's tokens, instead of drawn ones; none of them ends the answer but the last. Of the first
+    `watched` tokens of an answer the ticket keeps what the model thought: `Ticket.distributions`.
     """
 
     question: tuple[int, ...]
@@ -66,6 +74,9 @@ class EngineRequest:
     fused: FusedPart | None = None
     namespace: str = ""  # tenants share exact KV only within one
     as_of: int | None = None  # when its chunks were found (see tombstones.py); None: as it begins
+    background: bool = False
+    forced: tuple[int, ...] = ()
+    watched: int = 0
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -111,6 +122,9 @@ class Ticket(Iterator[Choice]):
         self.request = request
         self.record: FuseRecord | None = None  # how the prompt was prefilled; from the first token
         self.timeline = RequestTimeline(time.perf_counter())
+        # [V] float32 on the host, log-probabilities of the vocabulary: one for each of the first
+        # `request.watched` tokens, there when its token is. The engine thread appends.
+        self.distributions: list[Tensor] = []
         self._changed = threading.Condition()
         self._choices: deque[Choice] = deque()
         self._error: BaseException | None = None

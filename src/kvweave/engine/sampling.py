@@ -79,9 +79,10 @@ class Sampler:
         else:
             self._generator.manual_seed(sampling.seed)
 
-    def choose(self, logits: Tensor, seen_ids: Sequence[int]) -> Choice:
-        """The next token for logits [V]; `seen_ids` are the prompt's and answer's so far."""
-        token_id = self._draw(logits, seen_ids)
+    def choose(self, logits: Tensor, seen_ids: Sequence[int], forced: int | None = None) -> Choice:
+        """The next token for logits [V]; `seen_ids` are the prompt's and answer's so far. A token
+        that is `forced` is not drawn, only reported on."""
+        token_id = self._draw(logits, seen_ids) if forced is None else forced
         if self._sampling.logprobs is None:
             return Choice(token_id, None)
         logprobs = logits.log_softmax(dim=-1)

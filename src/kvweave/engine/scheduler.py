@@ -9,9 +9,11 @@ Prefill, a slice of it, decode and recomputing after a preemption are the same b
        all others and a few rows at a time, because a wrong one can only end between two steps.
        A slice may be longer than what is left by rows that cannot be cut, once per step
     3  then those that wait, while there is room for their whole prompt
+    4  if none of these has a row: one in the background, in short steps, the first to come
 
 When pages run out, the sequence that came last gives its pages back and is computed again later:
-its tokens are known, so its answer stays the same. The one that came first always goes on.
+its tokens are known, so its answer stays the same. The one that came first always goes on. Those in
+the background leave before all others, then speculations.
 
 Of the sequences that wait, the one that the cache serves best goes first (RAGCache): running it now
 costs little and keeps its prefix in use; put off, it may find the prefix evicted. Matters only when
@@ -83,6 +85,7 @@ class Progress:
     own_step: bool = False  # its next step is its own: a fused prefill, or what prepares one
     sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
     preempted: int = 0  # times its pages were taken away
+    background: bool = False  # computed in idle time alone
 
     @property
     def needed(self) -> int:
@@ -232,7 +235,9 @@ class Scheduler(Generic[S]):
         assert cfg.page_tokens is not None, "a config for a device says how large pages are"
         assert cfg.step_rows is not None, "and how long steps"
         assert cfg.alone_rows is not None, "in both cases"
+        assert cfg.background_rows is not None, "and in idle time"
         self._step_rows, self._alone_rows = cfg.step_rows, cfg.alone_rows
+        self._background_rows = cfg.background_rows
         self._cfg = cfg
         self._page_tokens = cfg.page_tokens
         self._pages = pages
@@ -240,13 +245,20 @@ class Scheduler(Generic[S]):
         self.waiting: WaitingQueue[S] = WaitingQueue(pages.lengths)
         self.running: list[S] = []
         self.parked: list[S] = []  # speculations whose pages others needed
+        self.background: list[S] = []  # those that wait for idle time, first come first
         self.preemptions = 0
 
     def add(self, sequence: S) -> None:
         """It waits for its turn, in front of all others if it had begun before. One that has to
         load something first stays outside and is added again when it has."""
-        if not self._loader.load_first(sequence, others_ready=self.is_busy):
-            self.waiting.push(sequence, first=sequence.progress.preempted > 0)
+        if self._loader.load_first(sequence, others_ready=self.is_busy):
+            return
+        progress = sequence.progress
+        if progress.background:
+            self.background.append(sequence)
+            self.background.sort(key=lambda one: one.progress.arrival)
+        else:
+            self.waiting.push(sequence, first=progress.preempted > 0)
 
     def release(self, sequence: S) -> None:
         """A held sequence becomes an ordinary one."""
@@ -261,17 +273,22 @@ class Scheduler(Generic[S]):
             self.running.remove(sequence)
         elif sequence in self.parked:
             self.parked.remove(sequence)
+        elif sequence in self.background:
+            self.background.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence, counts=False)
 
     @property
     def is_busy(self) -> bool:
-        """Whether sequences run or wait to. Any thread; as it was a moment ago."""
-        return bool(self.running or self.waiting)
+        """Whether sequences run or wait to, those in the background left out. Any thread; as it was
+        a moment ago."""
+        running = self.running.copy()  # in one go: the engine thread changes it
+        return bool(self.waiting) or not all(one.progress.background for one in running)
 
     def is_alone(self, sequence: S) -> bool:
-        """Whether no other sequence has anything to compute now."""
-        others = (other for other in self.running if other is not sequence)
+        """Whether no other sequence has anything to compute now; those in the background do not
+        count."""
+        others = (other for other in self._foreground() if other is not sequence)
         return not self.waiting and not any(other.progress.needed for other in others)
 
     def next_step(self) -> list[StepSlice[S]]:
@@ -279,10 +296,17 @@ class Scheduler(Generic[S]):
 
         A sequence that wants a step of its own is alone in the list, with 0 rows.
         """
-        for one in self.running:
+        return self._common_step() or self._idle_step()
+
+    def _foreground(self) -> list[S]:
+        return [one for one in self.running if not one.progress.background]
+
+    def _common_step(self) -> list[StepSlice[S]]:
+        """The next step of all that are not in the background."""
+        for one in self._foreground():
             if one.progress.own_step:  # let in by the last common step: they take turns
                 return [StepSlice(one, 0)]
-        together = [one for one in self.running if one.progress.needed]
+        together = [one for one in self._foreground() if one.progress.needed]
         left = self._alone_rows
         if any(one.progress.needed == 1 for one in together):
             left = self._step_rows
@@ -301,22 +325,43 @@ class Scheduler(Generic[S]):
             left -= rows_of[new]
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
 
+    def _idle_step(self) -> list[StepSlice[S]]:
+        """The next step of a sequence in the background: one at a time, so that few pages and few
+        rows stand in nobody's way."""
+        for one in self.running:
+            if one.progress.background:
+                rows = one.progress.share(self._background_rows)
+                if self._make_room(one, rows, {}):
+                    return [StepSlice(one, rows)]
+                break  # it gave its own pages back, and begins again
+        if self.waiting or not self.background or not self._pages.admit(self.background[0]):
+            return []
+        new = self.background.pop(0)
+        self.running.append(new)
+        is_apart = new.progress.own_step
+        return [StepSlice(new, 0 if is_apart else new.progress.share(self._background_rows))]
+
     def _share(self, sequence: S, left: int) -> int:
         """Rows of it in a step that has `left` of them."""
         most = self._cfg.guess_rows if sequence.progress.held else None
         return sequence.progress.share(left if most is None else min(left, most))
 
     def _next_in(self, rows_of: dict[S, int]) -> S | None:
-        """Let one more sequence in, if there is room for it; speculations may have to leave."""
-        busy = sum(not one.progress.held for one in self.running)
+        """Let one more sequence in, if there is room for it; those in the background may have to
+        leave for it, then speculations, unless it is one."""
+        busy = sum(not one.progress.held for one in self._foreground())
         if not self.waiting or busy >= self._cfg.max_running:
             return None
         new = self.waiting.best()
         while not self._pages.admit(new):
-            held = [one for one in self.running if one.progress.held and one is not new]
-            if not held or new.progress.held:
+            giving_way = [
+                one
+                for one in self.running
+                if one.progress.background or (one.progress.held and not new.progress.held)
+            ]
+            if not giving_way:
                 return None
-            self._preempt(max(held, key=lambda one: one.progress.arrival), rows_of)
+            self._preempt(max(giving_way, key=_leaves), rows_of)
         self.waiting.remove(new)
         self.running.append(new)
         return new
@@ -326,8 +371,7 @@ class Scheduler(Generic[S]):
         progress = sequence.progress
         missing = -(-(progress.computed + num_rows) // self._page_tokens) - progress.num_pages
         while missing > 0 and not self._pages.grow(sequence, missing):
-            # speculation goes first, then the one that came last; perhaps that is this sequence
-            victim = max(self.running, key=lambda o: (o.progress.held, o.progress.arrival))
+            victim = max(self.running, key=_leaves)  # perhaps this sequence
             self._preempt(victim, rows_of)
             if victim is sequence:
                 return False
@@ -349,3 +393,10 @@ def _turn(sequence: Scheduled) -> tuple[bool, bool, int]:
     """Decodes first, then by arrival, speculations last."""
     progress = sequence.progress
     return progress.needed > 1, progress.held, progress.arrival
+
+
+def _leaves(sequence: Scheduled) -> tuple[bool, bool, int]:
+    """Who gives its pages back first, the largest: one in the background, then a speculation, then
+    the one that came last."""
+    progress = sequence.progress
+    return progress.background, progress.held, progress.arrival

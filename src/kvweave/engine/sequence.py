@@ -81,7 +81,12 @@ class EngineSequence:
             self.lease = None
 
     def choose(self, logits: Tensor, likeliest: int | None = None) -> Choice:
-        """Draw the next token; `likeliest` is the answer of a plain greedy request."""
+        """The next token: drawn, or forced; `likeliest` is the answer of a plain greedy request."""
+        request = self.request
+        if self.answered < request.watched:
+            self.ticket.distributions.append(logits.float().log_softmax(-1).cpu())  # [V]
+        if request.forced:
+            return self.sampler.choose(logits, self.ids, request.forced[self.answered])
         if likeliest is not None:
             return Choice(likeliest, None)
         return self.sampler.choose(logits, self.ids)
@@ -90,7 +95,8 @@ class EngineSequence:
         """Hand a token out. True: it was the last one."""
         self.ticket.put(choice)
         self.answered += 1
-        if choice.token_id in self.request.eos_ids or self.answered >= self.room:
+        is_end = choice.token_id in self.request.eos_ids and not self.request.forced
+        if is_end or self.answered >= self.room:
             return True
         self.ids.append(choice.token_id)
         self.progress.known += 1

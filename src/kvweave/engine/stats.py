@@ -15,6 +15,7 @@ NAMES = (
     *(f"tokens_{state}" for state in State),
     "tokens_answered",
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
+    *(f"background_{how}" for how in ("finished", "aborted", "failed")),  # counted here alone
     "fused_begun",  # prefills of fused prompts, also those that failed or were given up
     *(f"fused_{mode}" for mode in PrefillMode),  # of them, those that were completed, by mode
     "speculation_right",
