@@ -343,7 +343,7 @@ def test_a_damaged_profile_is_no_trouble_of_who_does_not_need_it(
     path.write_text("{")
     for reuse in ("full", "prefix", "weave"):
         assert weave.ask("Where does Tom sail?", reuse=reuse, sampling=GREEDY).text
-    for reuse in ("qcfuse", "auto"):
+    for reuse in ("qcfuse",):
         with pytest.raises(ConfigError, match="no profile of kvweave"):
             weave.ask("Where does Tom sail?", reuse=reuse, sampling=GREEDY)
 

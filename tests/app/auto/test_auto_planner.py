@@ -350,7 +350,7 @@ def test_a_damaged_machine_profile_is_measured_again_with_one_log_line(
     with caplog.at_level(logging.WARNING):
         ask(weave)
     assert [record.message for record in caplog.records if str(path) in record.message]
-    assert len(caplog.records) == 1
+    assert len([r for r in caplog.records if "calibrated" not in r.message]) == 1
     assert load_profile(path).device != "test"
 
 
@@ -473,7 +473,7 @@ def test_without_a_knowledge_base_auto_reuses_what_is_exact(
     model: tuple[Decoder, Tokenizer],
 ) -> None:
     with Weave(ModelRuntime(*model, "tiny")) as weave:
-        first, again = ask(weave, documents=TEXTS), ask(weave, documents=TEXTS)
+        first, again = (ask(weave, documents=[text for _, text in TEXTS]) for _ in range(2))
     assert first.text == again.text
     assert again.explain is not None
     assert again.explain.counts["computed"] < 0.2 * again.prompt_tokens

@@ -137,7 +137,7 @@ class Router:
             return NO_MEMORY if prompt.chunks else NO_CHUNKS
         if question.reuse == AUTO:
             return None
-        may_move = question.permission is not OrderPermission.AS_FOUND
+        may_move = question.permission is OrderPermission.FREE
         if not (may_move or kv.has_kv(prompt.chunks)):
             return NOTHING_STORED
         return None if self._measured.is_measured else NOT_MEASURED
@@ -172,12 +172,11 @@ class Router:
         self, prompt: Prompt, question: Question, strategy: Strategy, kv: KVBehind | None
     ) -> Prompt:
         """The prompt in the order that the planner would give it, where a strategy was named."""
-        is_free = question.permission is OrderPermission.FREE
-        if is_free and strategy.reuses == "none":
-            raise RequestError("order 'free' gains nothing with reuse 'full'; leave one out")
-        if question.permission is OrderPermission.AS_FOUND or strategy.reuses == "none":
+        if question.permission is not OrderPermission.FREE:  # "auto" is the planner's to judge
             return prompt
-        if kv is None or not (is_free or self._measured.is_measured):
+        if strategy.reuses == "none":
+            raise RequestError("order 'free' gains nothing with reuse 'full'; leave one out")
+        if kv is None:
             return prompt
         planner = self.planner(kv, prompt.tenant)
         return planner.reordered(prompt, question.allowed, question.permission)

@@ -132,9 +132,8 @@ class AutoPlanner:
     ) -> EngineRequest:
         """What the engine is asked for to carry a plan out."""
         plan, strategy = planned.plan, self._strategy(planned.plan)
-        if strategy.reuses != "all":
-            use_tree = strategy.reuses == "exact"
-            return exact_request(planned.prompt, sampling, eos_ids, use_tree=use_tree)
+        if strategy.reuses != "all":  # what is computed is kept, whatever was found
+            return exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
         fusion = Fusion(strategy, ratio, True, _computed(plan), expected)
         return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
