@@ -405,3 +405,38 @@ def test_a_request_for_nothing_is_a_plan_too() -> None:
     assert kinds(plan) == ["exact", "computed"]
     assert plan.order == ()
     assert ChunkRef(ChunkId("a"), 1) not in plan.in_history
+
+
+def test_a_path_that_comes_back_is_computed_once_it_pays_and_the_plan_says_so() -> None:
+    planner, request = make_planner(stored=on_disk("a300", "b300")), ask("a300", "b300")
+    chosen = []
+    for _ in range(20):
+        plan = planner.plan(request)
+        chosen.append(plan.chosen)
+        planner.finished(request, plan)
+        if plan.chosen.reason is Reason.RETURNS:
+            break
+    fused_s, exact_s = chosen[0].predicted_s, chosen[-1].predicted_s
+    assert fused_s is not None
+    assert exact_s is not None
+    known_s = 0.010  # the question alone
+    earned = len(chosen) - 1
+    assert earned * (fused_s - known_s) >= exact_s - fused_s > (earned - 1) * (fused_s - known_s)
+    assert plan.strategy is None
+    assert why(plan, "fused epic") is Reason.DEARER_IN_THE_END
+    assert plan.chosen in plan.options
+    assert kinds(plan) == ["exact", "computed", "computed", "computed"]
+    other = planner.plan(ask("b300", "a300"))
+    assert other.strategy == "epic", "the same chunks, another path"
+
+
+def test_what_returned_of_a_fused_path_is_what_should_be_computed_in_idle_time() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300", "c300"))
+    first, second = ask("a300", "b300"), ask("a300", "c300")
+    plan = planner.plan(first)
+    assert planner.num_returned(first, plan) == 0
+    planner.finished(first, plan)
+    assert planner.num_returned(second, planner.plan(second)) == 1
+    assert planner.num_returned(first, planner.plan(first)) == 2
+    exact = make_planner(gate=OpenGate()).plan(first)
+    assert planner.num_returned(first, exact) == 0, "it is exact: the tree has it anyway"

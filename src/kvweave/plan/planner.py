@@ -119,6 +119,16 @@ class Planner:
         option = priced.exact.option._replace(reason=Reason.RETURNS)
         return priced.exact._replace(option=option)
 
+    def num_returned(self, request: PlanRequest, plan: Plan) -> int:
+        """Of a fused plan's path, the leading parts that an earlier request began with as well and
+        that are not exact yet: computed once, they would be. 0: none, or all are exact. Ask before
+        `finished`."""
+        if plan.strategy is None:
+            return 0
+        path = [part.id for part in (*request.history, *plan.order)]
+        num_returned = self.returns.returned(path)
+        return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
+
     def finished(self, request: PlanRequest, plan: Plan) -> int:
         """The request was answered. Returns how many chunks of its order may be in the tree."""
         self.accesses.push([chunk.id for chunk in request.chunks])

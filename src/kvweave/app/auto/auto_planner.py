@@ -20,6 +20,7 @@ from kvweave.app.auto.facts import (
 )
 from kvweave.app.auto.lessons import Lessons
 from kvweave.app.auto.measurements import NOT_CALIBRATED, Measurements
+from kvweave.app.auto.path_feeder import PathFeeder
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.kv_behind import KVBehind
 from kvweave.app.notes import AnswerNotes
@@ -98,6 +99,7 @@ class AutoPlanner:
             is_busy=lambda: engine.is_busy,
         )
         self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
+        self._feeder = PathFeeder(engine)
 
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         """What would be done for a prompt. Computes nothing, but has one chunk loaded from a tier
@@ -178,7 +180,10 @@ class AutoPlanner:
         with self._lock:
             self._planner.begun(plan)
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
+            num_returned = self._planner.num_returned(planned.request, plan)
             self._planner.finished(planned.request, plan)
+        if num_returned:
+            self._feeder.feed(prompt, num_returned)
 
     def expected(self, plan: Plan) -> LoadCost:
         """How long the chosen option loads and computes, by the machine's profile."""

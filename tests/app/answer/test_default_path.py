@@ -1,0 +1,213 @@
+"""What a question gets that says nothing of reuse: what is exact, and fused KV where allowed."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from kvweave import Weave
+from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.router import NO_CHUNKS
+from kvweave.app.library.document_memory import DocumentMemoryConfig
+from kvweave.app.runtime import ModelRuntime
+from kvweave.app.weave import Answer, AnswerStream
+from kvweave.errors import RequestError
+from kvweave.model.decoder import Decoder
+from kvweave.text.tokenizer import Tokenizer
+from worlds.auto import GREEDY, QUESTION, TEXTS, World, model, weave, world
+from worlds.serving import serving
+
+__all__ = ["model", "weave", "world"]
+
+DOCUMENTS = [text for _, text in TEXTS]
+Model = tuple[Decoder, Tokenizer]
+
+
+@pytest.fixture
+def plain(model: Model) -> Any:
+    with Weave(ModelRuntime(*model, "tiny")) as weave:
+        yield weave
+
+
+def counts(answer: Answer) -> dict[str, int]:
+    assert answer.explain is not None
+    return answer.explain.counts
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    give_up_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < give_up_s, what
+        time.sleep(0.02)
+
+
+# ── documents ────────────────────────────────────────────────────────────────
+
+
+def test_the_same_documents_are_prefilled_once(plain: Weave) -> None:
+    first = plain.ask("What is it?", documents=DOCUMENTS, sampling=GREEDY)
+    again = plain.ask("And who has it?", documents=DOCUMENTS, sampling=GREEDY)
+    assert counts(first)["exact"] == 0
+    prompt = plain.build_prompt("And who has it?", DOCUMENTS)
+    assert counts(again)["exact"] == len(prompt.token_ids) - len(prompt.question)
+    full = plain.ask("And who has it?", documents=DOCUMENTS, sampling=GREEDY, reuse="full")
+    assert (full.text, counts(full)["exact"]) == (again.text, 0)
+
+
+def test_full_reads_nothing_and_leaves_nothing(plain: Weave) -> None:
+    for _ in range(2):
+        full = plain.ask("What is it?", documents=DOCUMENTS, sampling=GREEDY, reuse="full")
+        assert counts(full)["exact"] == 0
+    assert counts(plain.ask("What is it?", documents=DOCUMENTS, sampling=GREEDY))["exact"] == 0
+
+
+def test_tenants_share_no_exact_kv(plain: Weave) -> None:
+    asked: dict[str, Any] = {"documents": DOCUMENTS, "sampling": GREEDY}
+    plain.ask("What is it?", tenant="a", **asked)
+    assert counts(plain.ask("What is it?", tenant="b", **asked))["exact"] == 0
+    assert counts(plain.ask("What is it?", tenant="a", **asked))["exact"] > 0
+
+
+def test_documents_that_come_back_in_another_order_can_be_fused(plain: Weave) -> None:
+    asked: dict[str, Any] = {"sampling": GREEDY, "reuse": "weave", "tenant": "a"}
+    plain.ask("What is it?", documents=DOCUMENTS[:3], **asked)
+    plain.ask("What is it?", documents=DOCUMENTS[2::-1], **asked)
+    memory = plain._answerer.documents
+    assert memory is not None
+    assert memory.promotion.wait(60)
+    third = plain.ask("What?", documents=[DOCUMENTS[1], DOCUMENTS[2], DOCUMENTS[0]], **asked)
+    assert third.explain is not None
+    assert {chunk.tier for chunk in third.explain.chunks} == {"host"}
+    other = plain.ask("What?", documents=DOCUMENTS[1:3], **{**asked, "tenant": "b"})
+    assert other.explain is not None
+    assert {chunk.tier for chunk in other.explain.chunks} == {None}, "another's are unknown"
+
+
+def test_a_memory_that_is_off_keeps_nothing(model: Model) -> None:
+    settings = AnswerSettings(documents=DocumentMemoryConfig(capacity_bytes=0))
+    with Weave(ModelRuntime(*model, "tiny"), settings=settings) as weave:
+        assert weave._answerer.documents is None
+        for _ in range(2):
+            answer = weave.ask("What?", documents=DOCUMENTS, sampling=GREEDY)
+        assert counts(answer)["exact"] > 0, "exact KV costs nothing and stays"
+
+
+# ── conversations and plain prompts ──────────────────────────────────────────
+
+
+def said(stream: AnswerStream) -> Answer:
+    with_closing = stream.finish()
+    stream.close()
+    return with_closing
+
+
+def test_a_chat_computes_only_what_is_new(plain: Weave, model: Model) -> None:
+    tokenizer = model[1]
+    messages = [{"role": "system", "content": "You know all about pods. " * 40}]
+    exact: list[int] = []
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"Question {turn}: where are the pods?"})
+        answer = said(plain.chat(messages, sampling=GREEDY))
+        assert answer.prompt_tokens == len(tokenizer.encode_chat(messages)), "the same prompt"
+        exact.append(counts(answer)["exact"])
+        assert answer.text == said(plain.chat(messages, sampling=GREEDY, reuse="full")).text
+        messages.append({"role": "assistant", "content": answer.text})
+    assert exact[0] == 0
+    assert exact == sorted(set(exact)), "each turn finds the one before"
+    assert counts(answer)["computed"] < 0.3 * answer.prompt_tokens
+
+
+def test_a_long_message_is_shared_as_far_as_it_is_the_same(plain: Weave) -> None:
+    pasted = " ".join(DOCUMENTS)
+    first = [{"role": "user", "content": f"{pasted}\nWhat is it?"}]
+    other = [{"role": "user", "content": f"{pasted}\nWho has it?"}]
+    said(plain.chat(first, sampling=GREEDY))
+    answer = said(plain.chat(other, sampling=GREEDY))
+    assert counts(answer)["exact"] > 0.5 * answer.prompt_tokens
+    assert counts(said(plain.chat(other, sampling=GREEDY, tenant="b")))["exact"] == 0
+
+
+def test_a_prompt_to_complete_is_shared_too(plain: Weave) -> None:
+    text = " ".join(DOCUMENTS)
+    said(plain.complete(text, sampling=GREEDY))
+    answer = said(plain.complete(text + " And so", sampling=GREEDY))
+    assert counts(answer)["exact"] > 0.5 * answer.prompt_tokens
+    full = said(plain.complete(text + " And so", sampling=GREEDY, reuse="full"))
+    assert (full.text, counts(full)["exact"]) == (answer.text, 0)
+
+
+def test_a_fusing_strategy_needs_chunks(plain: Weave) -> None:
+    with pytest.raises(RequestError, match="'weave' needs chunks; a prompt without any takes auto"):
+        plain.chat([{"role": "user", "content": "Hello"}], reuse="weave")
+
+
+def test_a_question_without_chunks_says_why(plain: Weave) -> None:
+    answer = plain.ask("What is it?", sampling=GREEDY)
+    assert answer.explain is not None
+    assert answer.explain.why == NO_CHUNKS
+
+
+def test_through_http_chat_and_documents_reuse_what_is_exact(plain: Weave) -> None:
+    with serving(plain) as url, httpx.Client(base_url=url, timeout=60) as client:
+
+        def ask(**body: Any) -> dict[str, int]:
+            body = {"max_tokens": 4, "temperature": 0, "explain": True, **body}
+            reply = client.post("/v1/chat/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            found = reply.json()["explain"]["tokens"]
+            assert isinstance(found, dict)
+            return found
+
+        user = [{"role": "user", "content": "What is it, and who has it?"}]
+        assert ask(messages=user, documents=DOCUMENTS)["exact"] == 0
+        assert ask(messages=user, documents=DOCUMENTS)["computed"] < 60
+        assert ask(messages=user, documents=DOCUMENTS, reuse="full")["exact"] == 0
+        long = [{"role": "system", "content": "Be brief. " * 100}, *user]
+        assert ask(messages=long)["exact"] == 0
+        assert ask(messages=long)["computed"] < 40
+        assert ask(messages=long, reuse="full")["exact"] == 0
+        refused = client.post("/v1/chat/completions", json={"messages": user, "reuse": "weave"})
+        assert refused.status_code == 400
+        assert "needs 'kb' or 'documents'" in refused.json()["error"]["message"]
+
+
+# ── exact and fused together ─────────────────────────────────────────────────
+
+
+def test_a_fused_path_that_comes_back_becomes_exact_in_idle_time(
+    world: World, weave: Weave
+) -> None:
+    world.calibrate(("epic", 0.1, 0.01))
+    world.set_machine()
+    first = weave.ask(QUESTION, sampling=GREEDY)
+    assert first.decision is not None
+    assert first.decision.plan.strategy == "epic"
+    second = weave.ask(QUESTION, sampling=GREEDY)
+    assert second.decision is not None
+    assert second.decision.plan.strategy == "epic", "nothing was computed of it yet"
+    tree = weave.engine.tree
+    wait_until(lambda: len(tree) >= 1 + len(TEXTS), "idle time computes the path")
+    third = weave.ask(QUESTION, sampling=GREEDY)
+    assert counts(third)["computed"] < 60
+    assert counts(third)["reused"] == 0
+    assert third.text == weave.ask(QUESTION, sampling=GREEDY, reuse="full").text
+
+
+def test_a_named_strategy_honours_a_free_order_or_refuses_it(world: World, weave: Weave) -> None:
+    world.set_machine()
+    weave.ask(QUESTION, sampling=GREEDY, reuse="prefix")
+    chunks = [hit.chunk.token_ids for hit in weave.search(QUESTION, 5)]
+    texts = [world.tokenizer.decode(ids) for ids in chunks]
+    turned = weave.ask(
+        QUESTION, documents=texts[::-1], sampling=GREEDY, reuse="prefix", order="as_found"
+    )
+    weave.ask(QUESTION, documents=texts, sampling=GREEDY, reuse="prefix")
+    free = weave.ask(
+        "And why?", documents=texts[::-1], sampling=GREEDY, reuse="prefix", order="free"
+    )
+    assert counts(turned)["exact"] <= counts(free)["exact"]
+    assert counts(free)["computed"] < 60
+    with pytest.raises(RequestError, match="order 'free' gains nothing with reuse 'full'"):
+        weave.ask(QUESTION, sampling=GREEDY, reuse="full", order="free")
