@@ -240,7 +240,9 @@ def test_behind_a_history_no_chunk_is_exact_from_the_store() -> None:
     free = ask("x50", "a300", history=tuple(refs(["h50"])), order=OrderPermission.FREE)
     assert planner.plan(free).ordered_by == "given"
     twice = planner.plan(ask("a300", "b300", history=tuple(refs(["a300"]))))
-    assert kinds(twice) == ["exact", "computed", "fused", "fused", "computed"]
+    assert kinds(twice) == ["exact", "fused", "fused", "fused", "computed"], (
+        "a chunk of an earlier turn is fused like others"
+    )
 
 
 def test_a_history_in_the_tree_is_exact_and_chunks_may_be_ordered_behind_it() -> None:

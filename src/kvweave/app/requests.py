@@ -20,7 +20,8 @@ class Fusion:
     strategy: Strategy
     ratio: float  # of the reused tokens, recomputed
     use_tree: bool = False  # take what the knowledge tree has of the prompt's front
-    computed: Mapping[int, str] = field(default_factory=dict)  # chunks computed though stored: why
+    # parts computed though stored, by place, history first: why
+    computed: Mapping[int, str] = field(default_factory=dict)
     expected: LoadCost | None = None  # what it takes on this machine; None: not known
 
 
@@ -48,9 +49,13 @@ def fused_request(
     once."""
     encoder = kv.encoder
     parts = (*prompt.history, *prompt.chunks)
-    said = len(prompt.history)  # never stored: computed, or in the tree
-    computed = dict.fromkeys(range(said), str(Reason.HISTORY))
-    computed |= {said + place: why for place, why in fusion.computed.items()}
+    # of the history, chunks of earlier turns may be stored; what was said never is
+    computed = {
+        place: str(Reason.HISTORY)
+        for place, ids in enumerate(prompt.history)
+        if not kv.has_kv([ids])
+    }
+    computed |= fusion.computed
     part = FusedPart(
         kv.store,
         kv.preamble(),

@@ -41,15 +41,19 @@ class Layout(NamedTuple):
     exact_tokens: int  # of the exact path, preamble included
 
     def computed_part(self, place: int, start: int, reason: Reason, exact_after: bool) -> Span:
-        """One of `behind`, computed. The history has its own reason: nothing stores it."""
+        """One of `behind`, computed. What was said has its own reason: nothing stores it."""
         chunk_id, num_tokens = self.behind[place]
-        in_history = place < self.num_history - len(self.path)
-        if in_history:
+        in_history = self.is_in_history(place)
+        if in_history and not self.stored[place]:
             reason = Reason.HISTORY
         kind = SpanKind.COMPUTED
         return Span(
             kind, start, num_tokens, chunk_id, reason, "", 0, "", "", in_history, exact_after
         )
+
+    def is_in_history(self, place: int) -> bool:
+        """Whether one of `behind` is a part of the history."""
+        return place < self.num_history - len(self.path)
 
     def question(self, exact_after: bool) -> Span:
         start = self.total - self.question_tokens
@@ -78,8 +82,8 @@ def lay_out(
 ) -> Layout:
     """Put together what the tree and the store said. A path ends where it cannot be loaded.
 
-    The first `num_history` of `chunks` are parts of the history. Behind them no chunk stands where
-    it was computed, so none is exact from the store.
+    The first `num_history` of `chunks` are parts of the history: chunks of earlier turns, which may
+    be stored, and what was said. None of them is exact from the store, nor is what stands behind.
     """
     start = root.num_tokens
     # no chunk, though it may be one of the tree's
@@ -100,8 +104,6 @@ def lay_out(
     behind = tuple(chunks[len(path) :])
     total = start + sum([chunk.num_tokens for chunk in behind]) + question_tokens
     found: list[Sequence[Stored]] = [stored.get(chunk.id, ()) for chunk in behind]
-    if from_tree := max(0, num_history - len(path)):  # the history never comes from the store
-        found[:from_tree] = [()] * min(from_tree, len(found))
     copies = tuple(found)
     at_preamble = behind and not (path or num_history) and preamble.kind is SpanKind.EXACT
     first = _first(behind[0], start, copies[0], can_load) if at_preamble else None

@@ -191,6 +191,7 @@ def _fused_spans(
                     sizes[i],
                     copy.variant,
                     copy.codec,
+                    layout.is_in_history(i),
                 )
             )
         else:

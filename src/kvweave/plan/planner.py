@@ -73,7 +73,7 @@ class Planner:
         """The cheapest option that request and gate allow."""
         chunks = tuple({chunk.id: chunk for chunk in request.chunks}.values())  # each once
         allowed, declined = self._allowed(request)
-        stored = self.peek([chunk.id for chunk in chunks])
+        stored = self.peek([part.id for part in (*request.history, *chunks)])
         now_s, busy = self.now_s(), self.is_busy()
         facts = PlanFacts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
         pricing = RequestPricing(request, chunks, facts, self._permission(request))
@@ -120,13 +120,14 @@ class Planner:
         return priced.exact._replace(option=option)
 
     def num_returned(self, request: PlanRequest, plan: Plan) -> int:
-        """Of a fused plan's path, the leading parts that an earlier request began with as well and
-        that are not exact yet: computed once, they would be. 0: none, or all are exact. Ask before
+        """Of a fused plan's path, the leading parts that came before or will come again, and that
+        are not exact yet: computed once, they would be. 0: none, or all are exact. Ask before
         `finished`."""
         if plan.strategy is None:
             return 0
         path = [part.id for part in (*request.history, *plan.order)]
-        num_returned = self.returns.returned(path)
+        # the next turn of a conversation begins with all of this one
+        num_returned = len(path) if request.history else self.returns.returned(path)
         return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
 
     def finished(self, request: PlanRequest, plan: Plan) -> int:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from kvweave.plan.plan import Plan
 
 
+HISTORY_SHARE = 2  # a part of the context: more is not taken by chunks of earlier turns
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
     """What holds for all answers of one Weave."""
@@ -80,6 +83,7 @@ class Answerer:
     ) -> None:
         self._tokenizer = runtime.tokenizer
         self._client = runtime.client
+        self._max_context = runtime.max_context
         self._library = library
         self._settings = settings
         self.documents: DocumentMemory | None = None
@@ -190,7 +194,8 @@ class Answerer:
         past, name = past_messages(question.history), question.conversation_id
         is_gone = self._client.is_gone
         conversations = self._settings.conversations
-        return conversations.talk(self._tenant_of(question), name, past, is_gone)
+        most_tokens = self._max_context // HISTORY_SHARE
+        return conversations.talk(self._tenant_of(question), name, past, is_gone, most_tokens)
 
     def _given(self, question: Question) -> list[tuple[int, ...]]:
         """The documents of a request as chunks."""

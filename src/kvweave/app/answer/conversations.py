@@ -48,6 +48,33 @@ class _Turn(NamedTuple):
         return sum(map(len, self.chunks))
 
 
+class _ConversationKey(NamedTuple):
+    """Where a conversation is known: by its name, or by all that was said in it."""
+
+    tenant: str
+    scope: str
+    name: str  # "": it has none
+    said: bytes = b""  # digest of its messages up to the user's last, where it has no name
+
+    @classmethod
+    def of(
+        cls, tenant: str, scope: str, name: str | None, past: Sequence[PastMessage]
+    ) -> "_ConversationKey":
+        """Of the next request behind `past`, whose last message is an answer."""
+        return cls(tenant, scope, name) if name else cls(tenant, scope, "", _said(past[:-1]))
+
+    def next(self, past: Sequence[PastMessage], question: str) -> "_ConversationKey":
+        """Of the request that will follow this question."""
+        if self.name:
+            return self
+        return self._replace(said=_said([*past, PastMessage("user", question)]))
+
+    def __str__(self) -> str:
+        """For those that know keys as text: no part can reach into another."""
+        parts = (self.tenant, self.scope, self.name, self.said.hex())
+        return "".join(f"{len(part)}:{part}" for part in parts)
+
+
 class Talk:
     """One request of a conversation: its history with chunks in it, and what it need not bring.
 
@@ -58,7 +85,7 @@ class Talk:
         self,
         messages: tuple[PastMessage, ...],
         conversations: "Conversations | None" = None,
-        key: str = "",
+        key: "_ConversationKey | None" = None,
         turns: Sequence[_Turn] = (),
     ) -> None:
         self.messages = messages
@@ -68,15 +95,16 @@ class Talk:
 
     def held(self, chunks: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Which of these chunks stand in the history."""
-        if self._conversations is None:
+        if self._conversations is None or self._key is None:
             return []
         return self._conversations.held(self._key, self._turns, chunks)
 
     def sent(self, question: str, chunks: Sequence[tuple[int, ...]], as_of: int = 0) -> None:
         """The turn went out: these chunks, found then, stood in front of this question, in this
         order."""
-        if self._conversations is not None:
-            self._conversations.add(self._key, self._turns, question, chunks, as_of)
+        if self._conversations is not None and self._key is not None:
+            key = self._key.next(self.messages, question)
+            self._conversations.add(key, self._turns, question, chunks, as_of)
 
 
 class Conversations:
@@ -88,7 +116,7 @@ class Conversations:
         self._max = max_conversations
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
-        self._turns: OrderedDict[str, tuple[_Turn, ...]] = OrderedDict()
+        self._turns: OrderedDict[_ConversationKey, tuple[_Turn, ...]] = OrderedDict()
         self._places = ChunkMap(max_conversations)
         self._num_tokens = 0
         self._next = 0
@@ -102,42 +130,46 @@ class Conversations:
         name: str | None,
         past: Sequence[PastMessage],
         is_gone: IsGone = _never,
+        most_tokens: int | None = None,
+        scope: str = "",
     ) -> Talk:
-        """The next request of a conversation whose messages so far are `past`. None has no name:
-        nothing is remembered."""
-        if not name:
-            return Talk(tuple(past))
-        key = f"{len(tenant)}:{tenant}{name}"  # no tenant's name can reach into another's
+        """The next request of a conversation whose messages so far are `past`. One without a name
+        is known by all that was said in it. Where its chunks have more than `most_tokens`, those of
+        the oldest turns are given up until half of that is left: rarely, because what stands behind
+        them must be computed again."""
+        key = _ConversationKey.of(tenant, scope, name, past)
         with self._lock:
             known = self._turns.get(key, ())
         aligned = _aligned(known, past)
         found = {place: turn.without(is_gone) for place, turn in aligned.items()}
+        _give_up_oldest(found, most_tokens)
         messages = tuple(
             replace(message, chunks=tuple(map(tuple, found[place].chunks)))
             if place in found
             else message
             for place, message in enumerate(past)
         )
-        return Talk(messages, self, key, [found[place] for place in sorted(found)])
+        turns = [found[place] for place in sorted(found)]
+        return Talk(messages, self, key, turns)
 
     def part(self, scope: str) -> "ConversationScope":
         """Conversations of one knowledge base among many: those of others are unknown there."""
         return ConversationScope(self, scope)
 
     def held(
-        self, key: str, turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
+        self, key: "_ConversationKey", turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
         """Chunks that stand in front of one of these turns."""
         refs = [ChunkRef(make_chunk_id(ids), len(ids)) for ids in chunks]
         with self._lock:
-            parted = self._places.part(key, [turn.number for turn in turns], refs)
+            parted = self._places.part(str(key), [turn.number for turn in turns], refs)
         names = {chunk.id for chunk in parted.in_history}
         names &= {make_chunk_id(ids) for turn in turns for ids in turn.chunks}  # not deleted since
         return [ids for ids, ref in zip(chunks, refs, strict=True) if ref.id in names]
 
     def add(
         self,
-        key: str,
+        key: "_ConversationKey",
         turns: Sequence[_Turn],
         question: str,
         chunks: Sequence[tuple[int, ...]],
@@ -153,15 +185,18 @@ class Conversations:
             self._drop(key)
             self._turns[key] = (*turns, turn)
             self._num_tokens += sum(t.num_tokens for t in self._turns[key])
-            self._places.sent(key, turn.number, [make_chunk_id(ids) for ids in chunks])
+            for each in self._turns[key]:
+                self._places.sent(
+                    str(key), each.number, [make_chunk_id(ids) for ids in each.chunks]
+                )
             while len(self._turns) > self._max or (
                 self._num_tokens > self._max_tokens and len(self._turns) > 1
             ):
                 oldest = next(iter(self._turns))
                 self._drop(oldest)
-                self._places.forget(oldest)
+                self._places.forget(str(oldest))
 
-    def _drop(self, key: str) -> None:
+    def _drop(self, key: "_ConversationKey") -> None:
         self._num_tokens -= sum(turn.num_tokens for turn in self._turns.pop(key, ()))
 
 
@@ -177,10 +212,10 @@ class ConversationScope(NamedTuple):
         name: str | None,
         past: Sequence[PastMessage],
         is_gone: IsGone = _never,
+        most_tokens: int | None = None,
     ) -> Talk:
         """As `Conversations.talk`."""
-        scoped = None if not name else f"{len(self.scope)}:{self.scope}{name}"
-        return self.whole.talk(tenant, scoped, past, is_gone)
+        return self.whole.talk(tenant, name, past, is_gone, most_tokens, self.scope)
 
 
 def _aligned(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _Turn]:
@@ -197,6 +232,25 @@ def _aligned(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _
             found[place] = left[at]
             del left[at:]
     return found
+
+
+def _give_up_oldest(found: dict[int, _Turn], most_tokens: int | None) -> None:
+    """Take the chunks of the oldest turns away where all of them have too many tokens."""
+    left = sum(turn.num_tokens for turn in found.values())
+    if most_tokens is None or left <= most_tokens:
+        return
+    for place in sorted(found):
+        if left <= most_tokens // 2:
+            break
+        left -= found[place].num_tokens
+        found[place] = found[place]._replace(chunks=())
+
+
+def _said(messages: Sequence[PastMessage]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        digest.update(message.role.encode() + _digest(message.content))
+    return digest.digest()
 
 
 def _digest(content: str) -> bytes:

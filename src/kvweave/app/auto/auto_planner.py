@@ -109,7 +109,7 @@ class AutoPlanner:
 
     def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         chunks = _named(prompt)
-        self._peek.look_at(chunks)
+        self._peek.look_at({make_chunk_id(ids): ids for ids in prompt.history} | chunks)
         self._tiers.meet(self._peek.found())
         encoder, stitch_s = self._kv.encoder, self.machine.stitch_s
         request = PlanRequest(
@@ -212,11 +212,11 @@ def _named(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:
 
 
 def _computed(plan: Plan) -> dict[int, str]:
-    """Places of the chunks that the plan computes, and why. The history is not among them."""
-    chunks = [span for span in plan.spans if span.chunk_id is not None and not span.in_history]
+    """Places of the parts that the plan computes, history first, and why."""
+    parts = [span for span in plan.spans if span.chunk_id is not None]
     return {
         place: str(span.reason)
-        for place, span in enumerate(chunks)
+        for place, span in enumerate(parts)
         if span.kind is SpanKind.COMPUTED
     }
 
