@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
 from kvweave.engine.sampling import Sampling
@@ -14,6 +14,7 @@ from kvweave.text.prompt import Document
 
 TOP_K = 5  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
+SpeculationMode = Literal["auto", "on", "off"]
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 
 
@@ -28,6 +29,7 @@ class AskOptions(TypedDict, total=False):
     ratio: float | None
     bound: float
     order: str
+    speculate: SpeculationMode | None
     conversation_id: str | None
     history: Sequence[Mapping[str, Any]]
     tenant: str
@@ -46,6 +48,7 @@ class Question:
     ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
     bound: float = BOUND  # "auto": nats per token that reuse may cost
     order: str = "keep"  # "auto": "free" lets it move chunks
+    speculate: SpeculationMode | None = None  # None: as the Weave does
     conversation_id: str | None = None  # which conversation the history is of
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
@@ -58,6 +61,9 @@ class Question:
         if self.order not in list(OrderPermission):
             known = ", ".join(OrderPermission)
             raise RequestError(f"order {self.order!r} is unknown; known: {known}")
+        if self.speculate not in (None, *get_args(SpeculationMode)):
+            known = ", ".join(get_args(SpeculationMode))
+            raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
         if self.reuse is not None and self.reuse not in REUSES:
             raise RequestError(f"reuse {self.reuse!r} is unknown; known: {', '.join(REUSES)}")
         if self.reuse == AUTO and self.ratio is not None:

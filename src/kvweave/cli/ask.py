@@ -17,6 +17,7 @@ from kvweave.cli.options import (
     model_options,
     pass_config,
     planning_options,
+    speculate_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
 from kvweave.config import EffectiveConfig, ModelChoice, given
@@ -68,6 +69,7 @@ class AskArguments:
 )
 @click.option("--ratio", type=float, help="Share of reused tokens to recompute; implies weave.")
 @planning_options
+@speculate_option
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
 @config_option(

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.knowledge_bases import open_weave
-from kvweave.cli.options import Amount, config_option, model_options, pass_config
+from kvweave.cli.options import (
+    Amount,
+    config_option,
+    model_options,
+    pass_config,
+    speculate_option,
+)
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
 from kvweave.errors import ConfigError
 
@@ -60,6 +66,7 @@ def _gib(amount: float) -> int:
     "--encoding",
     help="Encoding context of chunk KV, such as isolated or filler:4.",
 )
+@speculate_option
 @config_option(
     "server.api_key_file",
     "--api-key-file",
