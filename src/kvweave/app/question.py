@@ -14,8 +14,8 @@ from kvweave.text.prompt import Document
 
 TOP_K = 5  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
-SpeculationMode = Literal["auto", "on", "off"]
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+SpeculationMode = Literal["auto", "on", "off"]
 
 
 class AskOptions(TypedDict, total=False):
@@ -29,10 +29,10 @@ class AskOptions(TypedDict, total=False):
     ratio: float | None
     bound: float
     order: str
-    speculate: SpeculationMode | None
     conversation_id: str | None
     history: Sequence[Mapping[str, Any]]
     tenant: str
+    speculate: SpeculationMode | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Question:
     ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
     bound: float = BOUND  # "auto": nats per token that reuse may cost
     order: str = "keep"  # "auto": "free" lets it move chunks
-    speculate: SpeculationMode | None = None  # None: as the Weave does
     conversation_id: str | None = None  # which conversation the history is of
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
+    speculate: SpeculationMode | None = None  # None: as the Weave does
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.bound < math.inf:

@@ -66,13 +66,13 @@ def _gib(amount: float) -> int:
     "--encoding",
     help="Encoding context of chunk KV, such as isolated or filler:4.",
 )
-@speculate_option
 @config_option(
     "server.api_key_file",
     "--api-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Lines of key or key:tenant. KVWEAVE_API_KEYS does the same.",
 )
+@speculate_option
 @config_option(
     "server.log_format",
     "--log-format",

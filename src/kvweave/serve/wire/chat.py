@@ -84,8 +84,8 @@ class ChatRequest(SamplingFields):
     k: Annotated[int | None, schema_only(minimum=1, maximum=MOST_CHUNKS)] = None  # so many of them
     conversation_id: Text | None = None  # chunks of earlier turns stay in front, each once
     order: Literal["keep", "free"] | None = None  # may reuse "auto" move chunks?
-    speculate: Literal["auto", "on", "off"] | None = None  # compute while a search goes on?
     reuse: AnyReuse | None = None
+    speculate: Literal["auto", "on", "off"] | None = None  # compute while a search goes on?
     explain: bool = False  # say in the reply what was done
 
     max_completion_tokens: int | None = None  # the newer name of max_tokens
