@@ -30,6 +30,9 @@ from kvweave.plan.retrieval import (
 from kvweave.plan.search_pace import MAX_STAGES, Paces
 from kvweave.types import Hit
 
+GUESSES_ON_CPU = 1
+GUESSES_ON_DEVICE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
@@ -38,8 +41,8 @@ class SpeculationConfig:
     mode: SpeculationMode = (
         "auto"  # "on" guesses at every stage, "auto" where it is expected to gain time
     )
-    # No guess begins while so many prompts are to be computed. None: 1 on a CPU, whose cores are
-    # all busy with one; 4 on a device that takes several at once.
+    # No guess begins while so many prompts are to be computed. None: GUESSES_ON_CPU, whose cores
+    # are all busy with one; GUESSES_ON_DEVICE, which takes several at once.
     max_prefill_bs: int | None = None
 
     def __post_init__(self) -> None:
@@ -101,7 +104,9 @@ class Speculation:
         self._look_up = look_up
         self._cfg = cfg or SpeculationConfig()
         most = self._cfg.max_prefill_bs
-        self._max_prefill_bs = most or (1 if device.type == "cpu" else 4)
+        self._max_prefill_bs = most or (
+            GUESSES_ON_CPU if device.type == "cpu" else GUESSES_ON_DEVICE
+        )
         self._paces = paces or Paces()
 
     def answer(
