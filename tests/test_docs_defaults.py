@@ -15,6 +15,7 @@ import click
 import pytest
 
 from kvweave.cli import COMMANDS
+from kvweave.plan.plan import Reason
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -94,7 +95,13 @@ QUOTED = [
             "plan.trial:MOST_LOSS * 100",
         ),
         ("loses by more than {:g} % is not tried", "plan.trial:MOST_LOSS * 100"),
-        ("the default of {} (MMLU", "plan.ordering:PROMOTION"),
+        ("waits a quarter of a second for it", "app.auto.tier_probes:WAIT_S == 1 / 4"),
+        (
+            "rests for {} seconds, then ten, up to {} minutes",
+            "app.auto.tier_probes:word(FIRST_REST_S)",
+            "app.auto.tier_probes:word(LONGEST_REST_S / 60)",
+        ),
+        ("nothing came from for an hour", "app.auto.tier_probes:STALE_S == 3600"),
     ),
     *quoted(
         "engine.md",
@@ -262,6 +269,34 @@ QUOTED = [
         ),
         ("(`layers`: {})", "cli.calibrate:MIN_CONTEXT_TOKENS"),
         ("an embedded name (`{}`)", "config:ModelChoice().model"),
+        ("found for the model, else {};", "fuse.encode.contexts:DEFAULT_SIZES['neighbours']"),
+        ("`{}` the first time |", "fuse.encode.preparation:DEFAULT_ENCODING"),
+    ),
+    *quoted(
+        "fusion.md",
+        (
+            "| `{}:{}` (default)",
+            "fuse.encode.preparation:DEFAULT_ENCODING",
+            "fuse.encode.contexts:DEFAULT_SIZES['filler']",
+        ),
+        ("(1 at the front, {:g} at the end)", "fuse.selectors.weave:1 + LATE"),
+        ("moved by half of the mean change", "fuse.drift:STRENGTH == 1 / 2"),
+        ("only a fifth of the rows", "fuse.selectors.weave:STAYING == 1 / 5"),
+    ),
+    *quoted(
+        "neighbours.md",
+        ("and {} if it found none", "fuse.encode.contexts:DEFAULT_SIZES['neighbours']"),
+    ),
+    *quoted(
+        "gpu.md",
+        ("`EngineConfig.recorded_rows` rows ({};", "engine.config:EngineConfig().recorded_rows"),
+        (
+            "then up to {} in at most {} MiB",
+            "fuse.transfer.groups:word(GROUP_LAYERS)",
+            "fuse.transfer.groups:GROUP_BYTES >> 20",
+        ),
+        ("within {} GiB of slots", "fuse.transfer.ring:RING_BYTES >> 30"),
+        ("For up to {:,} rows it is recorded too", "fuse.recorded_layers:MOST_ROWS"),
     ),
 ]
 
@@ -281,9 +316,19 @@ def test_a_page_quotes_what_the_code_has(quote: Quoted) -> None:
     )
 
 
+def test_the_planner_page_quotes_reasons_that_a_plan_can_have() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    table = page.split("| reason | what it means |")[1].split("\n\n")[0]
+    cells = re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)
+    reasons = [reason for cell in cells for reason in re.findall(r"`([^`]+)`", cell)]
+    assert len(reasons) > 10
+    assert set(reasons) <= set(Reason)
+
+
 def test_every_page_of_settings_is_quoted() -> None:
     settled = {quote.page for quote in QUOTED}
-    assert settled >= {f"{name}.md" for name in ("planner", "engine", "speculation", "store")}
+    prose = {page.name for page in PAGES} - {"README.md", "config.md", "models.md"}
+    assert settled == prose  # config.md has a test of its own; models.md has no defaults
 
 
 # ── commands ─────────────────────────────────────────────────────────────────
