@@ -366,13 +366,13 @@ def test_the_defaults_are_those_of_the_parts() -> None:
 
 
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
-    from kvweave.app.answer.speculation import Mode
+    from kvweave.app.question import SpeculationMode
     from kvweave.plan.ordering import OrderPermission
     from kvweave.serve.observe.logs import Format
 
     known = {name: key.kind.known for name, key in known_keys().items() if key.kind.known}
     assert known == {
-        "speculation.mode": get_args(Mode),
+        "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),
     }

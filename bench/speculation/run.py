@@ -38,9 +38,10 @@ from rich.table import Table
 from common.files import read_jsonl
 from common.results import finish, result_header
 from common.vector_cache import cached_vectors
-from kvweave.app.answer.speculation import Mode, Speculation, SpeculationConfig
+from kvweave.app.answer.speculation import Speculation, SpeculationConfig
 from kvweave.app.answer.token_stream import Submission
 from kvweave.app.notes import AnswerNotes
+from kvweave.app.question import Question, SpeculationMode
 from kvweave.app.requests import exact_request
 from kvweave.app.runtime import EngineClient
 from kvweave.cli.knowledge_bases import find_embedder
@@ -50,13 +51,13 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Sampling
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.plan.search_pace import MAX_STAGES
+from kvweave.plan.search_pace import MAX_STAGES, Paces, SearchPace
 from kvweave.text.prompt import lay_out
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Hit
 from speculation.search_only_kb import SearchOnlyKB, make_large
 
-MODES: tuple[Mode, ...] = ("off", "on", "auto")
+MODES: tuple[SpeculationMode, ...] = ("off", "on", "auto")
 WARM_UP = "Who are you?"
 LEARN = 16  # searches that teach "auto" before anything is measured
 Row = dict[str, Any]
@@ -93,7 +94,9 @@ class Bench:
             return Submission(prompt, request, AnswerNotes(), ())
 
         started_s = time.perf_counter()
-        submission, choices = speculation.answer(question, self.k, submission_of, lambda: None)
+        submission, choices = speculation.answer(
+            Question(question, k=self.k), submission_of, lambda: None
+        )
         tokens = [next(choices).token_id]
         ttft_s = time.perf_counter() - started_s
         tokens += [choice.token_id for choice in choices]
@@ -106,13 +109,13 @@ class Bench:
             tokens, ttft_s, said.search_ms / 1e3, open_s, said.guesses, said.wasted_tokens
         )
 
-    def learn(self, speculation: Speculation, vectors: Vectors) -> None:
+    def learn(self, pace: SearchPace, vectors: Vectors) -> None:
         """Searches alone, so that "auto" knows how long they take and when their lists stand."""
         for vector in vectors:
             started_s = time.perf_counter()  # by itself, so also what it takes elsewhere
             stages = self.kb.index.search_staged(vector, self.k, MAX_STAGES)
             lists = [found.ids.tolist() for found in stages]
-            speculation.pace.searched(time.perf_counter() - started_s, lists, MAX_STAGES)
+            pace.searched(time.perf_counter() - started_s, lists, MAX_STAGES)
 
     def level(self, where: str, share: float, questions: Sequence[str], learn_from: Vectors) -> Row:
         self.kb.index.share = share
@@ -120,10 +123,12 @@ class Bench:
         for question in [WARM_UP, *questions]:
             self.kb.record(self.kb.vectors[question], self.k)
         kb, device = cast(KnowledgeBase, self.kb), self.device
+        paces = {mode: Paces() for mode in MODES}
         by_mode = {
-            mode: Speculation(kb, self.asking, device, SpeculationConfig(mode)) for mode in MODES
+            mode: Speculation(kb, self.asking, device, SpeculationConfig(mode), paces=paces[mode])
+            for mode in MODES
         }
-        self.learn(by_mode["auto"], learn_from)
+        self.learn(paces["auto"].search, learn_from)
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         for number, question in enumerate([WARM_UP, *questions]):  # the first warms up
             for mode, speculation in by_mode.items():

@@ -69,6 +69,12 @@ class SearchOnlyKB:
         self.searched_s = time.perf_counter() - started_s
         return hits
 
+    def load_index(self) -> None:
+        """It is there."""
+
+    def num_stages(self, k: int, stages: int) -> int:
+        return self.index.num_stages(k, stages)
+
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[list[Hit]]:
         if not self.elsewhere:
             return (self._hits(found) for found in self.index.search_staged(vector, k, stages))

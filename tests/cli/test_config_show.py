@@ -23,6 +23,7 @@ TYPED: dict[str, tuple[str, Any]] = {  # flag → what is typed, and what the ke
     "--chunks": ("7", 7),
     "--bound": ("0.1", 0.1),
     "--order": ("free", "free"),
+    "--speculate": ("off", "off"),
     "--max-tokens": ("9", 9),
     "--temperature": ("0.5", 0.5),
     "--top-p": ("0.5", 0.5),

@@ -1,12 +1,14 @@
 """The VectorIndex contract, held against every index we ship. A new one is a new line here."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.corpus.index import VectorIndex, make_index
-from kvweave.corpus.index.base import Ids, Vectors
+from kvweave.corpus.index.base import Ids, Vector, Vectors
 from kvweave.errors import RequestError
 
 KINDS = ["flat", "ivf", "hnsw", ":memory:"]
@@ -55,7 +57,7 @@ def test_a_staged_search_ends_with_what_a_plain_search_returns(
     for query in queries:
         plain = index.search(query, k)
         staged = list(index.search_staged(query, k, stages))
-        assert 1 <= len(staged) <= stages
+        assert 1 <= len(staged) == index.num_stages(k, stages) <= stages
         assert staged[-1].ids.tolist() == plain.ids.tolist()
         assert staged[-1].scores.tolist() == plain.scores.tolist()
         assert not set(plain.ids.tolist()) & set(dead.tolist())
@@ -78,6 +80,29 @@ def test_staged_equals_plain_to_the_last_bit_for_real_sizes(kind: str) -> None:
             *_, final = index.search_staged(query, 10, stages)
             assert final.ids.tolist() == plain.ids.tolist()
             assert final.scores.tolist() == plain.scores.tolist()
+
+
+@pytest.mark.parametrize("stages", [2, 8])
+def test_a_staged_walk_compares_at_most_half_as_often_again_as_a_plain_one(stages: int) -> None:
+    import faiss
+
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((60, 48)).astype(np.float32)
+    vectors = centres[rng.integers(0, 60, 3000)] + 0.7 * rng.standard_normal((3000, 48))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    index = make_index("hnsw", 48, collection="test")
+    index.add(np.arange(1, 3001, dtype=np.int64), vectors)
+    counts = faiss.cvar.hnsw_stats
+
+    def compared(search: Callable[[Vector], object]) -> int:
+        counts.reset()
+        for query in vectors[:40] + vectors[40:80]:
+            search(query)
+        return int(counts.ndis)
+
+    plain = compared(lambda query: index.search(query, 5))
+    staged = compared(lambda query: list(index.search_staged(query, 5, stages)))
+    assert plain < staged < 1.5 * plain
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvweave.plan.search_pace import MAX_STAGES, SearchPace
+from kvweave.plan.search_pace import FEWEST_ROWS, MAX_STAGES, PrefillPace, SearchPace
 
 
 def searched(pace: SearchPace, times: int, seconds: float, lists: list[str]) -> SearchPace:
@@ -68,3 +68,20 @@ def test_a_search_that_a_prefill_slows_down_is_left_alone_and_tried_again_later(
     assert not pace.is_worth(1, 8, 0.1)
     assert pace.search_s == pytest.approx(0.3)  # by itself it takes what it took
     assert searched(pace, 40, 0.3, EARLY).is_worth(1, 8, 0.1)
+
+
+def test_one_search_that_hung_does_not_stage_those_after_it() -> None:
+    pace = searched(SearchPace(), 20, 0.002, ["a"])
+    assert searched(pace, 1, 30.0, ["a"]).num_stages() == 1
+    assert searched(pace, 20, 0.3, ["a"]).num_stages() == MAX_STAGES, "these are slow indeed"
+
+
+def test_a_row_takes_what_prefills_of_some_size_took() -> None:
+    pace = PrefillPace()
+    pace.computed(FEWEST_ROWS - 1, 9.0)
+    assert pace.row_s is None
+    pace.computed(100, 1.0)
+    assert pace.row_s == pytest.approx(0.01)
+    for _ in range(50):
+        pace.computed(100, 2.0)
+    assert pace.row_s == pytest.approx(0.02, rel=0.01)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
 from kvweave.config import QualitySettings
@@ -18,6 +18,7 @@ AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 ORDER = OrderPermission.AUTO  # of chunks, unless a question says it
 PLAIN_REUSES = (AUTO, "prefix", "full")  # of a prompt without chunks
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+SpeculationMode = Literal["auto", "on", "off"]
 
 
 class AskOptions(TypedDict, total=False):
@@ -34,6 +35,7 @@ class AskOptions(TypedDict, total=False):
     conversation_id: str | None
     history: Sequence[Mapping[str, Any]]
     tenant: str
+    speculate: SpeculationMode | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Question:
     conversation_id: str | None = None  # which conversation the history is of
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
+    speculate: SpeculationMode | None = None  # None: as the Weave does
 
     def __post_init__(self) -> None:
         if self.bound is not None and not 0.0 <= self.bound < math.inf:
@@ -77,6 +80,9 @@ class Question:
         if self.order is not None and self.order not in list(OrderPermission):
             known = ", ".join(OrderPermission)
             raise RequestError(f"order {self.order!r} is unknown; known: {known}")
+        if self.speculate not in (None, *get_args(SpeculationMode)):
+            known = ", ".join(get_args(SpeculationMode))
+            raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
         if self.reuse is not None and self.reuse not in REUSES:
             raise RequestError(f"reuse {self.reuse!r} is unknown; known: {', '.join(REUSES)}")
         if self.reuse == AUTO and self.ratio is not None:

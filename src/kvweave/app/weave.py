@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from kvweave.app.answer.answer_stream import Answer, AnswerStream, Piece, TokenLogprob
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.router import NO_LIBRARY
-from kvweave.app.answer.speculation import Mode
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import (
@@ -24,6 +23,7 @@ from kvweave.app.question import (
     AskOptions,
     PlainOptions,
     Question,
+    SpeculationMode,
 )
 from kvweave.app.runtime import ModelRuntime
 from kvweave.config import (
@@ -103,7 +103,7 @@ class Weave:
         encoding: str | None = None,
         extras: Sequence[str] | None = None,
         promotion: int = PROMOTION,
-        speculate: Mode = "auto",
+        speculate: SpeculationMode = "auto",
     ) -> Self:
         """Load a model: an embedded name, a folder, a .gguf file or a hub id.
 

@@ -18,6 +18,7 @@ from kvweave.cli.options import (
     pass_config,
     planning_options,
     reuse_option,
+    speculate_option,
     system_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
@@ -64,6 +65,7 @@ class AskArguments:
 @reuse_option
 @click.option("--ratio", type=float, help="Share of reused tokens to recompute; implies weave.")
 @planning_options
+@speculate_option
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
 @config_option(

@@ -123,6 +123,12 @@ api_key_option = click.option(
 chunks_option = config_option(
     "library.k", "--chunks", type=click.IntRange(1, 100), help="How many to take (5)."
 )
+speculate_option = config_option(
+    "speculation.mode",
+    "--speculate",
+    type=click.Choice(["auto", "on", "off"]),
+    help="Compute prompts while their chunks are searched for: where it pays, always, never.",
+)
 # their values are judged where they are used
 model_options = _all_of(
     config_option(

@@ -19,6 +19,7 @@ from kvweave.cli.options import (
     pass_config,
     planning_options,
     reuse_option,
+    speculate_option,
     system_option,
 )
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
@@ -77,6 +78,7 @@ def _gib(amount: float) -> int:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Lines of key or key:tenant. KVWEAVE_API_KEYS does the same.",
 )
+@speculate_option
 @config_option(
     "server.log_format",
     "--log-format",

@@ -122,6 +122,14 @@ class KnowledgeBase:
         """
         yield from self._search.staged(query, k, stages, mode, self._embed_query)
 
+    def load_index(self) -> None:
+        """Bring the vector index up to date, from disk if need be, so that a search finds it so."""
+        self._live.refresh()
+
+    def num_stages(self, k: int, stages: int) -> int:
+        """The stages that a search by vector has if it may have `stages`."""
+        return self._live.num_stages(k, stages)
+
     def nearest(self, chunks: Sequence[Chunk], n: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """For each chunk the ids of the `n` others most like it, nearest first; fewer if there are.
 

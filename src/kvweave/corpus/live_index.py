@@ -62,6 +62,12 @@ class LiveIndex:
                 return
             yield hits
 
+    def num_stages(self, k: int, stages: int) -> int:
+        """See `VectorIndex.num_stages`."""
+        self.refresh()
+        with self._lock.read():
+            return self._loaded.num_stages(k, stages)
+
     def refresh(self) -> None:
         """Catch up with the catalogue. Cheap when nothing changed."""
         if self._index is not None and (

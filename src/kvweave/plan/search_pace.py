@@ -10,13 +10,16 @@ single step is over.
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 MAX_STAGES = 8
 STAGE_S = 5e-3  # a stage is no shorter: looking its chunks up takes a part of a millisecond
 BINS = 8  # how far a search is: eighths
-GAIN = 0.2  # of the newest search in what a search takes
+GAIN = 0.2  # of the newest search or prefill in what one takes
+OUTLIER = 4  # times what a search takes: a longer one counts as this, it may be a hiccup
 MEMORY = 64  # searches; what is older counts for less and less
 FORGET = 0.02  # of the slowdown, with each search by itself: so that guesses are tried again
+FEWEST_ROWS = 32  # a prefill of fewer says little about the pace of larger ones
 
 
 class SearchPace:
@@ -72,7 +75,8 @@ class SearchPace:
         with self._lock:
             before = self._search_s
             if not guessed:
-                self._search_s = seconds if before is None else before + GAIN * (seconds - before)
+                took_s = seconds if before is None else min(seconds, OUTLIER * before)
+                self._search_s = took_s if before is None else before + GAIN * (took_s - before)
                 self._slowdown += FORGET * (1 - self._slowdown)
             elif before:
                 self._slowdown += GAIN * (max(1.0, seconds / before) - self._slowdown)
@@ -85,6 +89,35 @@ class SearchPace:
                     self._stood[at] /= 2
                 self._seen[at] += 1
                 self._stood[at] += stood
+
+
+class PrefillPace:
+    """What a row of a prefill takes with one engine. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._row_s: float | None = None
+
+    @property
+    def row_s(self) -> float | None:
+        """None: no prefill was measured."""
+        return self._row_s
+
+    def computed(self, rows: int, seconds: float) -> None:
+        """A prefill that had the engine to itself is through."""
+        if rows < FEWEST_ROWS:
+            return
+        with self._lock:
+            before, newest = self._row_s, seconds / rows
+            self._row_s = newest if before is None else before + GAIN * (newest - before)
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """What speculation has learnt: of one knowledge base, and of the engine that all share."""
+
+    search: SearchPace = field(default_factory=SearchPace)
+    prefill: PrefillPace = field(default_factory=PrefillPace)
 
 
 def _bin(stage: int, num_stages: int) -> int:

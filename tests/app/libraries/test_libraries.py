@@ -7,9 +7,10 @@ from typing import TypeVar
 
 import pytest
 
-from kvweave.app.answer.speculation import Mode, SpeculationConfig
+from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
 from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.question import SpeculationMode
 from kvweave.app.runtime import EngineClient
 from kvweave.app.weave import Sampling
 from kvweave.calibrate.profiles import user_path
@@ -69,7 +70,7 @@ def test_a_strategy_that_cannot_be_used_is_a_request_error_and_keeps_nothing_ope
 
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_a_first_plan_is_waited_for_on_the_thread_that_asks_not_by_those_that_search(
-    chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+    chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: SpeculationMode
 ) -> None:
     """Or the few that search would stand still for every knowledge base while one is planned."""
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, LibraryKey
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.serve.limits import Limits
@@ -389,15 +388,18 @@ def test_a_server_that_stops_does_not_wait_for_a_whole_upload(
         assert post(url, "big/search", json={"query": "node"}).json()["data"]
 
 
-def test_explain_says_what_was_guessed_while_searching(
-    filled: KbServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loan = filled.libraries.lend("", "cluster")  # it stays open, and so stays the one
-    over = loan.thing
-    monkeypatch.setattr(over._answerer._speculation, "_cfg", SpeculationConfig("off"))
-    assert ask(filled.url, kb="cluster", k=1)["explain"]["speculation"] is None
-    monkeypatch.setattr(over._answerer._speculation, "_cfg", SpeculationConfig("on"))
-    told = ask(filled.url, kb="cluster", k=1)["explain"]["speculation"]
-    assert told["stages"] >= 1
+def test_explain_says_what_was_guessed_while_searching(filled: KbServer) -> None:
+    def guessed(mode: str) -> Any:
+        return ask(filled.url, kb="cluster", k=1, speculate=mode)["explain"]["speculation"]
+
+    assert guessed("off") is None
+    told = guessed("on")
+    assert (told["stages"], told["guesses"]) == (2, 1)  # one stage for each of its two chunks
     assert told["saved_tokens"] >= 0
-    loan.give_back()
+
+
+def test_a_way_of_speculating_that_there_is_none_of_is_refused(filled: KbServer) -> None:
+    body = {"messages": user("drain?"), "kb": "cluster", "speculate": "maybe"}
+    reply = httpx.post(f"{filled.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "speculate"

@@ -28,6 +28,7 @@ from kvweave.config import WeaveConfig, given
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError
+from kvweave.plan.search_pace import Paces
 from kvweave.text.prompt import (
     SYSTEM,
     Document,
@@ -61,6 +62,7 @@ class AnswerSettings:
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations | ConversationScope = field(default_factory=Conversations)
+    paces: Paces = field(default_factory=Paces)  # what speculation knows already; likewise
 
     @classmethod
     def of(cls, config: WeaveConfig) -> "AnswerSettings":
@@ -96,7 +98,12 @@ class Answerer:
         if library is not None:
             device = runtime.decoder.device
             self._speculation = Speculation(
-                library.kb, runtime.client, device, settings.speculation, settings.look_up
+                library.kb,
+                runtime.client,
+                device,
+                settings.speculation,
+                settings.look_up,
+                settings.paces,
             )
 
     def settle(self) -> None:
@@ -128,8 +135,7 @@ class Answerer:
         speculation = self._speculation
         if question.documents is None and speculation is not None:
             chosen, tokens = speculation.answer(
-                question.question,
-                question.k,
+                question,
                 lambda hits: submission([hit.chunk.token_ids for hit in hits]),
                 lambda: self.router.get_ready(self._key(question), question, named),
             )

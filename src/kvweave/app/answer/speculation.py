@@ -6,15 +6,15 @@
 Any thread; each request searches on its own.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 
 from kvweave.app.answer.token_stream import OnFirst, Submission, TokenStream
+from kvweave.app.question import Question, SpeculationMode
 from kvweave.app.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import Ticket
@@ -27,26 +27,27 @@ from kvweave.plan.retrieval import (
     ids_of,
     retrieve,
 )
-from kvweave.plan.search_pace import MAX_STAGES, SearchPace
+from kvweave.plan.search_pace import MAX_STAGES, Paces
 from kvweave.types import Hit
 
-Mode = Literal["auto", "on", "off"]
-FEWEST_ROWS = 32  # a prefill of fewer says little about the pace of larger ones
-GAIN = 0.2  # of the newest prefill in what a row takes
+GUESSES_ON_CPU = 1
+GUESSES_ON_DEVICE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """When prompts are computed before the search for their chunks is over."""
 
-    mode: Mode = "auto"  # "on" guesses at every stage, "auto" where it is expected to gain time
-    # No guess begins while so many prompts are to be computed. None: 1 on a CPU, whose cores are
-    # all busy with one; 4 on a device that takes several at once.
+    mode: SpeculationMode = (
+        "auto"  # "on" guesses at every stage, "auto" where it is expected to gain time
+    )
+    # No guess begins while so many prompts are to be computed. None: GUESSES_ON_CPU, whose cores
+    # are all busy with one; GUESSES_ON_DEVICE, which takes several at once.
     max_prefill_bs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            known = ", ".join(get_args(Mode))
+        if self.mode not in get_args(SpeculationMode):
+            known = ", ".join(get_args(SpeculationMode))
             raise ConfigError(f"no speculation {self.mode!r}; known: {known}")
         if self.max_prefill_bs is not None and self.max_prefill_bs < 1:
             raise ConfigError("SpeculationConfig.max_prefill_bs must be at least 1")
@@ -94,34 +95,37 @@ class Speculation:
         device: torch.device,
         cfg: SpeculationConfig | None = None,
         look_up: LookUp = at_once,
+        paces: Paces | None = None,
     ) -> None:
-        """`look_up` runs searches, on threads of its choice; guesses are submitted there too."""
+        """`look_up` runs searches, on threads of its choice; guesses are submitted there too.
+        `paces` are what was learnt of this knowledge base before, and are learnt on."""
         self._kb = kb
         self._client = client
         self._look_up = look_up
         self._cfg = cfg or SpeculationConfig()
         most = self._cfg.max_prefill_bs
-        self._max_prefill_bs = most or (1 if device.type == "cpu" else 4)
-        self.pace = SearchPace()
-        self._lock = threading.Lock()
-        self._row_s: float | None = None  # what a row of a prefill takes; None: not known
+        self._max_prefill_bs = most or (
+            GUESSES_ON_CPU if device.type == "cpu" else GUESSES_ON_DEVICE
+        )
+        self._paces = paces or Paces()
 
     def answer(
-        self, question: str, k: int, submission_of: SubmissionOf, ready: Callable[[], None]
+        self, asked: Question, submission_of: SubmissionOf, ready: Callable[[], None]
     ) -> tuple[Submission, TokenStream]:
-        """What is submitted for the `k` nearest chunks, and its tokens. Close them, or read them to
-        the end.
+        """What is submitted for the chunks nearest to a question, and its tokens. Close them, or
+        read them to the end.
 
         `ready` does what may take long before the first submission: called on this thread where
         guesses are made, so that a thread of `look_up` does not wait for it. Whatever fails or
         interrupts the search ends what was guessed.
         """
-        num_stages = self._num_stages()
+        mode = asked.speculate or self._cfg.mode
+        num_stages = self._num_stages(mode)
         if num_stages == 1:
-            made = submission_of(self._look_up(lambda: self._search(question, k)))
+            made = submission_of(self._look_up(lambda: self._search(asked.question, asked.k)))
             return made, TokenStream(self._client, made.request, (*made.on_first, self._learn))
         ready()
-        got = self._look_up(lambda: self._speculate(question, k, submission_of, num_stages))
+        got = self._look_up(lambda: self._speculate(asked, submission_of, num_stages, mode))
         made, ticket = got.generation
         made.notes.retrieve_ms += got.said.ahead_s * 1e3  # a right guess came before the end
 
@@ -132,47 +136,48 @@ class Speculation:
         on_first: tuple[OnFirst, ...] = (*made.on_first, self._learn, note)
         return made, TokenStream(self._client, made.request, on_first, ticket=ticket)
 
-    def _num_stages(self) -> int:
-        if self._cfg.mode == "off":
+    def _num_stages(self, mode: SpeculationMode) -> int:
+        if mode == "off":
             return 1
-        if self._cfg.mode == "on":
+        if mode == "on":
             return MAX_STAGES
-        return 1 if self._boundary_s is None else self.pace.num_stages()
+        return 1 if self._boundary_s is None else self._paces.search.num_stages()
 
     @property
     def _boundary_s(self) -> float | None:
         """What a step of a guess takes: so long a wrong one holds others up. None: not known."""
-        if self._row_s is None:
-            return None
-        return self._row_s * (self._client.engine.cfg.guess_rows or 0)
+        row_s = self._paces.prefill.row_s
+        return None if row_s is None else row_s * (self._client.engine.cfg.guess_rows or 0)
 
     def _search(self, question: str, k: int) -> list[Hit]:
         vector = self._kb.embedder.embed_query(question)
+        self._kb.load_index()  # once, and no part of what a search takes
         started_s = time.perf_counter()
         hits = self._kb.search(vector, k)
-        self.pace.searched(time.perf_counter() - started_s, [ids_of(hits)], 1)
+        self._paces.search.searched(time.perf_counter() - started_s, [ids_of(hits)], 1)
         return hits
 
     def _speculate(
-        self, question: str, k: int, submission_of: SubmissionOf, num_stages: int
+        self, asked: Question, submission_of: SubmissionOf, most: int, mode: SpeculationMode
     ) -> RetrievalResult[Attempt]:
-        vector = self._kb.embedder.embed_query(question)
-        stages = self._kb.search_staged(vector, k, num_stages)
-        engine, boundary_s = self._client.engine, self._boundary_s
+        vector = self._kb.embedder.embed_query(asked.question)
+        num_stages = self._kb.num_stages(asked.k, most)
+        stages = self._kb.search_staged(vector, asked.k, num_stages)
+        engine, boundary_s, pace = self._client.engine, self._boundary_s, self._paces.search
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:
             made = submission_of(hits)
             return Attempt(made, engine.submit(made.request, held=held))
 
         def is_worth(stage: int) -> bool:
-            if self._cfg.mode == "on" or boundary_s is None:
+            if mode == "on" or boundary_s is None:
                 return stage < num_stages  # a guess at the last stage is none
-            return self.pace.is_worth(stage, num_stages, boundary_s)
+            return pace.is_worth(stage, num_stages, boundary_s)
 
         speculator = Speculator(start, engine.pending_prefills, self._max_prefill_bs, is_worth)
         got = retrieve(stages, speculator)
         guessed = got.said.started > 0
-        self.pace.searched(got.said.search_s, got.lists, num_stages, guessed=guessed)
+        pace.searched(got.said.search_s, got.lists, num_stages, guessed=guessed)
         return got
 
     def _learn(self, ticket: Ticket) -> None:
@@ -181,11 +186,7 @@ class Speculation:
         if record is None or timeline.shared:
             return
         rows = record.counts["computed"] + record.counts["recomputed"]
-        if rows >= FEWEST_ROWS:
-            row_s = timeline.computing_s / rows
-            with self._lock:
-                before = self._row_s
-                self._row_s = row_s if before is None else before + GAIN * (row_s - before)
+        self._paces.prefill.computed(rows, timeline.computing_s)
 
 
 def _record(said: SpeculationLog[Attempt], ticket: Ticket) -> SpeculationRecord:

@@ -33,6 +33,7 @@ from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.kv.config import GIB
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import PROMOTION
+from kvweave.plan.search_pace import Paces, PrefillPace, SearchPace
 from kvweave.types import Hit
 
 __all__ = [
@@ -108,7 +109,10 @@ class Libraries:
         self._weave = weave
         self._embedders = Embedders(open_embedder)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
-        self._conversations = Conversations()  # they outlive the closing of a knowledge base
+        # these outlive the closing of a knowledge base
+        self._conversations = Conversations()
+        self._prefill_pace = PrefillPace()
+        self._search_paces: dict[LibraryKey, SearchPace] = {}
         self._open_cache: OpenCache[LibraryKey, Weave] = OpenCache(
             self._open, self.config.open_most, self.config.wait_s
         )
@@ -173,6 +177,7 @@ class Libraries:
             usual=config.usual,
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
+            paces=Paces(self._search_paces.setdefault(place, SearchPace()), self._prefill_pace),
         )
         return self._weave.over(
             folder,

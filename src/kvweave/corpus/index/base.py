@@ -63,8 +63,13 @@ class VectorIndex(Protocol):
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         """The current top-k after each stage, the last one equal to what `search` returns.
 
-        At least one and at most `stages` results. Stopping early costs nothing.
+        `num_stages` of them. Stopping early costs nothing.
         """
+        ...
+
+    def num_stages(self, k: int, stages: int) -> int:
+        """The stages that `search_staged` has if it may have `stages`: at least one. As many while
+        nobody adds."""
         ...
 
     @property
@@ -85,6 +90,17 @@ def merge(a: IndexHits, b: IndexHits, k: int) -> IndexHits:
 
 def nothing() -> IndexHits:
     return IndexHits(np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+def efforts(full: int, k: int, stages: int) -> list[int]:
+    """The efforts of searches one after the other that end with a full one.
+
+    For an index that cannot take a walk up again: what comes before the full walk is lost. So there
+    is one walk before it, of a quarter: it compares a third as often, and in nine of ten cases it
+    ends with the list of the full one (bench/retrieval.py).
+    """
+    first = max(k, full // 4)  # fewer candidates than k could not fill the list
+    return [first, full] if stages > 1 and first < full else [full]
 
 
 def exact_top(

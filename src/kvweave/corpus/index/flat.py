@@ -68,7 +68,7 @@ class FlatIndex:
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
-        size = max(1, -(-self.rows.num_rows // stages))
+        size = self._portion_size(stages)
         best = nothing()
         start = 0
         for stage in range(stages):
@@ -79,6 +79,12 @@ class FlatIndex:
             start = end
             if start >= self.rows.num_rows:
                 return
+
+    def num_stages(self, k: int, stages: int) -> int:
+        return max(1, -(-self.rows.num_rows // self._portion_size(stages)))
+
+    def _portion_size(self, stages: int) -> int:
+        return max(1, -(-self.rows.num_rows // stages))
 
     def _portion(self, query: Vectors, k: int, start: int, end: int) -> IndexHits:
         """The best k of rows [start, end).

@@ -98,9 +98,12 @@ class IvfIndex:
             return
         with one_thread():
             distances, clusters = self.faiss_index.quantizer.search(query, self.num_probes)
-        for probes in np.array_split(np.arange(self.num_probes), min(stages, self.num_probes)):
+        for probes in np.array_split(np.arange(self.num_probes), self.num_stages(k, stages)):
             best = merge(best, self._probe(query, k, distances, clusters, probes), k)
             yield best
+
+    def num_stages(self, k: int, stages: int) -> int:
+        return max(1, min(stages, self.num_probes))
 
     def _probe(
         self, query: Vectors, k: int, distances: Vectors, clusters: Ids, probes: Ids

@@ -11,7 +11,16 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvweave.corpus.index.base import Ids, IndexHits, Vector, Vectors, check_query, nothing, ordered
+from kvweave.corpus.index.base import (
+    Ids,
+    IndexHits,
+    Vector,
+    Vectors,
+    check_query,
+    efforts,
+    nothing,
+    ordered,
+)
 from kvweave.errors import ConfigError, CorpusError
 
 if TYPE_CHECKING:
@@ -24,7 +33,7 @@ OWNER = "knowledge_base"  # the one field of a point's payload
 
 
 class QdrantIndex:
-    """One collection. Stages repeat the search with growing effort, as for HNSW."""
+    """One collection. A staged search asks twice, with growing effort, as for HNSW."""
 
     kind = "qdrant"
     learns_from_first_add = False
@@ -131,9 +140,11 @@ class QdrantIndex:
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
-        full = max(SEARCH_EFFORT, 2 * k)
-        for effort in sorted({max(k, full >> (stages - 1 - stage)) for stage in range(stages)}):
+        for effort in efforts(max(SEARCH_EFFORT, 2 * k), k, stages):
             yield self._query(query, k, effort)
+
+    def num_stages(self, k: int, stages: int) -> int:
+        return len(efforts(max(SEARCH_EFFORT, 2 * k), k, stages))
 
     def _query(self, query: Vectors, k: int, effort: int) -> IndexHits:
         from qdrant_client import models

@@ -47,6 +47,10 @@ class ServerMetrics:
             "prepare_failures", "What failed before the server was ready, see the log"
         )
         self._strategies = count("strategies", "Answers by how they were prefilled", "strategy")
+        self._staged = count("staged_searches", "Answers whose search had stages to guess at")
+        self._guesses = count("guesses", "Prompts begun before the search was over", "outcome")
+        for outcome in ("right", "wrong"):
+            self._guesses.labels(outcome)
         for outcome in ("finished", "failed", "abandoned"):
             self._answers.labels(outcome)
         for source in ("exact", "reused", "recomputed", "computed"):
@@ -69,6 +73,11 @@ class ServerMetrics:
             self._spans.tell(answer, queue_s)
         self._first.observe(answer.ttft_ms / 1e3)
         self._made.inc(answer.completion_tokens)
+        if (guessed := answer.speculation) is not None:
+            right = int(guessed.right_stage is not None)
+            self._staged.inc()
+            self._guesses.labels("right").inc(right)
+            self._guesses.labels("wrong").inc(guessed.guesses - right)
         record = answer.explain
         if record is None:
             self._strategies.labels("full").inc()

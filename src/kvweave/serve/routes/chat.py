@@ -83,7 +83,7 @@ def _logprobs_wanted(request: ChatRequest) -> int | None:
 
 
 def _refuse_without_chunks(request: ChatRequest) -> None:
-    for name in ("k", "conversation_id", "order"):
+    for name in ("k", "conversation_id", "order", "speculate"):
         if name in request.model_fields_set:
             raise ApiError(400, f"'{name}' needs 'kb' or 'documents'", param=name)
     if request.reuse is not None and request.reuse.strategy not in PLAIN_REUSES:
@@ -113,6 +113,8 @@ def _over_chunks(
         options["k"] = request.k
     if request.order is not None:
         options["order"] = request.order
+    if request.speculate is not None:
+        options["speculate"] = request.speculate
 
     def start(sampling: Sampling) -> AnswerStream:
         question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)

@@ -85,6 +85,7 @@ class ChatRequest(SamplingFields):
     conversation_id: Text | None = None  # chunks of earlier turns stay in front, each once
     order: Literal["as_found", "free", "auto"] | None = None  # may chunks move?
     reuse: AnyReuse | None = None
+    speculate: Literal["auto", "on", "off"] | None = None  # compute while a search goes on?
     explain: bool = False  # say in the reply what was done
 
     max_completion_tokens: int | None = None  # the newer name of max_tokens

@@ -1,0 +1,396 @@
+"""Numbers that docs/ quote are those of the code, and commands that they show can be typed.
+
+`QUOTED` has, for each default or constant that a page names, the words around it and where the code
+has it. Change one side and this fails; a page that quotes a new number gets a row here.
+"""
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+
+from kvweave.cli import COMMANDS
+from kvweave.plan.plan import Reason
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+TENS = {20: "twenty", 50: "fifty"}
+
+
+def word(number: float) -> str:
+    """A number as prose writes it."""
+    assert number == int(number), f"{number} is no whole number"
+    return TENS.get(int(number)) or WORDS[int(number)]
+
+
+class Quoted(NamedTuple):
+    """A passage of a page, with a format field for each value. One without fields says a number in
+    words: its values are what then has to be true."""
+
+    page: str
+    words: str  # line breaks count as spaces
+    values: tuple[str, ...]  # "module:expression", the module below kvweave
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.words[:50]}"
+
+    @property
+    def in_words(self) -> bool:
+        return "{" not in self.words
+
+
+def value_of(where: str) -> Any:
+    module, _, expression = where.partition(":")
+    names = {"word": word, **vars(importlib.import_module(f"kvweave.{module}"))}
+    return eval(expression, names)
+
+
+def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
+    return [Quoted(page, words, values) for words, *values in rows]  # type: ignore[arg-type]
+
+
+QUOTED = [
+    *quoted(
+        "planner.md",
+        (
+            "must win by {:g} % and by {:g} ms, or the exact way",
+            "plan.pricing:MIN_GAIN_SHARE * 100",
+            "plan.pricing:MIN_GAIN_S * 1e3",
+        ),
+        (
+            "`gain below {:g} % or {:g} ms`",
+            "plan.pricing:MIN_GAIN_SHARE * 100",
+            "plan.pricing:MIN_GAIN_S * 1e3",
+        ),
+        ("| nats per token, {} |", "calibrate.gate:BOUND"),
+        ("| requests, {} |", "plan.ordering:PROMOTION"),
+        (
+            "matches at least {} tokens and {:g} % more than yours",
+            "plan.ordering:MIN_GAIN_TOKENS",
+            "plan.ordering:MIN_GAIN_SHARE * 100",
+        ),
+        (
+            "({:,} of them, {:g} million chunk tokens in all",
+            "app.answer.conversations:MAX_CONVERSATIONS",
+            "app.answer.conversations:MAX_TOKENS / 1e6",
+        ),
+        ("| fewer than {} |", "plan.options:MIN_HIT_TOKENS"),
+        ("one request in {} at most; see below", "plan.trial:word(EVERY)"),
+        ("a tier's share is {}:", "plan.loading_cost:UNCHECKED"),
+        ("or the tier is back at {}.", "plan.loading_cost:UNCHECKED"),
+        ("Of the last {} the second highest counts", "plan.loading_cost:word(WINDOW)"),
+        (
+            "every half hour without a load the highest share is forgotten",
+            "plan.loading_cost:FORGET_S == 1800",
+        ),
+        (
+            "is tried by one request in {} at most, and only if its price is no more than {:g} %",
+            "plan.trial:word(EVERY)",
+            "plan.trial:MOST_LOSS * 100",
+        ),
+        ("loses by more than {:g} % is not tried", "plan.trial:MOST_LOSS * 100"),
+        ("waits a quarter of a second for it", "app.auto.tier_probes:WAIT_S == 1 / 4"),
+        (
+            "rests for {} seconds, then ten, up to {} minutes",
+            "app.auto.tier_probes:word(FIRST_REST_S)",
+            "app.auto.tier_probes:word(LONGEST_REST_S / 60)",
+        ),
+        ("nothing came from for an hour", "app.auto.tier_probes:STALE_S == 3600"),
+    ),
+    *quoted(
+        "engine.md",
+        ("at most {} requests overtake any other", "engine.scheduler:WINDOW"),
+        ("At most an eighth of the pool's bytes", "engine.offload:POOL_SHARE == 8"),
+        ("and {} GiB, is on its way", "engine.offload:MOST_BYTES >> 30"),
+        (
+            "tokens per page: {} on a CPU, {} on a GPU",
+            "engine.config:ON_CPU['page_tokens']",
+            "engine.config:ON_DEVICE['page_tokens']",
+        ),
+        ("a quarter of the memory by default", "engine.page_manager:MEMORY_SHARE == 1 / 4"),
+        ("requests computed at once, {} |", "engine.config:EngineConfig().max_running"),
+        (
+            "while none does: {} and {:,} on a CPU, {:,} and {:,} on a GPU",
+            "engine.config:ON_CPU['step_rows']",
+            "engine.config:ON_CPU['alone_rows']",
+            "engine.config:ON_DEVICE['step_rows']",
+            "engine.config:ON_DEVICE['alone_rows']",
+        ),
+        (
+            "so soon a wrong guess ends; {} on a CPU, {} elsewhere",
+            "engine.config:ON_CPU['guess_rows']",
+            "engine.config:ON_DEVICE['guess_rows']",
+        ),
+        ("may keep, {}; 0 turns it off", "engine.config:EngineConfig().tree_share"),
+        ("when it leaves a GPU; {} times the pool", "engine.prefixes:word(HOST_SHARE)"),
+        ("played from CUDA graphs, {};", "engine.config:EngineConfig().recorded_rows"),
+    ),
+    *quoted(
+        "speculation.md",
+        ("one prompt of at least {} computed tokens", "plan.search_pace:FEWEST_ROWS"),
+        ("counts as {} times the usual one", "plan.search_pace:OUTLIER"),
+        (
+            "at most {} stages, each of at least {:g} ms",
+            "plan.search_pace:MAX_STAGES",
+            "plan.search_pace:STAGE_S * 1e3",
+        ),
+        ("searched in less than {:g} ms stays plain", "plan.search_pace:2 * STAGE_S * 1e3"),
+        ("(flat up to {:,} chunks", "corpus.index:FLAT_LIMIT"),
+        ("`{}` is the default everywhere", "config:SpeculationSettings().mode"),
+        (
+            "it is {} prompt on a CPU and {} on a GPU",
+            "app.answer.speculation:GUESSES_ON_CPU",
+            "app.answer.speculation:GUESSES_ON_DEVICE",
+        ),
+        ("asked with a quarter of the effort", "corpus.index.base:efforts(128, 1, 2) == [32, 128]"),
+    ),
+    *quoted(
+        "store.md",
+        ("(the newest {} MiB)", "kv.config:DiskTierConfig('').quarantine_bytes >> 20"),
+        ("the tier rests ({:g} s, doubling to a minute)", "kv.config:StoreConfig().breaker_rest_s"),
+        ("doubling to a minute", "kv.breaker:_LONGEST_REST_S == 60"),
+        ("`remote_budget_s` ({:g} s)", "kv.config:StoreConfig().remote_budget_s"),
+        ("`local_budget_s` ({:g} s)", "kv.config:StoreConfig().local_budget_s"),
+        ("after `write_deadline_s` ({:g} s)", "kv.config:StoreConfig().write_deadline_s"),
+        ("or `{}` (the default:", "kv.config:StoreConfig().policy"),
+        ("a {} KiB header", "kv.format.header:ALIGN >> 10"),
+        ("each on a {} KiB boundary", "kv.format.header:ALIGN >> 10"),
+        ("from S3 the first {} KiB", "kv.tiers.s3:_PRELUDE_BYTES >> 10"),
+    ),
+    *quoted(
+        "corpus.md",
+        ("A chunk has at most {} tokens", "corpus.settings:CHUNK_TOKENS"),
+        ("over `--max-file-mb` ({})", "corpus.parsers:ParseLimits().file_bytes >> 20"),
+        ("everything up to {:,} chunks", "corpus.index:FLAT_LIMIT"),
+        ("up to {} million, and uses IVF", "corpus.index:word(HNSW_LIMIT / 1e6)"),
+        ("compacted when a quarter of it is removed", "corpus.index.rows:REBUILD_SHARE == 1 / 4"),
+        ("Notes of removals go after a week", "corpus.removals:KEEP_S == 7 * 24 * 3600"),
+        ("IVF ({} of 756 clusters)", "corpus.index.ivf:MIN_PROBES"),
+        ("from 94 to {} after a look", "corpus.index.ivf:MIN_PROBES"),
+    ),
+    *quoted(
+        "calibration.md",
+        ("greedily ({} tokens at most)", "calibrate.measure:MAX_ANSWER_TOKENS"),
+        (
+            "of its {:g} % interval: {:,} resamples",
+            "calibrate.bootstrap:LEVEL * 100",
+            "calibrate.bootstrap:NUM_RESAMPLES",
+        ),
+        ("(`--bound`, {} nats per token)", "calibrate.gate:BOUND"),
+        ("changes at most {:g} % of first tokens", "calibrate.gate:MAX_FLIPS * 100"),
+        ("and {:g} % is the most", "calibrate.gate:MAX_FLIPS * 100"),
+        ("Take {} questions or more", "calibrate.gate:ENOUGH_QUESTIONS"),
+        ("(tables of fewer than {} questions", "calibrate.gate:ENOUGH_QUESTIONS"),
+        ("whose choice at {} nats costs", "calibrate.gate:BOUND"),
+        ("below a tenth of `--bound`", "calibrate.measure:NOISE_SHARE == 1 / 10"),
+        ("filled up to {:,} tokens", "cli.calibrate:MIN_CONTEXT_TOKENS"),
+        ("KVzip anchors ({:g} %)", "calibrate.layer_profile:ANCHOR_SHARE * 100"),
+        ("in the best {:g} %", "calibrate.layer_profile:BUDGET * 100"),
+        ("adds less than half a point", "calibrate.layer_profile:WORTH == 0.5 / 100"),
+        (
+            "Of versions {} to {} the layers are read",
+            "calibrate.profiles:OLD_TABLES[0]",
+            "calibrate.profiles:OLD_TABLES[-1]",
+        ),
+    ),
+    *quoted(
+        "server.md",
+        ("chunks of this knowledge base ({}),", "app.question:TOP_K"),
+        ("answers to the prompt, {} at most", "serve.limits:Limits().choices"),
+        ("a list of either; {} at most", "serve.limits:Limits().choices"),
+        ("two names of the same; {} unless given", "serve.routes.chat:DEFAULT_MAX_TOKENS"),
+        ("`max_tokens` is {} unless given", "serve.routes.completions:DEFAULT_MAX_TOKENS"),
+        ("a string, or up to {};", "serve.wire.base:word(MOST_STOPS)"),
+        ("up to {} alternatives", "engine.sampling:MAX_TOP_LOGPROBS"),
+        (
+            "nothing of the body came for {:g} s, or after that less than {} KiB a second",
+            "serve.limits:Limits().body_s",
+            "serve.limits:Limits().body_rate >> 10",
+        ),
+        ("than `--max-body-mb` ({})", "serve.limits:Limits().body_bytes >> 20"),
+        ("than `--max-upload-mb` ({})", "serve.limits:Limits().upload_bytes >> 20"),
+        (
+            "{} answers are running and {} waiting",
+            "serve.limits:Limits().running",
+            "serve.limits:Limits().waiting",
+        ),
+        (
+            "or {0} uploads, or {0} searches",
+            "serve.limits:Limits().tasks + Limits().waiting_tasks",
+        ),
+        ("within `--timeout` ({:g} s)", "serve.limits:Limits().request_s"),
+        ("`--open-kbs N` ({})", "app.libraries.libraries:LibrariesConfig().open_most"),
+        ("`--host-gb G` ({})", "app.libraries.libraries:LibrariesConfig().host_bytes >> 30"),
+        ("the request waits {} seconds", "app.libraries.libraries:word(LibrariesConfig().wait_s)"),
+        ("embeddings run on {} threads", "serve.limits:word(Limits().tasks)"),
+        ("for `--lame` seconds ({:g})", "config:ServerSettings().lame_s"),
+        ("for `--grace` seconds ({:g})", "config:ServerSettings().grace_s"),
+        ("http://{}:{}/v1", "config:ServerSettings().host", "config:ServerSettings().port"),
+    ),
+    *quoted(
+        "cli.md",
+        ("to put in front of the question ({})", "config:LibrarySettings().k"),
+        ("to put in front of a question ({})", "config:LibrarySettings().k"),
+        ("per token that reuse may cost ({})", "calibrate.gate:BOUND"),
+        ("must stay below ({})", "calibrate.gate:BOUND"),
+        ("length of the answer at most ({})", "engine.sampling:Sampling().max_tokens"),
+        ("temperature {:g}, the default", "engine.sampling:Sampling().temperature"),
+        ("tokens per chunk at most ({})", "corpus.settings:CHUNK_TOKENS"),
+        ("a hub id (`{}`); fixed likewise", "config:LibrarySettings().embedder"),
+        ("larger files are skipped ({})", "corpus.parsers:ParseLimits().file_bytes >> 20"),
+        ("| `--host` | {} unless given", "config:ServerSettings().host"),
+        ("| `--port` | {} unless given", "config:ServerSettings().port"),
+        (
+            "answers at once ({}), and behind them ({})",
+            "config:ServerSettings().running",
+            "config:ServerSettings().waiting",
+        ),
+        (
+            "of a request ({}), of an upload ({})",
+            "config:ServerSettings().body_bytes >> 20",
+            "config:ServerSettings().upload_bytes >> 20",
+        ),
+        ("seconds for an answer ({:g})", "config:ServerSettings().request_s"),
+        (
+            "open at a time ({}), and host memory for chunk KV of all of them ({})",
+            "config:ServerSettings().open_kbs",
+            "app.libraries.libraries:LibrariesConfig().host_bytes >> 30",
+        ),
+        (
+            "after Ctrl-C ({:g}), and before that, in which `/readyz` says 503 ({:g})",
+            "config:ServerSettings().grace_s",
+            "config:ServerSettings().lame_s",
+        ),
+        ("(`layers`: {})", "cli.calibrate:MIN_CONTEXT_TOKENS"),
+        ("an embedded name (`{}`)", "config:ModelChoice().model"),
+        ("found for the model, else {};", "fuse.encode.contexts:DEFAULT_SIZES['neighbours']"),
+        ("`{}` the first time |", "fuse.encode.preparation:DEFAULT_ENCODING"),
+    ),
+    *quoted(
+        "fusion.md",
+        (
+            "| `{}:{}` (default)",
+            "fuse.encode.preparation:DEFAULT_ENCODING",
+            "fuse.encode.contexts:DEFAULT_SIZES['filler']",
+        ),
+        ("(1 at the front, {:g} at the end)", "fuse.selectors.weave:1 + LATE"),
+        ("moved by half of the mean change", "fuse.drift:STRENGTH == 1 / 2"),
+        ("only a fifth of the rows", "fuse.selectors.weave:STAYING == 1 / 5"),
+    ),
+    *quoted(
+        "neighbours.md",
+        ("and {} if it found none", "fuse.encode.contexts:DEFAULT_SIZES['neighbours']"),
+    ),
+    *quoted(
+        "gpu.md",
+        ("`EngineConfig.recorded_rows` rows ({};", "engine.config:EngineConfig().recorded_rows"),
+        (
+            "then up to {} in at most {} MiB",
+            "fuse.transfer.groups:word(GROUP_LAYERS)",
+            "fuse.transfer.groups:GROUP_BYTES >> 20",
+        ),
+        ("within {} GiB of slots", "fuse.transfer.ring:RING_BYTES >> 30"),
+        ("For up to {:,} rows it is recorded too", "fuse.recorded_layers:MOST_ROWS"),
+    ),
+]
+
+
+def flat(page: str) -> str:
+    return " ".join((ROOT / "docs" / page).read_text().split())
+
+
+@pytest.mark.parametrize("quote", QUOTED, ids=str)
+def test_a_page_quotes_what_the_code_has(quote: Quoted) -> None:
+    values = [value_of(where) for where in quote.values]
+    if quote.in_words:
+        assert values == [True] * len(values), f"not any more: {', '.join(quote.values)}"
+    expected = quote.words.format(*values)
+    assert expected in flat(quote.page), (
+        f"docs/{quote.page} does not say {expected!r}; put the page or the code right"
+    )
+
+
+def test_the_planner_page_quotes_reasons_that_a_plan_can_have() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    table = page.split("| reason | what it means |")[1].split("\n\n")[0]
+    cells = re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)
+    reasons = [reason for cell in cells for reason in re.findall(r"`([^`]+)`", cell)]
+    assert len(reasons) > 10
+    assert set(reasons) <= set(Reason)
+
+
+def test_every_page_of_settings_is_quoted() -> None:
+    settled = {quote.page for quote in QUOTED}
+    prose = {page.name for page in PAGES} - {"README.md", "config.md", "models.md"}
+    assert settled == prose  # config.md has a test of its own; models.md has no defaults
+
+
+# ── commands ─────────────────────────────────────────────────────────────────
+
+
+def command_of(words: list[str]) -> tuple[click.Command, list[str]] | None:
+    """The command that `kvweave WORDS` runs, and what is left; None if no command is named."""
+    if not words or words[0] not in COMMANDS:
+        return None
+    command: click.Command = importlib.import_module(COMMANDS[words[0]]).command
+    left = words[1:]
+    while isinstance(command, click.Group) and left and left[0] in command.commands:
+        command, left = command.commands[left[0]], left[1:]
+    return command, left
+
+
+def options_of(command: click.Command) -> set[str]:
+    found = {o for p in command.params for o in [*p.opts, *p.secondary_opts] if o[0] == "-"}
+    return found | {"--help"}
+
+
+def typed_lines(text: str) -> Iterator[str]:
+    """What a page shows as typed: lines of code blocks, and code within a line."""
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        yield from block.replace("\\\n", " ").splitlines()
+    prose = re.sub(r"^```[^\n]*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))
+
+
+def shown_commands(page: Path) -> Iterator[list[str]]:
+    """The words behind `kvweave`, for every call that a page shows."""
+    for line in typed_lines(page.read_text()):
+        for part in re.split(r"[|;]|&&", line):
+            match = re.search(r"(?:^|[\s$])kvweave\s+(\S.*)", part)
+            if match is None:
+                continue
+            try:
+                words = shlex.split(match[1], comments=True)
+            except ValueError:  # prose in a block, such as "doesn't"
+                continue
+            yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_shows_can_be_typed(page: Path) -> None:
+    wrong = []
+    for words in shown_commands(page):
+        found = command_of(words)
+        if found is None:
+            if re.fullmatch(r"[a-z]+", words[0]) and len(words) > 1 and words[1][:2] == "--":
+                wrong.append(f"kvweave {words[0]}: no such command")
+            continue
+        command, left = found
+        known = options_of(command)
+        for each in left:
+            flag = each.partition("=")[0]
+            if re.fullmatch(r"--?[a-z][a-z-]*", flag) and flag not in known:
+                wrong.append(f"kvweave {' '.join(words)}: {command.name} has no {flag}")
+    assert wrong == []
+
+
+def test_the_pages_show_commands_of_many_kinds() -> None:
+    shown = {words[0] for page in PAGES for words in shown_commands(page) if command_of(words)}
+    assert shown >= {"ask", "ingest", "plan", "serve", "calibrate", "cache", "docs", "config"}
