@@ -239,7 +239,11 @@ def test_a_value_that_cannot_be_is_refused_by_key_value_and_place(
     [
         ("KVWEAVE_LIBRARY_K", "many", "library.k must be a whole number, got 'many'"),
         ("KVWEAVE_QUALITY_BOUND", "low", "quality.bound must be a number, got 'low'"),
-        ("KVWEAVE_QUALITY_ORDER", "any", "quality.order must be one of keep, free; got 'any'"),
+        (
+            "KVWEAVE_QUALITY_ORDER",
+            "any",
+            "quality.order must be one of as_found, free, auto; got 'any'",
+        ),
         ("KVWEAVE_STORE_DISK_BYTES", "-1", "store.disk_bytes must be bytes or a size such as"),
         ("KVWEAVE_SERVER_PORT", "http", "server.port must be a whole number, got 'http'"),
     ],
@@ -358,7 +362,7 @@ def test_the_defaults_are_those_of_the_parts() -> None:
 
     library, quality, server = LibrarySettings(), QualitySettings(), ServerSettings()
     assert (library.embedder, library.promotion, library.k) == (DEFAULT_EMBEDDER, PROMOTION, TOP_K)
-    assert (quality.bound, quality.order) == (BOUND, Question("q").order)
+    assert (quality.bound, quality.order) == (BOUND, Question("q").permission)
     assert SpeculationSettings().mode == SpeculationConfig().mode
     assert server.open_kbs == LibrariesConfig().open_most
     for name in ("running", "waiting", "body_bytes", "upload_bytes", "request_s"):

@@ -117,7 +117,9 @@ def test_the_same_text_under_two_tenants_is_computed_for_each(guarded: str) -> N
         return [chunk["why"] for chunk in explained(key, kb, "reuse", [note])["chunks"]]
 
     assert whys("sk-acme-1", "same") == whys("sk-other", "same") == [None]
-    assert whys("sk-other", "else") == ["absent"], "stored by others, and elsewhere"
+    assert whys("sk-other", "else") == [None], "the tenant's own, from the tree"
+    fresh = explained("sk-other", "else", "reuse", [note, {**note, "title": "New"}])["chunks"]
+    assert [chunk["why"] for chunk in fresh] == [None, "absent"], "stored by others, and elsewhere"
 
 
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path) -> None:

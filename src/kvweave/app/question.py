@@ -115,12 +115,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class QuestionDefaults:
-    """What holds for questions that do not say it; None: as `Question` has it."""
+    """What holds for questions that do not say it."""
 
     reuse: str | None = None
     ratio: float | None = None
-    bound: float | None = None
-    order: str | None = None
+    bound: float = BOUND
+    order: str = ORDER
 
     @classmethod
     def of(cls, settings: QualitySettings) -> "QuestionDefaults":

@@ -180,6 +180,7 @@ def test_an_answer_from_a_knowledge_base_reuses_its_chunk_kv(filled: KbServer) -
 
 
 def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: KbServer) -> None:
+    told = ask(filled.url, kb="cluster", reuse="auto")["explain"]  # which measures the machine
     told = ask(filled.url, kb="cluster")["explain"]
     assert told["decision"]["chosen"] in {o["name"] for o in told["decision"]["options"]}
     assert all(option["reason"] for option in told["decision"]["options"])
@@ -188,7 +189,8 @@ def test_auto_is_the_default_of_a_knowledge_base_and_says_why(filled: KbServer) 
         assert option["load_bytes"] == 0 or option["load_ms"] > 0, option
     other = [{"role": "system", "content": "Be exact."}, *user("How do I drain a node?")]
     told = ask(filled.url, kb="cluster", messages=other)["explain"]
-    assert (told["strategy"], told["decision"]) == ("full", None)
+    assert (told["strategy"], told["decision"]) == ("prefix", None)
+    assert "behind this system prompt" in told["why"]
 
 
 def test_explain_comes_in_the_last_chunk_of_a_stream(filled: KbServer) -> None:
@@ -235,9 +237,12 @@ def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled
     same = [*first, said, *user("And how do I drain a node again?")]
     again = turn(same, conversation_id="c1")
     assert len(again["explain"]["chunks"]) == 2, "what the history holds is not sent twice"
-    for strangers in ({}, {"conversation_id": "c2"}):
-        words, new = turn(same, **strangers)["explain"]["chunks"]
-        assert new["tokens"] == chunk["tokens"], "nothing is known of another conversation"
+    words, new = turn(same, conversation_id="c2")["explain"]["chunks"]
+    assert new["tokens"] == chunk["tokens"], "nothing is known of another conversation"
+    unnamed = user("How do I drain a node, then?")
+    said["content"] = turn(unnamed)["choices"][0]["message"]["content"]
+    kept = turn([*unnamed, said, *user("And how again?")])["explain"]["chunks"]
+    assert len(kept) == 2, "one without a name is known by what was said"
 
 
 def test_the_list_has_every_knowledge_base(filled: KbServer) -> None:

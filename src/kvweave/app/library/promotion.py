@@ -46,7 +46,7 @@ class ChunkPromotion:
         self._lock = threading.Lock()
         self._table = AccessTable()
         self._waiting: set[ChunkId] = set()  # by `_name`
-        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PromotedChunk | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._idle = threading.Condition(self._lock)
@@ -71,7 +71,7 @@ class ChunkPromotion:
                 often = self._table.count(name) >= self._threshold
                 if (often or chunk_id in at_once) and self._has_room(encoder, name, ids):
                     self._waiting.add(name)
-                    self._queue.put(_Waiting(encoder, Chunk(chunk_id, "", "", ids), as_of))
+                    self._queue.put(PromotedChunk(encoder, Chunk(chunk_id, "", "", ids), as_of))
             if self._waiting and self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="promotion", daemon=True)
                 self._thread.start()
@@ -128,7 +128,7 @@ class ChunkPromotion:
                     self._idle.notify_all()
 
 
-class _Waiting(NamedTuple):
+class PromotedChunk(NamedTuple):
     """A chunk that is to be encoded."""
 
     encoder: ChunkEncoder

@@ -92,7 +92,7 @@ class AnswerSpans:
 def _stages(answer: Answer) -> list[tuple[str, float]]:
     """Name and milliseconds, in the order in which they happen."""
     record = answer.explain
-    stages = [] if record is None else [
+    stages = [] if record is None or not record.chunks else [
         ("retrieve", record.stages.retrieve),
         ("load", record.stages.load),
         ("select", record.stages.select),
