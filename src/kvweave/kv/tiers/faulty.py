@@ -6,13 +6,13 @@ Each call draws from one seeded generator, so a single-threaded run can be repea
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.config import FaultPlan
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import Reader
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ChunkTag
 from kvweave.kv.tiers.base import StoredObject, Tier
 
 
@@ -82,6 +82,14 @@ class FaultyTier:
     def scan(self) -> Iterator[StoredObject]:
         self.stumble("scan")
         yield from self._inner.scan()
+
+    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        self.stumble("tagged")
+        return self._inner.tagged(tags)
+
+    def check(self) -> None:
+        self.stumble("check")
+        self._inner.check()
 
     def close(self) -> None:
         self.release()
