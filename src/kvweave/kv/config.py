@@ -61,6 +61,12 @@ class RedisTierConfig:
         """The url as people and logs may see it."""
         return masked_url(self.url)
 
+    @property
+    def place(self) -> str:
+        """The server and the part of it, whoever asks."""
+        scheme, _, rest = self.shown.partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]} {self.prefix}"
+
 
 @dataclass(frozen=True, slots=True)
 class S3TierConfig:
@@ -74,6 +80,11 @@ class S3TierConfig:
     region: str | None = None
     timeout_s: float = 5.0  # connect, and each read from the connection
     max_connections: int = 16
+
+    @property
+    def place(self) -> str:
+        """The bucket and the part of it, whoever asks."""
+        return f"s3://{self.bucket}/{self.prefix} {self.endpoint_url or ''}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

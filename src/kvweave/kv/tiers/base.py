@@ -67,6 +67,11 @@ class Tier(Protocol):
     name: str  # for metrics and messages: host, disk, redis, s3
 
     @property
+    def place(self) -> str:
+        """Which one it is, without secrets: equal for all who share it, in any process."""
+        ...
+
+    @property
     def durable(self) -> bool:
         """What `write` acknowledged survives the death of this process."""
         ...

@@ -79,6 +79,7 @@ class DiskTier:
     def __init__(self, cfg: DiskTierConfig, *, sweep: bool = True) -> None:
         """`sweep=False` leaves what dead writers left: for a caller that only looks."""
         self.name = "disk"
+        self.place = str(cfg.root.absolute())
         self._cfg = cfg
         self._objects = cfg.root / "objects"
         self._listing = Listing(needed=self._objects)

@@ -46,6 +46,7 @@ class FaultyTier:
     def __init__(self, inner: Tier, plan: FaultPlan) -> None:
         self.plan = plan  # tests swap it: faults can begin and end while the tier is in use
         self.name = f"faulty {inner.name}"
+        self.place = inner.place
         self.durable = inner.durable
         self.remote = inner.remote
         self.best_read_bytes = inner.best_read_bytes

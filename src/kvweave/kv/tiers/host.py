@@ -55,6 +55,7 @@ class HostTier:
 
     def __init__(self, cfg: HostTierConfig) -> None:
         self.name = "host"
+        self.place = "host memory"
         self.pinned = torch.cuda.is_available() if cfg.pinned is None else cfg.pinned
         self._lock = threading.Lock()
         self._arena = Arena(cfg.capacity_bytes, ALIGN)

@@ -34,6 +34,7 @@ class RedisTier:
                 "a redis tier needs the redis package; run: pip install 'kvweave[remote]'"
             ) from None
         self.name = "redis"
+        self.place = cfg.place
         self._cfg = cfg
         self._error: type[Exception] = redis.RedisError
         self._no_room: type[Exception] = redis.exceptions.OutOfMemoryError

@@ -40,6 +40,7 @@ class S3Tier:
                 "an s3 tier needs the boto3 package; run: pip install 'kvweave[remote]'"
             ) from None
         self.name = "s3"
+        self.place = cfg.place
         self._cfg = cfg
         self._client_error: type[Exception] = botocore.exceptions.ClientError
         self._boto_error: type[Exception] = botocore.exceptions.BotoCoreError
