@@ -15,6 +15,7 @@ from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.speculation import Mode
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.library.store_tiers import check_store
 from kvweave.app.question import AUTO, BOUND, REUSES, TOP_K, AskOptions, Question
 from kvweave.app.runtime import ModelRuntime
 from kvweave.config import (
@@ -122,6 +123,8 @@ class Weave:
     ) -> Self:
         """As `open`, by a configuration: `kvweave.config.load_config` reads one from file and
         variables."""
+        if kb is not None:
+            check_store(config.store)
         runtime = ModelRuntime.open(config.model, EngineConfig(**given(config.engine)))
         settings = AnswerSettings.of(config)
         if kb is None:

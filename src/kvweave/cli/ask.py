@@ -17,6 +17,7 @@ from kvweave.cli.options import (
     model_options,
     pass_config,
     planning_options,
+    store_options,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
 from kvweave.config import EffectiveConfig, ModelChoice, given
@@ -70,6 +71,7 @@ class AskArguments:
 @planning_options
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
+@store_options
 @config_option(
     "sampling.max_tokens", "--max-tokens", type=int, help="Length of the answer at most (256)."
 )

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.knowledge_bases import open_weave
-from kvweave.cli.options import Amount, config_option, model_options, pass_config
+from kvweave.cli.options import (
+    Amount,
+    config_option,
+    model_options,
+    pass_config,
+    store_options,
+)
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
 from kvweave.errors import ConfigError
 
@@ -33,6 +39,7 @@ def _gib(amount: float) -> int:
 
 @click.command("serve")
 @model_options
+@store_options
 @config_option("server.host", "--host", show_default=True, help="Address to listen on.")
 @config_option(
     "server.port",
@@ -119,6 +126,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""
     _need_extra()
     from kvweave.app.libraries.libraries import Libraries
+    from kvweave.app.library.store_tiers import check_store
     from kvweave.serve.auth import read_keys
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
@@ -126,6 +134,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     config, server_config = effective.config, effective.config.server
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
     places = make_places(config, folders)
+    check_store(config.store)
     # before the model: a taken port should not cost a load
     with _listen(server_config.host, server_config.port) as listener:
         weave = open_weave(config=config)

@@ -200,6 +200,10 @@ class KVStore:
         """The tiers that other machines share, in order."""
         return [slot.tier for slot in self.inventory.slots if slot.tier.remote]
 
+    def places(self) -> set[str]:
+        """Where its tiers are."""
+        return {slot.tier.place for slot in self.inventory.slots}
+
     def know_by(self, known: Callable[[Collection[str]], Collection[str]]) -> None:
         """`known` says which of some chunks exist: what is loaded of those is kept, whatever was
         forgotten before. Called on any thread; may block."""
