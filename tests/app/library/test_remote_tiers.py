@@ -128,6 +128,7 @@ def test_a_second_machine_answers_from_the_shared_tier_without_encoding_anything
     with over("a", shared) as weave:
         fill(weave)
         assert weave.library.encoder.saves().saved == 2
+        assert weave.library.store.metrics.value("kv_chunks_encoded_total") == 2
         wanted = ask(weave).text
     name = "redis" if shared.redis_url else "s3"
     with over("b", shared) as weave:
@@ -141,6 +142,7 @@ def test_a_second_machine_answers_from_the_shared_tier_without_encoding_anything
         metrics = weave.library.store.metrics
         assert metrics.value("kv_loads_total", tier=name) == 1
         assert metrics.value("kv_saves_total") == 0
+        assert metrics.value("kv_chunks_encoded_total") == 0
         assert [c.tier for c in ask(weave).explain.chunks] == ["host"]  # type: ignore[union-attr]
 
 
