@@ -1,6 +1,7 @@
 """What every test may rely on: no hub, and subprocesses that find this checkout's package."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,29 @@ def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from worlds.tiny_models import make_chat_model_folder
 
     return make_chat_model_folder(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server, once for all tests."""
+    from worlds.servers import running_redis
+
+    with running_redis(tmp_path_factory.mktemp("redis")) as port:
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3-compatible server with the bucket "chunks", and credentials for it."""
+    from worlds.servers import running_s3
+
+    with running_s3() as endpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        import boto3
+
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        client.create_bucket(Bucket="chunks")
+        client.close()
+        yield endpoint

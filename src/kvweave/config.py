@@ -62,7 +62,10 @@ class Range(NamedTuple):
 
 
 SIZE = "size"  # marks a number of bytes, which may be written with a unit: "8GiB"
+MASKED = "masked"  # marks a url that may hold a password: shown without it
 
+Url = Annotated[str, MASKED]
+Bytes0 = Annotated[int, SIZE, Range(0)]
 Bytes = Annotated[int, SIZE, Range(1)]
 Bytes0 = Annotated[int, SIZE, Range(0)]
 Count = Annotated[int, Range(1)]
@@ -76,9 +79,9 @@ Penalty = Annotated[float, Range(0.01, 100)]
 Seed = Annotated[int, Range(0, 2**63 - 1, "between 0 and 2**63 - 1")]
 
 
-def unset(words: str) -> Any:
+def unset(words: str, *, is_shown: bool = True) -> Any:
     """A key that is None unless it is given; `words` say what happens then."""
-    return field(default=None, metadata={"unset": words})
+    return field(default=None, metadata={"unset": words}, repr=is_shown)
 
 
 class ConfigSection:
@@ -119,10 +122,16 @@ class LibrarySettings(ConfigSection):
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(ConfigSection):
-    """How much chunk KV is kept, in host memory and on the disk of its knowledge base, and how."""
+    """How much chunk KV is kept, where and how: host memory, a disk, what machines share."""
 
     host_bytes: Bytes | None = unset("2 GiB; 8 GiB for all of a server")  # of host memory
-    disk_bytes: Bytes | None = unset("64 GiB")  # on disk; beyond it, chunk KV is evicted
+    disk_bytes: Bytes0 | None = unset("64 GiB")  # on disk; beyond it, KV is evicted; 0: no disk
+    disk_folder: Path | None = unset("kv in each knowledge base")  # a subfolder for each
+    redis_url: Url | None = unset("no such tier", is_shown=False)  # Valkey or Redis
+    redis_ttl_s: Count | None = unset("as the server evicts")  # how long an object stays there
+    s3_url: str | None = unset("no such tier")  # s3://BUCKET/PREFIX
+    s3_endpoint: str | None = unset("Amazon's")  # of another S3-compatible store: http://HOST:PORT
+    s3_region: str | None = unset("as boto3 finds it")
     codec: str | None = unset("int8")  # how chunk KV is written; another codec is other chunk KV
     policy: str | None = unset("pgdsf")  # what stays: lru, lfu, gdsf or pgdsf
 
@@ -228,6 +237,7 @@ class Kind(NamedTuple):
     known: tuple[str, ...]  # the only values there are; empty: any
     range: Range | None  # of a number
     is_size: bool  # a number of bytes
+    is_masked: bool = False  # a url that may hold a password
 
     @classmethod
     def of(cls, hint: Any) -> "Kind":
@@ -242,7 +252,7 @@ class Kind(NamedTuple):
         known = get_args(hint) if get_origin(hint) is Literal else ()
         plain = str if known else get_origin(hint) or hint
         bounds = next((mark for mark in marks if isinstance(mark, Range)), None)
-        return cls(plain, is_optional, known, bounds, SIZE in marks)
+        return cls(plain, is_optional, known, bounds, SIZE in marks, MASKED in marks)
 
     def complaint(self, value: object) -> str | None:
         """What is wrong with a value, and which are right; None if nothing is."""

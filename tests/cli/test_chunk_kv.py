@@ -8,6 +8,7 @@ import pytest
 
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.cli.explain_view import missing_line
+from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
@@ -244,8 +245,8 @@ def test_chunk_kv_that_was_saved_is_counted(world: World) -> None:
 def test_chunk_kv_that_could_not_be_saved_is_said(
     world: World, monkeypatch: pytest.MonkeyPatch, plan: FaultPlan, why: str
 ) -> None:
-    def broken_store(_: KVOptions, folder: Path) -> StoreConfig:
-        disk = FaultyTierConfig(DiskTierConfig(folder / "kv"), plan)
+    def broken_store(_: KVOptions, kb: KnowledgeBase) -> StoreConfig:
+        disk = FaultyTierConfig(DiskTierConfig(kb.folder / "kv"), plan)
         return StoreConfig(tiers=(HostTierConfig(), disk))
 
     monkeypatch.setattr(KVOptions, "store_config", broken_store)

@@ -42,6 +42,7 @@ TYPED: dict[str, tuple[str, Any]] = {  # flag → what is typed, and what the ke
     "--host-gb": ("0.5", 1 << 29),
     "--grace": ("2.5", 2.5),
     "--lame": ("1", 1.0),
+    "--redis-url": ("redis://me:hidden@h:1/0", "redis://me:***@h:1/0"),
 }
 
 

@@ -16,30 +16,9 @@ from kvweave.kv.config import (
     TierConfig,
 )
 from kvweave.kv.tiers import Tier, open_tier
-from worlds.servers import running_redis, running_s3
 
 MIB = 1 << 20
 TIERS = ["host", "disk", "disk direct", "redis", "s3", "faulty host", "faulty disk"]
-
-
-@pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as port:
-        yield f"redis://127.0.0.1:{port}/0"
-
-
-@pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    with running_s3() as endpoint, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        import boto3
-
-        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
-        client.create_bucket(Bucket="chunks")
-        client.close()
-        yield endpoint
 
 
 @pytest.fixture(params=TIERS)

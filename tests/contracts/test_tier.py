@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, tag_of
 from kvweave.kv.memory import new_memory
 from kvweave.kv.tiers import Reader, Tier
 from worlds.kv import make_chunk, make_context, make_key
@@ -139,6 +139,25 @@ def test_scan_lists_every_object_with_its_size(tier: Tier) -> None:
         **{c.key: len(c.view) for c in chunks},
         make_key(0, other_model): 4096,
     }
+
+
+def test_all_objects_of_a_chunk_are_found_by_name_whoever_wrote_them(tier: Tier) -> None:
+    other_model = make_context(model="weights-2")
+    for number in range(4):
+        tier.write(make_key(number), [make_chunk(number).view])
+        tier.write(make_key(number, other_model), [b"x" * 4096])
+    wanted = [tag_of(make_key(number)) for number in (1, 3, 9)]
+    found = tier.tagged(wanted)
+    assert len(found) == len(set(found))
+    assert set(found) == {
+        make_key(number, context) for number in (1, 3) for context in (None, other_model)
+    }
+    assert tier.tagged([]) == []
+
+
+def test_a_tier_that_can_be_used_says_so(tier: Tier) -> None:
+    tier.check()
+    assert list(tier.scan()) == [], "a look leaves nothing behind"
 
 
 def test_what_is_durable_is_there_for_the_next_one_who_opens(

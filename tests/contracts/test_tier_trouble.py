@@ -355,7 +355,7 @@ def test_redis_speaks_tls_with_a_server_it_can_check_and_with_no_other(tmp_path:
 
 
 def test_a_bad_redis_url_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="bad redis url"):
+    with pytest.raises(ConfigError, match="cannot be read; write redis://"):
         RedisTier(RedisTierConfig("http://somewhere"))
 
 

@@ -15,6 +15,7 @@ from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.library.store_tiers import check_store
 from kvweave.app.question import (
     AUTO,
     BOUND,
@@ -131,6 +132,8 @@ class Weave:
     ) -> Self:
         """As `open`, by a configuration: `kvweave.config.load_config` reads one from file and
         variables."""
+        if kb is not None:
+            check_store(config.store)
         runtime = ModelRuntime.open(config.model, EngineConfig(**given(config.engine)))
         settings = AnswerSettings.of(config)
         if kb is None:

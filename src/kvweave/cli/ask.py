@@ -19,6 +19,7 @@ from kvweave.cli.options import (
     planning_options,
     reuse_option,
     speculate_option,
+    store_options,
     system_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
@@ -68,6 +69,7 @@ class AskArguments:
 @speculate_option
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
+@store_options
 @config_option(
     "sampling.max_tokens", "--max-tokens", type=int, help="Length of the answer at most (256)."
 )

@@ -10,6 +10,7 @@ import click
 from kvweave.cli import ask, ingest, serve
 from kvweave.cli.options import ConfigOption, json_option, pass_config
 from kvweave.config import EffectiveConfig, Key, known_keys
+from kvweave.kv.config import masked_url
 
 
 @click.group()
@@ -26,7 +27,7 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
     From a default, from kvweave.toml, from a variable, or from a flag: those of ask, ingest and
     serve are taken here too.
     """
-    rows = [(key, _public(effective.config.value(name))) for name, key in known_keys().items()]
+    rows = [(key, _public(key, effective.config.value(name))) for name, key in known_keys().items()]
     if as_json:
         told = {
             str(key): {"value": value, "from": effective.sources[str(key)]} for key, value in rows
@@ -50,8 +51,10 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
     console.print(file, style="dim", soft_wrap=True)
 
 
-def _public(value: Any) -> Any:
-    """As JSON has it."""
+def _public(key: Key, value: Any) -> Any:
+    """As JSON has it, without passwords."""
+    if key.kind.is_masked and value is not None:
+        return masked_url(value)
     return str(value) if isinstance(value, Path) else value
 
 

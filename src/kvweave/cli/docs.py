@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from kvweave.cli.knowledge_bases import find_embedder
-from kvweave.cli.options import api_key_option, json_option, kb_option
+from kvweave.cli.options import api_key_option, json_option, kb_option, pass_config
+from kvweave.config import EffectiveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import MODES, Mode
 
@@ -77,8 +78,13 @@ def show_command(reference: str, kb_folder: Path, as_json: bool) -> None:
 @kb_option
 @api_key_option
 @json_option
+@pass_config
 def rm_command(
-    references: tuple[str, ...], kb_folder: Path, qdrant_api_key: str | None, as_json: bool
+    references: tuple[str, ...],
+    kb_folder: Path,
+    qdrant_api_key: str | None,
+    as_json: bool,
+    effective: EffectiveConfig,
 ) -> None:
     """Remove documents, named by id or file, with the chunks that only they use."""
     with KnowledgeBase.open(kb_folder, api_key=qdrant_api_key) as kb:
@@ -90,8 +96,10 @@ def rm_command(
             from kvweave.app.library.kv_sync import (
                 remove_with_kv,  # brings torch: only where there is KV
             )
+            from kvweave.app.library.store_tiers import remote_tiers
 
-            orphaned = remove_with_kv(kb, sorted(ids)).orphaned
+            remotes = remote_tiers(effective.config.store)
+            orphaned = remove_with_kv(kb, sorted(ids), remotes).orphaned
         else:
             orphaned = kb.remove_documents(sorted(ids)).orphaned
     if as_json:

@@ -19,6 +19,7 @@ from kvweave.cli.options import (
     kb_option,
     model_options,
     pass_config,
+    store_options,
     system_option,
 )
 from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
@@ -95,6 +96,7 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
     help="Compute KV behind neighbours again where others are nearer by now.",
 )
 @model_options
+@store_options
 @api_key_option
 @json_option
 @pass_config
@@ -113,6 +115,7 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
 
     config, asked = effective.config, IngestArguments(**arguments)
     _check_preparation(effective, asked)
+    _check_store(config, asked)
     stored, embedder = read_settings(asked.kb_folder), config.library.embedder
     if stored is not None and "library.embedder" not in effective.flags:
         embedder = stored.embedder
@@ -169,6 +172,20 @@ def _check_preparation(effective: EffectiveConfig, asked: IngestArguments) -> No
             raise ConfigError(f"{', '.join(vain)} {does} for computing chunk KV; add --kv")
 
 
+def _check_store(config: WeaveConfig, asked: IngestArguments) -> None:
+    """Judge where chunk KV is to be kept before any is computed. Raises ConfigError."""
+    if not asked.kv:
+        return
+    from kvweave.app.library.store_tiers import check_store, remote_tiers
+
+    check_store(config.store)
+    if config.store.disk_bytes == 0 and not remote_tiers(config.store):
+        raise ConfigError(
+            "store.disk_bytes is 0 and no tier is shared: nothing of --kv would be kept; "
+            "set store.redis_url or store.s3_url, or leave disk_bytes out"
+        )
+
+
 @contextmanager
 def _encoding(
     kb: "KnowledgeBase", config: WeaveConfig, asked: IngestArguments
@@ -183,7 +200,9 @@ def _encoding(
     from kvweave.app.library.kv_sync import SyncJob, sync_without_model
 
     if not asked.kv:
-        with sync_without_model(kb) as sync:
+        from kvweave.app.library.store_tiers import remote_tiers
+
+        with sync_without_model(kb, remote_tiers(config.store)) as sync:
             yield None, sync
         return
     from kvweave.app.library.library_kv import KVOptions, LibraryKV

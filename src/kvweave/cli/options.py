@@ -166,3 +166,26 @@ planning_options = _all_of(  # what a user allows the planner
         help="May chunks move to where more is exact? auto: if calibration found it harmless.",
     ),
 )
+store_options = _all_of(  # where chunk KV is kept besides host memory
+    config_option(
+        "store.disk_folder",
+        "--disk-folder",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Folder of chunk KV (kv in each knowledge base).",
+    ),
+    config_option(
+        "store.redis_url",
+        "--redis-url",
+        metavar="URL",
+        help="Share chunk KV on a Valkey or Redis server. KVWEAVE_STORE_REDIS_URL does the same.",
+    ),
+    config_option(
+        "store.s3_url", "--s3-url", metavar="URL", help="Share chunk KV in s3://BUCKET/PREFIX."
+    ),
+    config_option(
+        "store.s3_endpoint",
+        "--s3-endpoint",
+        metavar="URL",
+        help="Of an S3-compatible store (Amazon's).",
+    ),
+)

@@ -20,6 +20,7 @@ from kvweave.cli.options import (
     planning_options,
     reuse_option,
     speculate_option,
+    store_options,
     system_option,
 )
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
@@ -42,6 +43,7 @@ def _gib(amount: float) -> int:
 
 @click.command("serve")
 @model_options
+@store_options
 @config_option("server.host", "--host", show_default=True, help="Address to listen on.")
 @config_option(
     "server.port",
@@ -132,6 +134,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""
     _need_extra()
     from kvweave.app.libraries.libraries import Libraries
+    from kvweave.app.library.store_tiers import check_store
     from kvweave.serve.auth import read_keys
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
@@ -139,6 +142,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     config, server_config = effective.config, effective.config.server
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
     places = make_places(config, folders)
+    check_store(config.store)
     # before the model: a taken port should not cost a load
     with _listen(server_config.host, server_config.port) as listener:
         weave = open_weave(config=config)

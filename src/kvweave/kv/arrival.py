@@ -47,6 +47,10 @@ class ArrivalOwner(Protocol):
         """Memory for an object of this header."""
         ...
 
+    def refuses(self, arrival: "Arrival", header: Header, memory: Memory) -> bool:
+        """Whether nothing may be read of it, now that it is known whose text it is. May block."""
+        ...
+
     def complete(self, arrival: "Arrival") -> None:
         """Every layer is there and checked."""
         ...

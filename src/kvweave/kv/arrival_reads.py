@@ -167,6 +167,9 @@ class ArrivalReads:
                 name for name in header.extras if landing.whole or name in self._wanted
             )
         damaged = self._take_front(reader, header, raw, landing.memory.view)
+        if arrival.owner.refuses(arrival, header, landing.memory):
+            arrival.fail(Miss.ABSENT, "its document was removed")
+            return
         with self._changed:
             arrival.front = self._taken
             arrival.held = self._taken - damaged.keys()

@@ -1,12 +1,23 @@
 """Settings of the chunk KV store, one frozen dataclass per part, one comment per field."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 GIB = 1 << 30
 MIB = 1 << 20
+
+
+def masked_url(url: str) -> str:
+    """A url with *** in place of its password, wherever it stands; at worst with less."""
+    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
+    secrets, at, place = rest.rpartition("@")  # a password that was not escaped may hold any sign
+    user = secrets.partition(":")[0]
+    hidden = f"{user}:***@" if ":" in secrets else "***@" if at else ""
+    place = re.sub(r"(?i)([?&]password=)[^&]*", r"\1***", place)
+    return f"{scheme}{separator}{hidden}{place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +47,25 @@ class RedisTierConfig:
 
     kind: ClassVar[str] = "redis"
     capacity_bytes: ClassVar[int | None] = None  # the server's own `maxmemory`
-    url: str  # redis://, rediss:// (TLS) or unix://, with user, password and database if needed
+    # redis://, rediss:// (TLS) or unix://, with user, password and database if needed
+    url: str = field(repr=False)
     prefix: str = "kvweave:"  # in front of every key: keep other users of the server apart
     timeout_s: float = 2.0  # one command; later is a miss
     ttl_s: int | None = None  # let the server forget objects this long after they were written
     ca_file: Path | None = None  # TLS: certificate authority, None for the system's
     cert_file: Path | None = None  # TLS: client certificate, with its key in key_file
     key_file: Path | None = None
+
+    @property
+    def shown(self) -> str:
+        """The url as people and logs may see it."""
+        return masked_url(self.url)
+
+    @property
+    def place(self) -> str:
+        """The server and the part of it, whoever asks."""
+        scheme, _, rest = self.shown.partition("://")
+        return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]} {self.prefix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +80,11 @@ class S3TierConfig:
     region: str | None = None
     timeout_s: float = 5.0  # connect, and each read from the connection
     max_connections: int = 16
+
+    @property
+    def place(self) -> str:
+        """The bucket and the part of it, whoever asks."""
+        return f"s3://{self.bucket}/{self.prefix} {self.endpoint_url or ''}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

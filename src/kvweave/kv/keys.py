@@ -1,12 +1,16 @@
 """The name of a chunk's KV: a hash over everything that changes its bytes.
 
-    key = context id (8 bytes) ‖ content id (24 bytes)
+    key = context id (8 bytes) ‖ chunk tag (8 bytes) ‖ content id (16 bytes)
 
 The context id stands for model, dtype, codec, tokenizer, preamble, variant, RoPE configuration,
 tenant salt and layout version; the content id for the context, the chunk's token ids and the ids of
 the chunks it was computed behind, if any. Keys of one model, preamble and tenant therefore share
 their first 8 bytes, which lets a tier keep them together and lets people see whose bytes fill a
 folder.
+
+The chunk tag is the first half of the chunk's id and of nothing else. So a removal finds all KV of
+a chunk by name, whichever model, preamble or tenant it was computed for and whoever wrote it: also
+on a server that lists names and would take hours to give out what they name.
 
 Token ids are hashed, never text, and never with Python's `hash`: the same chunk gets the same key
 in every process and on every machine. `tests/kv/test_keys.py` holds golden values.
@@ -22,9 +26,13 @@ from kvweave.kv.format.header import LAYOUT_VERSION
 
 ChunkKey = NewType("ChunkKey", bytes)
 ContextId = NewType("ContextId", bytes)
+ChunkTag = NewType("ChunkTag", bytes)
 
 KEY_BYTES = 32
 CONTEXT_BYTES = 8
+TAG_BYTES = 8
+_TAG_END = CONTEXT_BYTES + TAG_BYTES
+_CHUNK_ID_BYTES = 16  # of which the tag is the first half
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class KeyContext:
     layout_version: int = LAYOUT_VERSION
 
     def context_id(self) -> ContextId:
-        return ContextId(_digest(CONTEXT_BYTES, b"kvweave context", *self._encoded()))
+        return ContextId(_digest(CONTEXT_BYTES, b"kvweave context 2", *self._encoded()))
 
     def _encoded(self) -> list[bytes]:
         encoded: list[bytes] = []
@@ -64,13 +72,29 @@ def make_chunk_key(
     alone: a context of its own for each chunk would be a folder of its own on disk.
     """
     parts = [*context._encoded(), _ids_bytes(token_ids), *(name.encode() for name in behind)]
-    content = _digest(KEY_BYTES - CONTEXT_BYTES, b"kvweave chunk", *parts)
-    return ChunkKey(context.context_id() + content)
+    content = _digest(KEY_BYTES - _TAG_END, b"kvweave chunk", *parts)
+    # the hash that corpus/chunker.py names chunks by: tests/kv/test_keys.py holds the two together
+    chunk_id = hashlib.blake2b(_ids_bytes(token_ids), digest_size=_CHUNK_ID_BYTES).digest()
+    return ChunkKey(context.context_id() + chunk_id[:TAG_BYTES] + content)
 
 
 def context_of(key: ChunkKey) -> ContextId:
     """Which context a key belongs to."""
     return ContextId(key[:CONTEXT_BYTES])
+
+
+def tag_of(key: ChunkKey) -> ChunkTag:
+    """Which chunk a key belongs to, as `make_tag` says it."""
+    return ChunkTag(key[CONTEXT_BYTES:_TAG_END])
+
+
+def make_tag(chunk_id: str) -> ChunkTag | None:
+    """The tag of a chunk by its id; None for what is no id of a chunk."""
+    try:
+        raw = bytes.fromhex(chunk_id)
+    except ValueError:
+        return None
+    return ChunkTag(raw[:TAG_BYTES]) if len(raw) == _CHUNK_ID_BYTES else None
 
 
 def parse_key(text: str) -> ChunkKey | None:

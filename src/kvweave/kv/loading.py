@@ -18,7 +18,7 @@ from kvweave.kv.format.header import Header
 from kvweave.kv.inventory import Inventory, TierSlot
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
-from kvweave.kv.memory import BufferPool
+from kvweave.kv.memory import BufferPool, Memory
 from kvweave.kv.provenance import provenance_in
 from kvweave.kv.removal import Remover
 from kvweave.kv.residency import Miss
@@ -228,6 +228,14 @@ class Loader:
             whole = not self._saver.may_lack_extras(arrival.key)
             return Landing(memory, stays=True, whole=whole)
         return Landing(self._staging.take(header.total_bytes), stays=False)
+
+    def refuses(self, arrival: Arrival, header: Header, memory: Memory) -> bool:
+        """What a remote tier still has of a removed chunk is not served: when it goes depends on
+        whether that tier answers. Local tiers are rid of it at once, and serve those who found it
+        before."""
+        if not self._inventory.by_name[arrival.tier_name].tier.remote:
+            return False
+        return self._inventory.removed.covers(provenance_in(header, memory), since=0)
 
     def complete(self, arrival: Arrival) -> None:
         header, landing = arrival.opened()

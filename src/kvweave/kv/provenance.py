@@ -10,10 +10,10 @@ a copy in host memory can tell as well when its file is gone.
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from kvweave.errors import TierCorrupt, TierError
+from kvweave.errors import TierCorrupt, TierError, TierForeign
 from kvweave.kv.format.header import Header, Reader, check_section
 from kvweave.kv.format.objects import extra_of, read_header
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, make_tag, tag_of
 from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tiers.base import Tier
 
@@ -54,8 +54,34 @@ def find_keys(tier: Tier, is_wanted: Callable[[Provenance], bool]) -> list[Chunk
         except TierCorrupt:
             found.append(each.key)
             continue
+        except TierError:
+            continue
         if provenance is not None and is_wanted(provenance):
             found.append(each.key)
+    return found
+
+
+def find_tagged(
+    tier: Tier, chunk_ids: Collection[str], behind: Collection[str] = ()
+) -> list[ChunkKey]:
+    """Keys of all objects in `tier` that carry text of these chunks: their own, found by name, and
+    those of the chunks `behind`, if it was these that they were computed behind.
+
+    Raises TierError where the tier fails: then there may be more.
+    """
+    own = {tag for each in chunk_ids if (tag := make_tag(each)) is not None}
+    others = {tag for each in behind if (tag := make_tag(each)) is not None} - own
+    is_wanted = carries(chunk_ids)
+    found = []
+    for key in tier.tagged(own | others):
+        if tag_of(key) not in own:
+            try:
+                provenance = _provenance(tier, key)
+            except TierCorrupt:
+                provenance = None  # never served
+            if provenance is None or not is_wanted(provenance):
+                continue
+        found.append(key)
     return found
 
 
@@ -66,7 +92,7 @@ def provenance_in(header: Header, memory: Memory) -> Provenance | None:
 
 
 def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
-    """None: it is gone, cannot be read here or does not say. Raises TierCorrupt."""
+    """None: it is gone, is of another version or does not say. Raises TierError."""
     reader = tier.open(key)
     if reader is None:
         return None
@@ -74,9 +100,7 @@ def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
         header = read_header(reader, key)
         chunk = _extra(reader, header, CHUNK)
         behind = _extra(reader, header, BEHIND)
-    except TierCorrupt:
-        raise
-    except TierError:
+    except TierForeign:
         return None
     finally:
         reader.close()

@@ -9,6 +9,7 @@ down.
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +26,8 @@ from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.writer import SaveTicket, Writer
 
 log = logging.getLogger(__name__)
+
+_MOST_SENT = 1 << 14  # objects written to remote tiers that are remembered
 
 
 class HostObjects:
@@ -128,6 +131,7 @@ class Saver:
         self._host = inventory.host
         self._metrics = inventory.metrics
         self.host_objects = HostObjects(inventory)
+        self._sent: OrderedDict[ChunkKey, Provenance] = OrderedDict()  # to remote tiers, lock held
         self._down_to = next((s for s in inventory.below if s.budget is not None), None)
         self.writers = {
             slot.name: Writer(
@@ -313,6 +317,8 @@ class Saver:
         if kept:
             with self._lock:
                 foreign.discard((slot.name, key))
+                if budget is None:
+                    self._note_sent(packed)
             self._metrics.count("kv_saves_total", tier=slot.name)
         return kept
 
@@ -320,6 +326,15 @@ class Saver:
         """Lock is held."""
         entry.since = self._inventory.removed.now
         entry.of = provenance_in(packed.header, packed.memory)
+
+    def _note_sent(self, packed: PackedChunk) -> None:
+        """Lock is held."""
+        of = provenance_in(packed.header, packed.memory)
+        if of is not None:
+            self._sent[packed.key] = of
+            self._sent.move_to_end(packed.key)
+            if len(self._sent) > _MOST_SENT:
+                self._sent.popitem(last=False)
 
     def _write_hangs(self, slot: TierSlot, deadline_s: float) -> None:
         self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="write")
@@ -342,6 +357,7 @@ class Saver:
         budgets = [slot.budget for slot in self._inventory.below if slot.budget is not None]
         entries = [(key, budget.find(key)) for budget in budgets for key in budget]
         of = [(key, entry.of) for key, entry in entries if entry is not None]
+        of += self._sent.items()  # the last of them: a removal elsewhere may just have missed them
         for writer in self.writers.values():
             of += [(p.key, provenance_in(p.header, p.memory)) for p in writer.pending()]
         return [(key, each) for key, each in of if each is not None]

@@ -32,6 +32,7 @@ from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.saving import Saver
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Located, Locator
+from kvweave.kv.tiers import Tier
 from kvweave.kv.transfers import Transfer
 from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics
@@ -189,6 +190,19 @@ class KVStore:
             chunk_ids = names.difference(removed.known(names))
         is_wanted = carries(chunk_ids)
         return self.delete(key for key, of in found if is_wanted(of))
+
+    def bar(self, chunk_ids: Collection[str]) -> None:
+        """These chunks were removed here. What a remote tier still has of them is not served, and
+        no copy is kept of what a load under way brings, until they exist again (`know_by`)."""
+        self.inventory.removed.add(chunk_ids)
+
+    def remotes(self) -> list[Tier]:
+        """The tiers that other machines share, in order."""
+        return [slot.tier for slot in self.inventory.slots if slot.tier.remote]
+
+    def places(self) -> set[str]:
+        """Where its tiers are."""
+        return {slot.tier.place for slot in self.inventory.slots}
 
     def know_by(self, known: Callable[[Collection[str]], Collection[str]]) -> None:
         """`known` says which of some chunks exist: what is loaded of those is kept, whatever was

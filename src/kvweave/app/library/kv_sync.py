@@ -3,7 +3,8 @@
 Chunk KV behind neighbours carries their text. So a chunk that goes takes with it the KV of every
 chunk that was computed behind it. The order of steps makes a kill at any moment harmless:
 
-    a document goes     catalogue, which notes what went · entries dropped · KV deleted · settled
+    a document goes     catalogue, which notes what went · noted for remote tiers · entries dropped
+                        · KV deleted · settled · KV in remote tiers deleted, now or later
     a chunk gets KV     entry written · KV saved (`neighbours.py`)
 
 A writer that finds that something went since KV was last settled deletes its KV first. Where some
@@ -21,7 +22,7 @@ every chunk again.
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,9 @@ from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.report import OnProgress
+from kvweave.kv.config import TierConfig
 from kvweave.kv.keys import ChunkKey, ContextId
-from kvweave.kv.store import KVStore
+from kvweave.kv.tiers import open_tier
 from kvweave.types import ChunkId, DocumentId
 
 log = logging.getLogger(__name__)
@@ -60,15 +62,15 @@ class KVSync:
         self,
         kb: KnowledgeBase,
         table: NeighbourTable | None,
-        store: KVStore | None = None,
+        kept: StoredKV | None = None,
         encoder: ChunkEncoder | None = None,
         job: SyncJob | None = None,
     ) -> None:
-        """`store` and `encoder` where they are open, so that copies in memory go too."""
+        """`kept` and `encoder` with a store where one is open, so that copies in memory go too."""
         job = job or SyncJob()
         self._kb = kb
         self._table = table
-        self._kept = StoredKV(kb.folder, store)
+        self._kept = kept or StoredKV(kb.folder)
         self._neighbours: NeighbourKeeper | None = None
         kind = None if encoder is None else encoder.preparation.variant.kind
         if encoder is not None and table is not None and kind == "neighbours":
@@ -87,18 +89,35 @@ class KVSync:
 
     @property
     def is_settled(self) -> bool:
-        """Chunk KV agrees with the documents as they are now."""
+        """Chunk KV agrees with the documents as they are now, also where remote tiers have it."""
+        return self._is_settled_here and not self.is_owing
+
+    @property
+    def is_owing(self) -> bool:
+        """A remote tier that is in use has not been told of a removal."""
+        return self._kept.is_owing()
+
+    @property
+    def _is_settled_here(self) -> bool:
         has_settled = self._table is None or self._table.settled() == self.state()
         return has_settled and self._kb.catalogue.kv_pending() is None
 
     def before(self) -> None:
         """Finish what an interrupted run left undone. Quick if there was none."""
-        if self.is_settled:
-            return
+        if not self._is_settled_here:
+            self._settle_here()
+        self._kept.pay(self._kb.catalogue.known)
+
+    def _settle_here(self) -> None:
         num_deleted, is_flushed = 0, True
+        pending = set(self._kb.catalogue.kv_pending() or ())
         if self._table is not None:
-            gone = self._gone(self._table.mentioned())
-            self._table.drop(gone | self._table.users_of(gone))
+            gone = self._gone(self._table.mentioned()) | pending
+            users = self._table.users_of(gone)
+            self._kept.owe(gone, users)
+            self._table.drop(gone | users)
+        else:
+            self._kept.owe(pending)
         if self._kept.may_have_objects():
             is_flushed = self._kept.flush()
             keys = self._pending_keys() if self._table is None else self._stray_keys()
@@ -146,8 +165,9 @@ class KVSync:
         keys: list[ChunkKey] = []
         if chunk_ids and self._forgotten is not None:
             self._forgotten(chunk_ids)
+        users = set() if self._table is None else self._table.users_of(chunk_ids)
+        self._kept.owe(chunk_ids, users)  # before the entries go, which say who the users are
         if self._table is not None:
-            users = self._table.users_of(chunk_ids)
             keys = self._keys_at_hand(users)
             self._table.drop(users | set(chunk_ids))
         num_deleted, is_flushed = 0, True
@@ -156,6 +176,7 @@ class KVSync:
             num_deleted = self._kept.delete([*self._kept.of_chunks(chunk_ids), *keys])
         if is_flushed:  # else the next `before` looks again
             self._settle()
+            self._kept.pay(self._kb.catalogue.known)
         return num_deleted
 
     def state(self) -> str:
@@ -202,19 +223,22 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync)
 
 
 @contextmanager
-def sync_without_model(kb: KnowledgeBase) -> Iterator[KVSync]:
-    """Keeps the chunk KV that is there in step with the documents; computes none."""
-    table = open_table(kb.folder)
-    try:
-        yield KVSync(kb, table)
-    finally:
+def sync_without_model(kb: KnowledgeBase, remotes: Sequence[TierConfig] = ()) -> Iterator[KVSync]:
+    """Keeps the chunk KV that is there in step with the documents; computes none. `remotes` are the
+    remote tiers in use."""
+    with ExitStack() as stack:
+        tiers = [stack.enter_context(closing(open_tier(cfg))) for cfg in remotes]
+        table = open_table(kb.folder)
         if table is not None:
-            table.close()
+            stack.callback(table.close)
+        yield KVSync(kb, table, StoredKV(kb.folder, remotes=tiers))
 
 
-def remove_with_kv(kb: KnowledgeBase, ids: Sequence[DocumentId]) -> Written:
+def remove_with_kv(
+    kb: KnowledgeBase, ids: Sequence[DocumentId], remotes: Sequence[TierConfig] = ()
+) -> Written:
     """Remove documents and their chunk KV where no store is open."""
-    with sync_without_model(kb) as sync:
+    with sync_without_model(kb, remotes) as sync:
         return remove_documents(kb, ids, sync)
 
 

@@ -1,19 +1,22 @@
 """The chunk KV of one open knowledge base: its store, its neighbours, what makes it. The only place
 where these are wired together.
 
-    <kb>/kv/    chunk KV, how it is prepared, and who its neighbours were; may be deleted any time
+    <kb>/kv/    chunk KV, how it is prepared, and who its neighbours were; may be deleted any time,
+                unless `kv_places.py` has noted there that some of it lies elsewhere
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Self
 
+from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import KVSync, SyncJob
 from kvweave.app.library.neighbours import neighbours_of, open_table
-from kvweave.app.library.stored_kv import KV_FOLDER
+from kvweave.app.library.retries import Retries
+from kvweave.app.library.store_tiers import remote_tiers
+from kvweave.app.library.stored_kv import KV_FOLDER, StoredKV
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -23,7 +26,14 @@ from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
+from kvweave.kv.config import (
+    DiskTierConfig,
+    HostTierConfig,
+    RedisTierConfig,
+    S3TierConfig,
+    StoreConfig,
+    TierConfig,
+)
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
@@ -46,8 +56,8 @@ class KVOptions:
     extras: Sequence[str] | None = None  # what is stored beside the layers
     system: str = SYSTEM  # the system prompt that chunks are computed behind
     tenant_salt: str = ""  # chunk KV is shared with those alone who have the same
-    store: StoreSettings = field(default_factory=StoreSettings)  # sizes, codec, what is evicted
-    tiers: tuple[TierConfig, ...] | None = None  # None: host memory over the knowledge base's disk
+    store: StoreSettings = field(default_factory=StoreSettings)  # tiers, codec, what is evicted
+    tiers: tuple[TierConfig, ...] | None = None  # None: those of `store`
 
     @classmethod
     def of(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
@@ -65,16 +75,20 @@ class KVOptions:
     def codec(self) -> str:
         return CODEC if self.store.codec is None else self.store.codec
 
-    def store_config(self, kb_folder: Path) -> StoreConfig:
-        """Of the knowledge base in `kb_folder`."""
+    def store_config(self, kb: KnowledgeBase) -> StoreConfig:
+        """Of one knowledge base: its tiers, fastest first."""
         tiers, store = self.tiers, self.store
         if tiers is None:
-            host, disk = HostTierConfig(), DiskTierConfig(kb_folder / KV_FOLDER)
+            host = HostTierConfig()
             if store.host_bytes is not None:
                 host = replace(host, capacity_bytes=store.host_bytes)
+            disk = DiskTierConfig(kb.folder / KV_FOLDER)
+            if store.disk_folder is not None:
+                disk = replace(disk, root=store.disk_folder / kb.catalogue.uid())
             if store.disk_bytes is not None:
                 disk = replace(disk, capacity_bytes=store.disk_bytes)
-            tiers = (host, disk)
+            disks = () if store.disk_bytes == 0 else (disk,)
+            tiers = (host, *disks, *remote_tiers(store))
         config = StoreConfig(tiers=tiers)
         return config if store.policy is None else replace(config, policy=store.policy)
 
@@ -97,6 +111,11 @@ class LibraryKV:
         self.store = store
         self.encoder = encoder
         self.table = table
+        if barred := KVPlaces(kb.folder / KV_FOLDER).barred():
+            store.bar(barred)
+        self._retries = Retries(self._tell_remotes)
+        if self.sync().is_owing:
+            self._retries.start()
 
     @classmethod
     def open(
@@ -116,7 +135,7 @@ class LibraryKV:
         if options.encoding == "neighbours":  # without a number
             preparation = _calibrated(preparation, decoder, tokenizer, options.system, say)
         with ExitStack() as stack:  # a part that does not open leaves no other part open
-            store = stack.enter_context(KVStore(options.store_config(kb.folder)))
+            store = stack.enter_context(KVStore(_noted(kb, options.store_config(kb))))
             table = open_table(kb.folder, preparation)
             if table is not None:
                 stack.callback(table.close)
@@ -143,9 +162,19 @@ class LibraryKV:
 
     def sync(self, job: SyncJob | None = None) -> KVSync:
         """Keeps this KV in step with the documents. For the holder of the writer lock."""
-        return KVSync(self._kb, self.table, self.store, self.encoder, job)
+        kept = StoredKV(self._kb.folder, self.store, on_owing=self._retries.start)
+        return KVSync(self._kb, self.table, kept, self.encoder, job)
+
+    def _tell_remotes(self) -> bool:
+        """Tell remote tiers that missed a removal. False: one still does not answer."""
+        sync = self.sync()
+        with self._kb.writing_if_free() as is_free:
+            if is_free:
+                sync.before()
+        return not sync.is_owing
 
     def close(self) -> None:
+        self._retries.close()
         self.store.close()
         if self.table is not None:
             self.table.close()
@@ -155,6 +184,16 @@ class LibraryKV:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _noted(kb: KnowledgeBase, config: StoreConfig) -> StoreConfig:
+    """A store's settings, once it is noted where the chunk KV of `kb` lies from now on."""
+    own = kb.folder / KV_FOLDER
+    remotes = [cfg.place for cfg in config.tiers if isinstance(cfg, RedisTierConfig | S3TierConfig)]
+    disks = [cfg.root for cfg in config.tiers if isinstance(cfg, DiskTierConfig)]
+    elsewhere = next((root for root in disks if root.absolute() != own.absolute()), None)
+    KVPlaces(own).add(elsewhere, remotes)
+    return config
 
 
 def key_context(

@@ -1,17 +1,20 @@
 """The chunk KV that a knowledge base keeps: found by whose text it carries, deleted wherever it is.
 
-Works on the folder, and through the store where one is open, so that copies in memory and bytes on
-their way go too. `kv_sync.py` and `neighbours.py` decide what goes.
+Works on the folders, and through the store where one is open, so that copies in memory and bytes on
+their way go too; remote tiers are told as soon as they answer (`kv_places.py`). `kv_sync.py` and
+`neighbours.py` decide what goes.
 """
 
 import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from kvweave.app.library.kv_places import Known, KVPlaces
 from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import Provenance, carries, find_keys
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers import Tier
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.types import ChunkId
 
@@ -23,21 +26,31 @@ KV_FOLDER = "kv"  # in the folder of the knowledge base
 class StoredKV:
     """For the holder of the writer lock. May block: the disk is read object by object."""
 
-    def __init__(self, kb_folder: Path, store: KVStore | None) -> None:
+    def __init__(
+        self,
+        kb_folder: Path,
+        store: KVStore | None = None,
+        remotes: Sequence[Tier] = (),
+        on_owing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`remotes` are tiers that may be used where no store is open. `on_owing` is called when a
+        remote tier could not be told of a removal."""
         self.folder = kb_folder / KV_FOLDER
         self._store = store
+        self._remotes = list(remotes) if store is None else store.remotes()
+        self._places = KVPlaces(self.folder)
+        self._on_owing = on_owing
 
     def may_have_objects(self) -> bool:
-        """On the disk, or in an open store: it may do without a disk that could not be opened."""
-        return self._store is not None or self._is_on_disk()
+        """On a disk, or in an open store: it may do without a disk that could not be opened."""
+        return self._store is not None or bool(self._disks())
 
     def find(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
-        """Objects of some provenance, on the disk or in memory alone; see `find_keys`."""
-        at_hand = [] if self._store is None else self._store.keys_at_hand(is_wanted)
-        if not self._is_on_disk():
-            return at_hand
-        disk = DiskTier(DiskTierConfig(self.folder), sweep=False)
-        return [*find_keys(disk, is_wanted), *at_hand]
+        """Objects of some provenance, on a disk or in memory alone; see `find_keys`."""
+        found = [] if self._store is None else self._store.keys_at_hand(is_wanted)
+        for folder in self._disks():
+            found += find_keys(DiskTier(DiskTierConfig(folder), sweep=False), is_wanted)
+        return found
 
     def of_chunks(self, chunk_ids: Collection[ChunkId]) -> list[ChunkKey]:
         """Objects that carry text of one of these chunks."""
@@ -52,16 +65,41 @@ class StoredKV:
         return False
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
-        """Delete objects, and whatever else on the disk may hold bytes of them; returns how many
+        """Delete objects, and whatever else on a disk may hold bytes of them; returns how many
         there were."""
-        disk = None
-        if self._is_on_disk():
-            disk = DiskTier(DiskTierConfig(self.folder))  # sweeps what a dead writer left half-way
+        unique = list(dict.fromkeys(keys))
+        in_store = set() if self._store is None else self._store.places()
+        deleted: set[ChunkKey] = set()
+        for folder in self._disks():
+            disk = DiskTier(DiskTierConfig(folder))  # sweeps what a dead writer left half-way
             disk.clear_quarantine()
-        if self._store is not None:
-            return self._store.delete(keys)
-        return 0 if disk is None else sum(disk.delete(key) for key in dict.fromkeys(keys))
+            if disk.place not in in_store:
+                deleted.update(key for key in unique if disk.delete(key))
+        num_deleted = 0 if self._store is None else self._store.delete(unique)
+        return max(num_deleted, len(deleted))
 
-    def _is_on_disk(self) -> bool:
-        """Looking must not make the folders, nor fail where a file is in their way."""
-        return (self.folder / "objects").is_dir()
+    # ---- remote tiers
+
+    def owe(self, gone: Collection[ChunkId], behind: Collection[ChunkId] = ()) -> None:
+        """These chunks went, and these may have been computed behind them. Remote tiers are told
+        by `pay`, now or in another life; from now on nothing of it is served from there."""
+        if gone and self._store is not None and self._remotes:
+            self._store.bar(gone)
+        self._places.owe(gone, behind)
+
+    def is_owing(self) -> bool:
+        """Whether a remote tier that is in use has not been told of a removal."""
+        return self._places.is_owing(self._remotes)
+
+    def pay(self, known: Known) -> None:
+        """Tell remote tiers what went; `known` says which chunks exist. One that does not answer is
+        told later."""
+        store = self._store
+        delete = (lambda _: None) if store is None else store.delete
+        if not self._places.pay(self._remotes, known, delete) and self.is_owing():
+            self._on_owing()
+
+    def _disks(self) -> list[Path]:
+        """Folders with objects. Looking must not make them, nor fail where a file is in the way."""
+        folders = [self.folder, *self._places.disks()]
+        return [folder for folder in folders if (folder / "objects").is_dir()]

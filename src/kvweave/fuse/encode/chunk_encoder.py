@@ -228,6 +228,7 @@ class ChunkEncoder:
         cost_s: float,
     ) -> None:
         """Save one chunk's KV with its id and its extras."""
+        self.store.metrics.count("kv_chunks_encoded_total")
         try:
             beside = {CHUNK: chunk.id.encode(), **extras}
             packed = pack_chunk(key, layers, self._context.codec, beside)

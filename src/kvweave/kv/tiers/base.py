@@ -4,12 +4,12 @@ A tier knows bytes, not tensors, headers, budgets or leases: `store` owns those.
 given are whole chunk objects (see `format`), what it is asked for are ranges of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import Reader
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ChunkTag, tag_of
 
 
 class StoredObject(NamedTuple):
@@ -42,6 +42,11 @@ class PreludeReader:
         """Holds nothing."""
 
 
+def among(keys: Iterable[ChunkKey], tags: Collection[ChunkTag]) -> list[ChunkKey]:
+    """Those of some keys that belong to one of these chunks."""
+    return [key for key in keys if tag_of(key) in tags]
+
+
 class Tier(Protocol):
     """Keeps chunk objects.
 
@@ -60,6 +65,11 @@ class Tier(Protocol):
     """
 
     name: str  # for metrics and messages: host, disk, redis, s3
+
+    @property
+    def place(self) -> str:
+        """Which one it is, without secrets: equal for all who share it, in any process."""
+        ...
 
     @property
     def durable(self) -> bool:
@@ -99,6 +109,14 @@ class Tier(Protocol):
 
     def scan(self) -> Iterator[StoredObject]:
         """Every object, in no order. Objects that come or go meanwhile may or may not appear."""
+        ...
+
+    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        """Keys of every object that belongs to one of these chunks, by name alone."""
+        ...
+
+    def check(self) -> None:
+        """Raise TierError unless the tier answers now: a server that is there and lets us in."""
         ...
 
     def close(self) -> None:

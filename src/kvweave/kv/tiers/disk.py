@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -19,8 +19,8 @@ from typing import ClassVar
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.keys import ChunkKey, context_of, parse_key
-from kvweave.kv.tiers.base import StoredObject
+from kvweave.kv.keys import ChunkKey, ChunkTag, context_of, parse_key
+from kvweave.kv.tiers.base import StoredObject, among
 from kvweave.kv.tiers.durable_files import DurableFiles
 from kvweave.kv.tiers.listing import Listing
 from kvweave.kv.tiers.quarantine import Quarantine
@@ -79,6 +79,7 @@ class DiskTier:
     def __init__(self, cfg: DiskTierConfig, *, sweep: bool = True) -> None:
         """`sweep=False` leaves what dead writers left: for a caller that only looks."""
         self.name = "disk"
+        self.place = str(cfg.root.absolute())
         self._cfg = cfg
         self._objects = cfg.root / "objects"
         self._listing = Listing(needed=self._objects)
@@ -159,6 +160,12 @@ class DiskTier:
                 self._listing.skip(Path(entry.path).parent, error)
                 continue
             yield StoredObject(key, stat.st_size, stat.st_mtime)
+
+    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        return among((each.key for each in self.scan()), tags)
+
+    def check(self) -> None:
+        """Opened is usable."""
 
     def close(self) -> None:
         """Nothing is held between calls."""

@@ -6,13 +6,13 @@ Each call draws from one seeded generator, so a single-threaded run can be repea
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.config import FaultPlan
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import Reader
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ChunkTag
 from kvweave.kv.tiers.base import StoredObject, Tier
 
 
@@ -46,6 +46,7 @@ class FaultyTier:
     def __init__(self, inner: Tier, plan: FaultPlan) -> None:
         self.plan = plan  # tests swap it: faults can begin and end while the tier is in use
         self.name = f"faulty {inner.name}"
+        self.place = inner.place
         self.durable = inner.durable
         self.remote = inner.remote
         self.best_read_bytes = inner.best_read_bytes
@@ -82,6 +83,14 @@ class FaultyTier:
     def scan(self) -> Iterator[StoredObject]:
         self.stumble("scan")
         yield from self._inner.scan()
+
+    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        self.stumble("tagged")
+        return self._inner.tagged(tags)
+
+    def check(self) -> None:
+        self.stumble("check")
+        self._inner.check()
 
     def close(self) -> None:
         self.release()

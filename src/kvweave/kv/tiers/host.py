@@ -8,7 +8,7 @@ and is listed; `open`, which gives objects whole, does not find it.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -17,9 +17,9 @@ from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.config import HostTierConfig
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import ALIGN
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.keys import ChunkKey, ChunkTag
 from kvweave.kv.memory import Arena, Memory, new_memory, slice_memory
-from kvweave.kv.tiers.base import StoredObject
+from kvweave.kv.tiers.base import StoredObject, among
 
 
 class _HostObject(NamedTuple):
@@ -55,6 +55,7 @@ class HostTier:
 
     def __init__(self, cfg: HostTierConfig) -> None:
         self.name = "host"
+        self.place = "host memory"
         self.pinned = torch.cuda.is_available() if cfg.pinned is None else cfg.pinned
         self._lock = threading.Lock()
         self._arena = Arena(cfg.capacity_bytes, ALIGN)
@@ -104,6 +105,12 @@ class HostTier:
             kept = list(self._kept.items())
         for key, each in kept:
             yield StoredObject(key, each.size_bytes, 0.0)
+
+    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        return among((each.key for each in self.scan()), tags)
+
+    def check(self) -> None:
+        """Always there."""
 
     def close(self) -> None:
         """Views of the memory keep it alive until they go."""

@@ -1,17 +1,20 @@
 """Chunk objects in a bucket of an S3-compatible store, shared between machines.
 
+    <prefix><chunk tag>/<key>
+
 One PUT per object, one ranged GET per run of layers. The first 64 KiB come with `open`: a header
-and most extras need no round trip of their own.
+and most extras need no round trip of their own. The tag comes first, so that all KV of a chunk is
+one short listing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
 from kvweave.kv.config import S3TierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.keys import ChunkKey, context_of, parse_key
+from kvweave.kv.keys import ChunkKey, ChunkTag, parse_key, tag_of
 from kvweave.kv.tiers.base import PreludeReader, StoredObject
 
 _PRELUDE_BYTES = 1 << 16
@@ -33,22 +36,31 @@ class S3Tier:
             import botocore.config
             import botocore.exceptions
         except ImportError:
-            raise ConfigError("an s3 tier needs the boto3 package; pip install boto3") from None
+            raise ConfigError(
+                "an s3 tier needs the boto3 package; run: pip install 'kvweave[remote]'"
+            ) from None
         self.name = "s3"
+        self.place = cfg.place
         self._cfg = cfg
         self._client_error: type[Exception] = botocore.exceptions.ClientError
         self._boto_error: type[Exception] = botocore.exceptions.BotoCoreError
-        self._client: Any = boto3.session.Session().client(
-            "s3",
-            endpoint_url=cfg.endpoint_url,
-            region_name=cfg.region,
-            config=botocore.config.Config(
-                connect_timeout=cfg.timeout_s,
-                read_timeout=cfg.timeout_s,
-                retries={"total_max_attempts": 1},  # a retry would outlast the request's patience
-                max_pool_connections=cfg.max_connections,
-            ),
-        )
+        try:
+            self._client: Any = boto3.session.Session().client(
+                "s3",
+                endpoint_url=cfg.endpoint_url,
+                region_name=cfg.region,
+                config=botocore.config.Config(
+                    connect_timeout=cfg.timeout_s,
+                    read_timeout=cfg.timeout_s,
+                    retries={"total_max_attempts": 1},  # a retry outlasts the request's patience
+                    max_pool_connections=cfg.max_connections,
+                ),
+            )
+        except (ValueError, self._boto_error) as error:
+            raise ConfigError(
+                f"s3 bucket {cfg.bucket!r} cannot be used: {_one_line(error)}; "
+                "check the endpoint (http://HOST:PORT) and the region"
+            ) from error
 
     def size(self, key: ChunkKey) -> int | None:
         reply = self._call("head_object", key)
@@ -81,18 +93,30 @@ class S3Tier:
         return self.delete(key)
 
     def scan(self) -> Iterator[StoredObject]:
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._cfg.bucket, Prefix=self._cfg.prefix
-        )
-        iterator = iter(pages)
-        while (page := self._guard(lambda: next(iterator, None))) is not None:
-            for item in page.get("Contents", ()):
-                key = parse_key(item["Key"].rpartition("/")[2])
-                if key is not None:
-                    yield StoredObject(key, int(item["Size"]), item["LastModified"].timestamp())
+        for item in self._listed(""):
+            key = parse_key(item["Key"].rpartition("/")[2])
+            if key is not None:
+                yield StoredObject(key, int(item["Size"]), item["LastModified"].timestamp())
+
+    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        names = [item["Key"] for tag in tags for item in self._listed(f"{tag.hex()}/")]
+        keys = (parse_key(name.rpartition("/")[2]) for name in names)
+        return [key for key in keys if key is not None]
+
+    def check(self) -> None:
+        self._guard(lambda: self._client.head_bucket(Bucket=self._cfg.bucket))
 
     def close(self) -> None:
         self._client.close()
+
+    def _listed(self, below: str) -> Iterator[Any]:
+        """What the bucket has below our prefix and `below`, page by page."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._cfg.bucket, Prefix=f"{self._cfg.prefix}{below}"
+        )
+        iterator = iter(pages)
+        while (page := self._guard(lambda: next(iterator, None))) is not None:
+            yield from page.get("Contents", ())
 
     def _read(
         self, key: ChunkKey, etag: str, size_bytes: int, offset: int, out: memoryview
@@ -107,7 +131,7 @@ class S3Tier:
         self._fill(reply, out)
 
     def _name(self, key: ChunkKey) -> str:
-        return f"{self._cfg.prefix}{context_of(key).hex()}/{key.hex()}"
+        return f"{self._cfg.prefix}{tag_of(key).hex()}/{key.hex()}"
 
     def _call(self, operation: str, key: ChunkKey, **kwargs: Any) -> Any:
         """The reply, None if there is no such object."""

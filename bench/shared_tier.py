@@ -1,0 +1,164 @@
+"""Does a second server that shares a Valkey tier answer without encoding anything, and how soon?
+
+Two `kvweave serve` processes with default settings, each with a folder of its own and nothing in
+common but one Valkey server. Documents (the pages under docs/, or --documents) are uploaded to A,
+which computes their chunk KV. Then B starts and gets the same documents; all its questions go
+through HTTP with default settings.
+
+    first_ms        from B's first question to its first token: search, plan, load from Valkey, fuse
+    later_ms        the median of the other questions, by then partly from B's host memory
+    full_ms         the median of the same questions with reuse "full", in turns with the above
+    encoded_chunks  chunk KV that B has computed in all: must be 0
+    tiers           where the chunks of B's first answer came from
+
+Exits 1 if B encoded something or its first answer was not fused from the shared tier. The valkey
+process is found as the tests find it.
+
+    python bench/shared_tier.py --out bench/results/shared_tier-cpu.json
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from common.files import REPO
+from common.results import finish, result_header
+
+QUESTIONS = [
+    "How does kvweave decide which chunk KV leaves a full tier?",
+    "What happens when a byte of a stored file has changed?",
+    "How are keys and values grouped when they are written as int8?",
+    "Which settings may stand in a kvweave.toml, and which of several places wins?",
+    "How is the knowledge base searched, and what is an index?",
+    "What does the planner weigh before it answers a question?",
+    "How does calibration find the ratio that may be used?",
+    "What is computed while the search for chunks is still running?",
+]
+
+
+@contextmanager
+def serving(folder: Path, model: str, redis_url: str) -> Iterator[httpx.Client]:
+    """A server of its own folder, and a client for it."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "kvweave", "serve", "--port", "0", "--model", model]
+    command += ["--kb-root", str(folder / "kbs")]
+    env = {**os.environ, "PYTHONPATH": str(REPO / "src"), "KVWEAVE_STORE_REDIS_URL": redis_url}
+    log = folder / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as own,
+    ):
+        try:
+            assert own.stdout is not None
+            found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in own.stdout)
+            address = next((each[0] for each in found if each), None)
+            if address is None:
+                raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
+            with httpx.Client(base_url=address, timeout=1800) as client:
+                yield client
+        finally:
+            own.terminate()
+            own.wait(60)
+
+
+def upload(client: httpx.Client, pages: list[Path]) -> float:
+    """Seconds until all documents are in, chunk KV and all."""
+    began_s = time.perf_counter()
+    for page in pages:
+        body = {"title": page.stem, "text": page.read_text(), "key": page.name}
+        client.post("/v1/kb/docs/documents", json=body).raise_for_status()
+    return time.perf_counter() - began_s
+
+
+def ask(client: httpx.Client, question: str, **options: Any) -> tuple[float, dict[str, Any]]:
+    """Milliseconds until the first token, which is all that is asked for; what was done."""
+    body = {"messages": [{"role": "user", "content": question}], "kb": "docs", **options}
+    began_s = time.perf_counter()
+    reply = client.post(
+        "/v1/chat/completions", json={**body, "max_tokens": 1, "temperature": 0, "explain": True}
+    )
+    taken_ms = (time.perf_counter() - began_s) * 1e3
+    reply.raise_for_status()
+    explain: dict[str, Any] = reply.json()["explain"]
+    return taken_ms, explain
+
+
+def counter(client: httpx.Client, name: str) -> float:
+    """The sum of a counter over all its labels; 0 where nothing was counted."""
+    lines = client.get("/metrics").text.splitlines()
+    found = [line for line in lines if re.match(rf"kvweave_{name}(\{{|\s)", line)]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def measure(args: argparse.Namespace, pages: list[Path], folder: Path) -> dict[str, Any]:
+    sys.path.insert(0, str(REPO / "tests"))
+    from worlds.servers import running_redis
+
+    with ExitStack() as stack:
+        port = stack.enter_context(running_redis(folder))
+        url = f"redis://127.0.0.1:{port}/0"
+        with serving(folder / "a", args.model, url) as first:
+            ingest_a_s = upload(first, pages)
+            encoded_a = counter(first, "kv_chunks_encoded_total")
+        second = stack.enter_context(serving(folder / "b", args.model, url))
+        ingest_b_s = upload(second, pages)
+        first_ms, explain = ask(second, QUESTIONS[0])
+        fused_ms, full_ms = [], []
+        for question in QUESTIONS[1 : args.questions]:
+            fused_ms.append(ask(second, question)[0])
+            full_ms.append(ask(second, question, reuse="full")[0])
+        tiers = sorted({chunk["tier"] for chunk in explain["chunks"] if chunk["tier"]})
+        return {
+            "documents": len(pages),
+            "encoded_by_a": int(encoded_a),
+            "encoded_chunks": int(counter(second, "kv_chunks_encoded_total")),
+            "ingest_a_s": round(ingest_a_s, 2),
+            "ingest_b_s": round(ingest_b_s, 2),
+            "strategy": explain["strategy"],
+            "tokens": explain["tokens"],
+            "tiers": tiers,
+            "loaded_bytes": explain["loaded_bytes"],
+            "first_ms": round(first_ms, 1),
+            "later_ms": round(statistics.median(fused_ms), 1),
+            "full_ms": round(statistics.median(full_ms), 1),
+            "first_speedup": round(statistics.median(full_ms) / first_ms, 2),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--documents", type=Path, default=REPO / "docs", help="folder of .md files")
+    parser.add_argument("--pages", type=int, default=6, help="how many of them")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="2 or more")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    pages = sorted(args.documents.glob("*.md"), key=lambda page: page.name)[: args.pages]
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure(args, pages, Path(folder))
+    table = Table("what", "value")
+    for name, value in measured.items():
+        table.add_row(name, str(value))
+    Console().print(table)
+    finish(__doc__ or "", {**result_header("shared_tier", "cpu"), **measured}, args.out)
+    if measured["encoded_chunks"] or "redis" not in measured["tiers"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
