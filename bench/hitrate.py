@@ -52,8 +52,8 @@ def replay(
     """One stream with Poisson arrivals through one tree."""
     clock = Clock()
     arrivals = random.Random(0)
-    tree = KnowledgeTree(config, CountingOwner(), profile.prefill.at, PREAMBLE, clock)
-    tree.install_preamble(Pages(PREAMBLE.num_tokens * TOKEN_BYTES, None))
+    pages = Pages(PREAMBLE.num_tokens * TOKEN_BYTES, None)
+    tree = KnowledgeTree(config, CountingOwner(), profile.prefill.at, PREAMBLE, pages, clock)
     host = profile.link("host")
     assert host is not None
     hits = tokens_hit = documents = tokens = 0
