@@ -108,8 +108,8 @@ def content(
     computed for the `threshold`th time."""
     preamble = ChunkRef(ChunkId("preamble"), CHUNK_TOKENS)
     config = TreeConfig(1 + args.tree_nodes, 0)  # a byte per chunk, and one for the preamble
-    tree = KnowledgeTree(config, CountingOwner(), lambda x, y: float(y), preamble)
-    tree.install_preamble(Pages(1, None))
+    pages = Pages(1, None)
+    tree = KnowledgeTree(config, CountingOwner(), lambda x, y: float(y), preamble, pages)
     copies, computed, table = set(known), Counter(known), AccessTable()
     paths = AlternativePaths(tree, copies.__contains__)
     repeats = hits = exact_hits = 0

@@ -56,8 +56,10 @@ class Ordering:
 
     def __init__(self, host_gib: float, promote: bool) -> None:
         config = TreeConfig(int(0.25 * GIB), int(host_gib * GIB))
-        self.tree = KnowledgeTree(config, CountingOwner(), lambda x, y: 0.02 + y / 450, PREAMBLE)
-        self.tree.install_preamble(Pages(PREAMBLE.num_tokens * TOKEN_BYTES, None))
+        pages = Pages(PREAMBLE.num_tokens * TOKEN_BYTES, None)
+        self.tree = KnowledgeTree(
+            config, CountingOwner(), lambda x, y: 0.02 + y / 450, PREAMBLE, pages
+        )
         self.table = AccessTable()
         self._promote = promote
 

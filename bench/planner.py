@@ -113,10 +113,8 @@ def main() -> None:
     args = parser.parse_args()
     draw = Draw(args.chunks, args.top_k, seed=0)
     preamble = ChunkRef(ChunkId("preamble"), 32)
-    tree = KnowledgeTree(
-        TreeConfig(1 << 50, 0), CountingOwner(), lambda x, y: 0.02 + y / 450, preamble
-    )
-    tree.install_preamble(Pages(32 * TOKEN_BYTES, None))
+    config, pages = TreeConfig(1 << 50, 0), Pages(32 * TOKEN_BYTES, None)
+    tree = KnowledgeTree(config, CountingOwner(), lambda x, y: 0.02 + y / 450, preamble, pages)
     grow(tree, draw, args.nodes)
     planner = Planner(tree, CostModel(make_profile()), Store(draw.sizes()), OpenGate())
     requests = [

@@ -32,8 +32,11 @@ class Ask:
     conversation: str = ""  # "" for a question by itself
 
 
-def question_stream(data: Path, name: str, seed: int = 0, model: str = "smollm2") -> list[Ask]:
-    """All questions of a set, shuffled, each with its K nearest passages."""
+def question_stream(
+    data: Path, name: str, seed: int | None = 0, model: str = "smollm2"
+) -> list[Ask]:
+    """All questions of a set, each with its K nearest passages; shuffled, or, without a seed, in
+    the order of the file."""
     ids, sizes, question_sizes = _retrieved(data, name, model)
     chunks = {
         int(place): ChunkRef(ChunkId(f"{place:016x}"), int(size))
@@ -43,7 +46,17 @@ def question_stream(data: Path, name: str, seed: int = 0, model: str = "smollm2"
         Ask(tuple(chunks[int(place)] for place in row), int(size))
         for row, size in zip(ids, question_sizes, strict=True)
     ]
+    if seed is None:
+        return asks
     order = np.random.default_rng(seed).permutation(len(asks))
+    return [asks[place] for place in order]
+
+
+def subject_stream(data: Path) -> list[Ask]:
+    """MMLU subject after subject: what is asked for drifts."""
+    subjects = [record["subject"] for record in read_jsonl(data / QUESTIONS["mmlu"])]
+    asks = question_stream(data, "mmlu", seed=None)
+    order = sorted(range(len(asks)), key=lambda place: (subjects[place], place))
     return [asks[place] for place in order]
 
 

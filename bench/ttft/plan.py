@@ -115,10 +115,8 @@ class Case:
             {"host": TierLink(host_bytes_per_s), self._link: TierLink(read["read_gb_s"] * 1e9)},
         )
         preamble = ChunkRef(ChunkId("preamble"), prompts.preamble)
-        tree = KnowledgeTree(
-            TreeConfig(1 << 40, 0), CountingOwner(), lambda cached, new: 1.0, preamble
-        )
-        tree.install_preamble(Pages(1, None))
+        config, pages = TreeConfig(1 << 40, 0), Pages(1, None)
+        tree = KnowledgeTree(config, CountingOwner(), lambda cached, new: 1.0, preamble, pages)
         self._planner = Planner(
             tree,
             CostModel(self._profile, layer0_free=False),

@@ -7,6 +7,7 @@ that a GPU's take; tests/gpu/test_cuda_leaving.py has the streams.
 import queue
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,9 +21,10 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.offload import ArrivedCopy, CudaLink
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.prefixes import ExactPrefixes, guessed_cost_s
+from kvweave.engine.prefixes import AFTER_FAILURE_S, ExactPrefixes, guessed_cost_s
 from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tree import ChunkRef, TreeLease
+from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.types import ChunkId
@@ -254,6 +256,46 @@ def test_a_device_that_takes_no_orders_loses_a_node_and_no_page(world: World) ->
     world.check()
 
 
+def test_in_idle_moments_nodes_are_copied_ahead_and_leave_without_a_copy(world: World) -> None:
+    held = world.offer(A, B)
+    assert world.prefixes.replicate_some() == 2 * world.pool.page_bytes
+    assert world.prefixes.replicate_some() == 0, "one is on its way"
+    assert world.stats() == [0, 0, 0, 1]
+    world.link.gate.set()
+    world.step()
+    assert world.prefixes.replicate_some() == 2 * world.pool.page_bytes
+    world.step()
+    assert world.prefixes.replicate_some() == 0, "all have one"
+    assert (world.stats(), world.link.num_carried) == ([2, 0, 0, 0], 2)
+    world.leave()
+    world.leave()
+    assert (world.pages.num_free, world.link.num_carried) == (NUM_PAGES, 2)
+    world.overwrite()
+    with world.prefixes.acquire((A, B), 1, count=True) as lease:
+        assert all(world.read(lease, place).equal(kv) for place, kv in enumerate(held, 1))
+    world.check()
+
+
+def test_after_a_failure_nothing_is_copied_ahead_for_a_while(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.offer(A)
+    world.link.error = RuntimeError("a CUDA error")
+    world.link.gate.set()
+    assert world.prefixes.replicate_some()
+    world.step()
+    assert world.stats() == [0, 0, 1, 0]
+    assert len(world.prefixes.tree) == 1, "it is still in the pool"
+    assert world.prefixes.replicate_some() == 0
+    later_s = time.monotonic() + AFTER_FAILURE_S
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    world.link.error = None
+    assert world.prefixes.replicate_some()
+    world.step()
+    assert world.stats() == [1, 0, 1, 0]
+    world.check()
+
+
 class Moment:
     """As torch.cuda.Event, where everything happens when it is ordered."""
 
@@ -361,6 +403,29 @@ def test_a_copy_that_arrives_when_all_requests_have_ended_is_taken_over(
         stats = engine.stats()
         assert (stats["tree_leaving_bytes"], stats["tree_copies_failed"]) == (0, 0)
         assert stats["tree_copies_made"] > 0
+
+
+def test_an_idle_engine_copies_ahead_and_evicts_without_copies(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(1)
+    link = GatedLink(is_open=True)
+    monkeypatch.setattr(offload_module, "open_link", lambda _: link)
+    cfg = replace(SMALL, pool_tokens=4 * 64, host_tokens=400, tree_share=1.0, idle_s=0.01)
+    request = with_chunks(ids(rng, 9), [ids(rng, 12), ids(rng, 7)], ids(rng, 3))
+    with Engine(decoder, cfg) as engine:
+        answer = list(engine.submit(request))
+        thread = engine.run_alone(threading.current_thread)
+        thread.join(30)
+        assert not thread.is_alive(), "there is nothing more to copy"
+        assert len(engine.tree) == engine.stats()["tree_copies_made"] == 3
+        while engine.run_alone(engine.tree.shrink):
+            pass
+        assert engine.run_alone(lambda: engine.tree.used_bytes(DEVICE)) == 0
+        ticket = engine.submit(request)
+        assert list(ticket) == answer == alone(decoder, request)
+        assert engine.stats()["tree_copies_made"] == 3
+        engine.run_alone(engine.check_integrity)
 
 
 def test_a_closed_engine_has_nothing_on_its_way(

@@ -5,7 +5,17 @@ import random
 import pytest
 
 from kvweave.errors import ConfigError
-from kvweave.kv.policies import GDSF, LFU, LRU, PGDSF, ItemUsage, RankHeap, UsageRecord, open_policy
+from kvweave.kv.policies import (
+    GDSF,
+    HALF_LIFE_S,
+    LFU,
+    LRU,
+    PGDSF,
+    ItemUsage,
+    RankHeap,
+    UsageRecord,
+    open_policy,
+)
 
 
 def make_usage(
@@ -37,19 +47,49 @@ def test_gdsf_prefers_small_things_and_pgdsf_has_size_divided_out() -> None:
     assert PGDSF().rank(make_usage(size=10)) == PGDSF().rank(make_usage(size=100))
 
 
-@pytest.mark.parametrize("policy", [GDSF(), PGDSF()], ids=repr)
-def test_the_clock_never_falls_and_newcomers_start_at_it(policy: GDSF | PGDSF) -> None:
+def test_the_clock_of_gdsf_never_falls_and_newcomers_start_at_it() -> None:
+    policy = GDSF()
     policy.left(5.0)
     policy.left(3.0)
     assert policy.clock == 5.0
     assert policy.rank(make_usage()) > 5.0
 
 
-def test_an_access_an_hour_ago_counts_half() -> None:
+def test_an_access_of_a_half_life_ago_counts_half() -> None:
     record = UsageRecord(size=1)
     record.touch(0.0)
-    record.touch(3600.0)
+    record.touch(HALF_LIFE_S)
     assert record.seen().uses == 1.5
+
+
+@pytest.mark.parametrize("later_s", [1.0, 1e4, 1e7])
+def test_the_order_by_heat_is_that_of_the_counts_as_they_have_decayed(later_s: float) -> None:
+    rng = random.Random(0)
+    usages = [
+        make_usage(uses=rng.uniform(0.5, 9), last_access_s=rng.uniform(0, 9 * HALF_LIFE_S))
+        for _ in range(50)
+    ]
+    now_s = 9 * HALF_LIFE_S + later_s
+
+    def decayed(usage: ItemUsage) -> float:
+        return usage.uses * 0.5 ** ((now_s - usage.last_access_s) / HALF_LIFE_S)
+
+    assert sorted(usages, key=lambda u: u.heat) == sorted(usages, key=decayed)
+    policy = PGDSF()
+    assert sorted(usages, key=policy.rank) == sorted(usages, key=decayed), "at the same cost"
+
+
+def test_twice_the_cost_is_worth_twice_the_uses() -> None:
+    policy = PGDSF()
+    assert policy.rank(make_usage(uses=4, per_unit=1)) == policy.rank(make_usage(2, per_unit=2))
+
+
+def test_what_was_never_used_leaves_first_and_unknown_costs_leave_the_order_to_use() -> None:
+    policy = PGDSF()
+    unknown = make_usage(uses=1, per_unit=0)
+    assert policy.rank(make_usage(uses=0)) < policy.rank(unknown)
+    assert policy.rank(unknown) < policy.rank(make_usage(uses=2, per_unit=0))
+    assert policy.rank(make_usage(uses=2, per_unit=0)) < policy.rank(make_usage(uses=1))
 
 
 def test_the_cost_per_unit_is_the_mean_over_misses() -> None:

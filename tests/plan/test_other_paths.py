@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvweave.kv.tree.behind import TreeBehind
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.types import ChunkId
 from worlds.tree import World, refs
@@ -62,11 +63,11 @@ def test_chunks_that_the_tree_has_behind_other_paths_alone_are_named() -> None:
     assert kept.only_elsewhere(ids("xab")) == set(ids("b"))
 
 
-def test_nothing_is_found_in_the_tree_of_a_lost_preamble() -> None:
+def test_nothing_is_found_behind_a_preamble_that_the_tree_does_not_hold() -> None:
     world = World()
     world.ask("a")
-    world.tree.lose_device()
-    assert AlternativePaths(world.tree, no_copy).find(ids("a")) == [None]
+    behind = TreeBehind(world.tree, refs(["s9"])[0])
+    assert AlternativePaths(behind, no_copy).find(ids("a")) == [None]
 
 
 REQUEST = st.lists(st.sampled_from("abcd"), min_size=1, max_size=4, unique=True)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.kv.tree import ChunkRef
+from kvweave.kv.tree import ChunkRef, KnowledgeTree, TreeConfig
+from kvweave.kv.tree.behind import TreeBehind
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import OrderPermission
@@ -24,7 +25,7 @@ from worlds.plan import (
     price,
     why,
 )
-from worlds.tree import PREAMBLE, World, refs
+from worlds.tree import PREAMBLE, TensorOwner, World, cost_s, refs
 
 
 def test_nothing_stored_means_the_preamble_and_the_rest_computed() -> None:
@@ -327,10 +328,10 @@ def test_planning_changes_nothing() -> None:
     assert (world.where(), [n.usage.uses for n in world.tree]) == before
 
 
-def test_a_lost_preamble_is_computed() -> None:
-    world = World()
-    world.tree.lose_device()
-    plan = make_planner(world, on_disk("a300", first=True)).plan(ask("a300"))
+def test_a_preamble_that_the_tree_does_not_hold_is_computed() -> None:
+    tree = TreeBehind(KnowledgeTree(TreeConfig(1000, 0), TensorOwner(), cost_s), PREAMBLE)
+    planner = replace(make_planner(stored=on_disk("a300", first=True)), tree=tree)
+    plan = planner.plan(ask("a300"))
     assert plan.spans[0].kind is SpanKind.COMPUTED
     assert plan.num_tokens == 4 + 300 + 10
 

@@ -1,12 +1,22 @@
 """A small world for the knowledge tree: owners of pages, and a slow, obvious model of the tree."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig, TreeTier
+from kvweave.kv.policies import HALF_LIFE_S
+from kvweave.kv.tree import (
+    ChunkRef,
+    Extended,
+    KnowledgeTree,
+    Pages,
+    TreeConfig,
+    TreeLease,
+    TreeTier,
+)
 from kvweave.kv.tree.node import path_key
 from kvweave.types import ChunkId
 
@@ -78,27 +88,39 @@ class World:
         self.clock = Clock()
         config = TreeConfig(
             (device_tokens + PREAMBLE.num_tokens) * BYTES_PER_TOKEN,
-            (host_tokens + PREAMBLE.num_tokens) * BYTES_PER_TOKEN if host_tokens else 0,
+            host_tokens * BYTES_PER_TOKEN,
             policy,
             max_depth,
         )
-        self.tree = KnowledgeTree(config, self.owner, cost_s, PREAMBLE, self.clock)
-        assert self.tree.install_preamble(self.owner.make(PREAMBLE.num_tokens))
+        pages = self.owner.make(PREAMBLE.num_tokens)
+        self.tree = KnowledgeTree(config, self.owner, cost_s, PREAMBLE, pages, self.clock)
 
     def ask(self, *names: str, question: int = 2) -> int:
         """One whole request: returns how many of its chunks were found."""
         chunks = refs(names)
         self.clock.now_s += 1.0
         with self.tree.acquire(chunks, question) as lease:
-            found = max(0, len(lease.nodes) - 1)
+            found = len(lease.nodes) - 1
             self.tree.load(lease)
-            for chunk in chunks[max(0, len(lease.nodes) - 1) :]:
-                pages = self.owner.make(chunk.num_tokens)
-                if self.tree.extend(lease, chunk, pages) is not Extended.ADOPTED:
-                    self.owner.free(DEVICE, pages)
-                    break
+            self.offer(lease, chunks[len(lease.nodes) - 1 :])
         self.check()
         return found
+
+    def bring(self, *names: str) -> None:
+        """A request that computes all of its prompt, asks the tree for nothing and offers it."""
+        self.clock.now_s += 1.0
+        with self.tree.acquire((), 0, count=False) as lease:
+            self.offer(lease, refs(names))
+        self.check()
+
+    def offer(self, lease: TreeLease, chunks: Sequence[ChunkRef]) -> None:
+        for chunk in chunks:
+            pages = self.owner.make(chunk.num_tokens)
+            extended = self.tree.extend(lease, chunk, pages)
+            if extended is not Extended.ADOPTED:
+                self.owner.free(DEVICE, pages)
+            if extended not in (Extended.ADOPTED, Extended.PRESENT):
+                break
 
     def check(self) -> None:
         self.tree.check_integrity()
@@ -133,6 +155,7 @@ class Item:
     """All there is to know about one path, in the tree or not."""
 
     size: int
+    before: int = 0  # tokens in front of it
     tiers: set[str] = field(default_factory=set)
     uses: float = 0.0
     last_s: float = 0.0
@@ -169,15 +192,19 @@ class SlowTree:
             depth += 1
         return depth
 
+    def item(self, path: Path) -> Item:
+        *above, last = [chunk.num_tokens for chunk in refs(path)]
+        return self.items.setdefault(path, Item(last, PREAMBLE.num_tokens + sum(above)))
+
     def access(self, names: Path, question: int, now_s: float) -> None:
         depth = self.match(names)
         sizes = [chunk.num_tokens for chunk in refs(names)]
         cached = PREAMBLE.num_tokens + sum(sizes[:depth])
         new = sum(sizes[depth:]) + question
         for i in range(len(names)):
-            item = self.items.setdefault(names[: i + 1], Item(sizes[i]))
+            item = self.item(names[: i + 1])
             if item.uses:
-                item.uses *= 0.5 ** ((now_s - item.last_s) / 3600.0)
+                item.uses *= 0.5 ** ((now_s - item.last_s) / HALF_LIFE_S)
             item.uses += 1
             item.last_s = now_s
             if i >= depth:
@@ -194,7 +221,9 @@ class SlowTree:
         if self.policy == "gdsf":
             token_s = cost_s(0, 1024) / 1024
             return self.clock[tier] + item.uses * (item.size * token_s) / item.size
-        return self.clock[tier] + item.uses * item.mean_cost
+        alone = cost_s(item.before, item.size) / item.size
+        cost = (item.mean_cost * item.misses + alone) / (item.misses + 1)
+        return math.log2(item.uses * cost) + item.last_s / HALF_LIFE_S
 
     def used(self, tier: str) -> int:
         gone = [item for subtree in self.doomed for item in subtree]
@@ -242,6 +271,9 @@ class SlowTree:
         victims = self.pick("host", item.size - (self.room["host"] - self.used("host")))
         if victims is None:
             return False
+        rank = self.worth(item, "host")
+        if not self.below(path) and any(self.items[v].rank["host"] > rank for v in victims):
+            return False
         for victim in victims:
             self.clock["host"] = max(self.clock["host"], self.items[victim].rank["host"])
             self.items[victim].tiers.clear()
@@ -260,29 +292,31 @@ class SlowTree:
             item.rank["device"] = self.worth(item, "device")
         return len(names)
 
-    def extend(self, path: Path) -> bool:
-        item = self.items[path]
+    def extend(self, path: Path, now_s: float) -> bool:
+        item = self.item(path)
         if "device" in item.tiers:
             return True
         if not self.room_on_device(item.size):
             return False
+        if not item.uses:
+            item.uses, item.last_s = 1.0, now_s
         item.tiers.add("device")
         item.rank["device"] = self.worth(item, "device")
         return True
 
-    def replicate(self, room: int) -> int:
+    def replicate(self, enough: int) -> int:
         """Upper nodes to host, level by level, the worthiest first; returns tokens copied."""
-        copied, level = 0, [path for path in self.on_device() if len(path) == 1]
+        copied, level = 0, [()]
         while level:
-            level.sort(key=lambda path: (-self.items[path].rank["device"], path_order(path)))
-            below: list[Path] = []
-            for path in level:
+            below = [p for p in self.on_device() if p[:-1] in level]
+            below.sort(key=lambda path: (-self.items[path].rank["device"], path_order(path)))
+            for path in below:
                 item = self.items[path]
                 if "host" not in item.tiers:
-                    if copied + item.size > room or not self.swap_out(path):
-                        continue
+                    free = self.room["host"] - self.used("host")
+                    if copied >= enough or item.size > free or not self.swap_out(path):
+                        return copied
                     copied += item.size
-                below += [p for p in self.on_device() if p[:-1] == path]
             level = below
         return copied
 
@@ -297,19 +331,10 @@ class SlowTree:
             held = [self.items[path] for path in subtree]
             for path in subtree:  # what is remembered of it stays: its use, not its pages
                 item = self.items[path]
-                self.items[path] = Item(
-                    item.size, set(), item.uses, item.last_s, item.mean_cost, item.misses
-                )
+                self.items[path] = replace(item, tiers=set(), rank={}, pins=0)
             if any(item.pins for item in held):
                 self.doomed.append(held)
         return len(gone)
 
     def released(self) -> None:
         self.doomed = [held for held in self.doomed if any(item.pins for item in held)]
-
-    def lose_device(self) -> None:
-        for item in self.items.values():
-            item.tiers.discard("device")
-        for path in list(self.items):
-            if any(not self.items[path[:i]].tiers for i in range(1, len(path) + 1)):
-                self.items[path].tiers.clear()

@@ -63,6 +63,12 @@ class Lifecycle:
         under_way = self._loader.is_loading or self._prefixes.is_offloading
         return not (self.sequences or under_way)
 
+    def work_ahead(self) -> None:
+        """There is nothing to compute. While there is no request either, exact KV is copied ahead
+        of its leaving the pool."""
+        if not self.sequences:
+            self._prefixes.replicate_some()
+
     def hear(self, news: News) -> None:
         """Something was posted to the engine thread."""
         match news:

@@ -76,14 +76,14 @@ class Offload:
 
     def __init__(self, link: OffloadLink, most_bytes: int, outbox: Outbox[ArrivedCopy]) -> None:
         self._link = link
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes  # that may be on their way at once
         self._outbox = outbox
         self._thread: ThreadPoolExecutor | None = None
         self.num_bytes = 0  # on their way, or there and not heard of yet
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether so much may set off now. One alone always may, however large it is."""
-        return not self.num_bytes or self.num_bytes + size_bytes <= self._most_bytes
+        return not self.num_bytes or self.num_bytes + size_bytes <= self.most_bytes
 
     def begin(self, copy: HostCopy) -> None:
         """Send off a copy whose tensor is contiguous and not written to any more. Waits for

@@ -14,6 +14,7 @@ A path begins with the preamble, named with the tenant, so that nothing is share
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -39,6 +40,8 @@ from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.types import ChunkId
 
 HOST_SHARE = 4  # times the pool, for exact KV that left the device; a CPU's pool is host memory
+AHEAD_BYTES = 64 << 20  # of exact KV copied to host in one idle moment; the next one follows
+AFTER_FAILURE_S = 60.0  # before copies are made ahead again: what failed once may fail each time
 Cost = Callable[[int, int], float]  # seconds of a prefill: cached tokens, new tokens
 
 
@@ -93,6 +96,7 @@ class ExactPrefixes:
         self._tree_pages = TreePages(pool, allocator, self._offload)
         self.tree = KnowledgeTree(config, self._tree_pages, cost_s)
         self.tombstones = Tombstones()
+        self._ahead_from_s = 0.0  # no copies ahead of time before
         self._pins: dict[Sequence[ChunkRef], TreeLease] = {}  # until a request needs the whole pool
 
     def acquire(
@@ -210,8 +214,20 @@ class ExactPrefixes:
         """Whether `settle` is still to hear of a copy."""
         return self._offload is not None and self._offload.num_bytes > 0
 
+    def replicate_some(self) -> int:
+        """An idle moment: copy upper nodes to host memory while they stay in the pool, so that
+        leaving it later copies nothing. Returns bytes; `settle` hears of them, and then is the next
+        such moment. Without a link beside the steps, as on a CPU, there is nothing to gain."""
+        if self._offload is None or self._offload.num_bytes:
+            return 0
+        if time.monotonic() < self._ahead_from_s:
+            return 0
+        return self.tree.replicate(min(AHEAD_BYTES, self._offload.most_bytes // 2))
+
     def settle(self, arrived: ArrivedCopy) -> None:
         """A copy that left the pool is in host memory, or will never be."""
+        if isinstance(arrived.result, Exception):
+            self._ahead_from_s = time.monotonic() + AFTER_FAILURE_S
         if not self._tree_pages.settle(arrived):
             self.tree.lose_copy(arrived.copy)
 

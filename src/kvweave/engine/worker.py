@@ -87,6 +87,7 @@ class Worker:
         self._hear()
         slices = self._scheduler.next_step()  # ints and lists only
         if not slices:
+            self._lifecycle.work_ahead()
             return False
         first = slices[0].sequence
         if first.progress.own_step:

@@ -7,25 +7,38 @@ keep is the tier's own. Plain Python, no torch; not thread-safe, the keeper's lo
 """
 
 import heapq
+import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.errors import ConfigError
 
-HALF_LIFE_S = 3600.0  # an access an hour ago counts half; the RAGCache paper leaves this open
+HALF_LIFE_S = 4 * 3600.0  # an access so long ago counts half; the RAGCache paper leaves this open
+LEAST_COST_S = 1e-9  # per unit: of two things of unknown cost the hotter one still stays
 K = TypeVar("K", bound=Hashable)
 
 
 class ItemUsage(NamedTuple):
     """What is known about one thing at the moment its rank is computed."""
 
-    uses: float  # accesses, decayed with HALF_LIFE_S
+    uses: float  # accesses, decayed with HALF_LIFE_S up to the last one
     last_access_s: float  # on the keeper's clock
     size: int  # in the keeper's unit: bytes in a tier, tokens in the tree
     cost_s: float  # estimate of what computing it once costs
     cost_per_unit_s: float  # measured: mean over its misses of seconds / newly computed units
     gives_way: bool = False  # leaves before all that does not, whatever its policy says
+
+    @property
+    def heat(self) -> float:
+        """log2 of the accesses, decayed to one moment that is the same for all things.
+
+        Decay takes the same share of every count in the same time, so the order by `heat` is that
+        of the decayed counts now and for ever: a rank made of it never goes stale.
+        """
+        if not self.uses:
+            return -math.inf
+        return math.log2(self.uses) + self.last_access_s / HALF_LIFE_S
 
 
 class Policy(Protocol):
@@ -121,19 +134,23 @@ class GDSF:
 
 @dataclass(slots=True)
 class PGDSF:
-    """Prefix-aware GDSF (after RAGCache, 2024): its cost per unit is measured, not assumed.
+    """Prefix-aware GDSF (after RAGCache, 2024): frequency times cost per unit, aged by decay.
 
     Computing a chunk behind a long cached prefix costs other seconds per token than computing it
-    first, so the cost is the mean over the times it really was computed. Size is divided out there.
+    first, so the cost is a mean over the times it really was computed. Size is divided out there.
+
+    RAGCache ages by a clock that rises with what was evicted. Where most paths come once, every one
+    of them moves it, and it outruns what is used now and then (docs/planner.md, "What stays in
+    memory"). Here the accesses themselves age, and what comes once leaves first.
     """
 
-    clock: float = 0.0
+    clock: ClassVar[float] = 0.0
 
     def rank(self, usage: ItemUsage) -> float:
-        return self.clock + usage.uses * usage.cost_per_unit_s
+        return usage.heat + math.log2(max(usage.cost_per_unit_s, LEAST_COST_S))
 
     def left(self, rank: float) -> None:
-        self.clock = max(self.clock, rank)
+        """Accesses age by themselves."""
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "pgdsf": PGDSF}

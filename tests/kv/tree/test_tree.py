@@ -1,10 +1,14 @@
 """The knowledge tree's promises, one by one, in a world of a few tokens."""
 
+import math
+from collections.abc import Callable
+
 import pytest
 
 from kvweave.errors import ConfigError
-from kvweave.kv.tree import Extended, KnowledgeTree, TreeConfig
-from worlds.tree import DEVICE, HOST, PREAMBLE, TensorOwner, World, cost_s, refs
+from kvweave.kv.policies import HALF_LIFE_S
+from kvweave.kv.tree import Extended, KnowledgeTree, Pages, TreeConfig
+from worlds.tree import DEVICE, HOST, PREAMBLE, Clock, TensorOwner, World, cost_s, refs
 
 
 def make_pair(policy: str = "pgdsf") -> World:
@@ -217,33 +221,98 @@ def test_a_copy_that_is_lost_takes_nothing_along_that_is_on_the_device() -> None
     assert not world.where()
 
 
-def test_a_lost_device_is_survived_by_what_was_replicated() -> None:
-    world = World(device_tokens=20)
-    world.ask("a", "b")
-    world.ask("a", "b")
-    world.ask("c")
-    budget = (PREAMBLE.num_tokens + 10) * 10
-    assert world.tree.replicate(budget) == budget  # preamble, then the upper nodes
-    world.tree.lose_device()
-    world.owner.tensors[DEVICE].clear()
-    world.check()
-    assert set(world.where()) == {("a",), ("c",)}
-    assert world.ask("a", "b") == 1
+def test_upper_nodes_are_copied_ahead_the_worthiest_first() -> None:
+    world = World(device_tokens=30)
+    for path in ("ab", "ab", "c", "cd", "cd"):
+        world.ask(*path)
+    assert world.tree.replicate(0) == 0
+    assert world.tree.replicate(51) == 100  # until there are so many
+    assert {path for path, tiers in world.where().items() if "host" in tiers} == {("a",), ("c",)}
+    assert world.tree.replicate(10**6) == 100
+    assert world.tree.replicate(10**6) == 0
+    made = world.owner.copies_out
+    world.ask("e20")
+    assert world.where()[("a", "b")] == {"host"}, "it left the device"
+    assert world.owner.copies_out == made, "and its copy was there"
 
 
-def test_a_device_lost_without_replicas_starts_again_from_the_preamble() -> None:
-    world = World()
-    world.ask("a")
-    held = world.tree.acquire(refs(["a"]), 1)
-    world.tree.lose_device()
-    world.owner.tensors[DEVICE].clear()
-    assert world.tree.match([]).num_tokens == 0
-    assert world.tree.extend(held, refs(["b"])[0], world.owner.make(5)) is Extended.TOO_DEEP
-    held.release()
-    world.owner.tensors[DEVICE].clear()
-    assert world.tree.install_preamble(world.owner.make(4))
-    assert world.ask("a") == 0
-    assert world.ask("a") == 1
+def test_nothing_leaves_host_for_what_is_copied_ahead() -> None:
+    world = World(device_tokens=10, host_tokens=12)
+    for name in ("a", "b", "c10", "c10", "c10"):
+        world.ask(name)
+    before = world.where()
+    assert before[("a",)] == before[("b",)] == {"host"}
+    assert world.tree.replicate(10**6) == 0
+    assert world.where() == before
+
+
+def test_a_node_that_leaves_the_device_pushes_no_worthier_one_out_of_host() -> None:
+    world = World(device_tokens=10, host_tokens=10)
+    for name in "aabb":
+        world.ask(name)
+    world.ask("c10")
+    world.ask("d10")
+    assert set(world.where()) == {("a",), ("b",), ("d10",)}
+    assert world.owner.copies_out == 2
+
+
+def test_what_a_plain_request_brought_is_kept_by_its_use() -> None:
+    """It asked the tree for nothing, so no miss of it was ever priced."""
+    world = World(device_tokens=15, host_tokens=0)
+    world.bring("a")
+    for name in "bc":
+        world.ask(name)
+    for _ in range(10):
+        assert world.ask("a") == 1
+    for name in "bcdefbcdef":
+        world.ask(name)
+    assert ("a",) in world.where()
+
+
+@pytest.mark.parametrize("cost", [cost_s, lambda cached, new: new * (1 + cached)])
+def test_what_a_plain_request_brought_costs_what_it_would_take_again(
+    cost: Callable[[int, int], float],
+) -> None:
+    """Deep behind its path or first, by the price of today; a pinned preamble likewise."""
+    owner, clock = TensorOwner(), Clock()
+    tree = KnowledgeTree(TreeConfig(1000, 0), owner, cost_s, now_s=clock)
+    chunks = refs(["p8", "a", "b"])
+    with tree.acquire((), 0, count=False) as lease:
+        for chunk in chunks:
+            assert tree.extend(lease, chunk, owner.make(chunk.num_tokens)) is Extended.ADOPTED
+    tree.price(cost)
+    scale = cost_s(0, 1024) / cost(0, 1024)  # prices are comparable with those of before
+    with tree.acquire(chunks, 1) as lease:
+        assert len(lease.nodes) == 4
+        for node in lease.nodes[1:]:
+            before = node.end - node.num_tokens
+            worth = 2 * scale * cost(before, node.num_tokens) / node.num_tokens
+            assert node.ranks[DEVICE] == pytest.approx(math.log2(worth)), "used twice"
+
+
+def test_paths_that_come_once_do_not_flush_what_comes_again() -> None:
+    """A clock that rises with each of them, as GDSF has, outruns the others."""
+    found = {}
+    for policy in ("pgdsf", "gdsf"):
+        world = World(device_tokens=25, host_tokens=0, policy=policy)
+        once = map(chr, range(1000, 3000))
+        found[policy] = 0
+        for _ in range(20):
+            found[policy] += world.ask("a")
+            for _ in range(60):
+                world.ask(next(once))
+    assert found["pgdsf"] == 18, "all but the first two"
+    assert found["gdsf"] < 6
+
+
+def test_what_was_hot_long_ago_makes_room() -> None:
+    world = make_pair()
+    for _ in range(8):
+        world.ask("a")
+    world.clock.now_s += 10 * HALF_LIFE_S
+    for name in "bcbc":
+        world.ask(name)
+    assert set(world.where()) == {("b",), ("c",)}
 
 
 def test_a_deleted_chunk_is_not_found_and_its_leased_pages_wait() -> None:
@@ -299,8 +368,6 @@ def test_several_preambles_share_a_budget_below_an_empty_root() -> None:
     tree.check_integrity()
     assert len(tree) == 4
     assert tree.used_bytes(DEVICE) == 140
-    assert tree.lose_device() == 0
-    assert tree.used_bytes(HOST) == 0
 
 
 def test_wrong_settings_are_refused_by_name() -> None:
@@ -308,16 +375,16 @@ def test_wrong_settings_are_refused_by_name() -> None:
         TreeConfig(0, 10)
     with pytest.raises(ConfigError, match="max_depth"):
         TreeConfig(10, 10, max_depth=-1)
+    with pytest.raises(ConfigError, match="a preamble of 40 bytes does not fit"):
+        KnowledgeTree(TreeConfig(30, 0), TensorOwner(), cost_s, PREAMBLE, Pages(40, None))
     with pytest.raises(ConfigError, match="no policy 'best'"):
         KnowledgeTree(TreeConfig(10, 10, "best"), TensorOwner(), cost_s)
 
 
 def test_a_tree_that_remembers_no_absent_path_still_serves() -> None:
     owner = TensorOwner()
-    tree = KnowledgeTree(
-        TreeConfig(1000, 0, remembered_paths=0), owner, lambda x, y: float(y), PREAMBLE
-    )
-    assert tree.install_preamble(owner.make(PREAMBLE.num_tokens))
+    config = TreeConfig(1000, 0, remembered_paths=0)
+    tree = KnowledgeTree(config, owner, lambda x, y: float(y))
     with tree.acquire(refs(["a"]), 1) as lease:
         assert tree.extend(lease, refs(["a"])[0], owner.make(5)) is Extended.ADOPTED
     assert len(tree.match([c.id for c in refs(["a"])]).nodes) == 1

@@ -72,6 +72,7 @@ class Node:
     ranks: dict[TreeTier, float] = field(default_factory=dict)  # set on access, by tier
     device_children: int = 0  # children that have device pages
     pins: int = 0  # leases that hold it
+    alone_s: float = 0.0  # per token, computed alone behind its path; 0: to be priced
 
 
 class Match(NamedTuple):

@@ -120,8 +120,9 @@ class NodePages:
 
     def rerank(self, node: Node) -> None:
         """The node was accessed: each tier ranks it anew with its own clock."""
+        usage = self._usage(node)
         for tier in node.pages:
-            self.budgets[tier].rerank(node, self._usage(node))
+            self.budgets[tier].rerank(node, usage)
 
     def add(self, node: Node) -> None:
         """Hang a new node below its parent; give it pages next."""
@@ -145,11 +146,13 @@ class NodePages:
         return True
 
     def swap_out(self, node: Node) -> bool:
-        """Copy a device node to host, pushing out what host ranks lowest. False: no room."""
+        """Copy a device node to host, pushing out what host ranks lowest. False: no room, or room
+        of what is worth more: then nothing is copied and nothing leaves. A node that others hang
+        below is worth what they are."""
         budget = self.budgets[HOST]
         pages = node.pages[DEVICE]
         victims = budget.victims(pages.size_bytes - budget.free_bytes, _on_host_alone)
-        if victims is None:
+        if victims is None or not (node.children or self._outranks(node, victims)):
             return False
         copy = self._owner.copy_out(pages)
         if copy is None:  # no room is made for what does not come
@@ -160,16 +163,19 @@ class NodePages:
         self.give(node, HOST, copy)
         return True
 
+    def copy_ahead(self, node: Node) -> bool:
+        """As `swap_out`, while the node stays and only into room that is free."""
+        has_room = self.budgets[HOST].free_bytes >= node.pages[DEVICE].size_bytes
+        return has_room and self.swap_out(node)
+
     def lose_host(self, node: Node) -> None:
         """A host copy is no good. Without another one the node goes, with everything below it."""
         pages = node.pages.pop(HOST)
         self.budgets[HOST].used_bytes -= pages.size_bytes
         self.budgets[HOST].discard(node)
         self._owner.free(HOST, pages)
-        if node.pages or self.is_doomed(node):
-            return
-        for top in [node] if node.depth else list(node.children.values()):
-            self.drop(top)
+        if not node.pages and not self.is_doomed(node):
+            self.drop(node)
 
     def copy_in(self, node: Node) -> int | None:
         """Copy a host node to the device; bytes copied, or None when that cannot be."""
@@ -225,14 +231,6 @@ class NodePages:
         for top in self._doomed:
             yield from subtree(top)
 
-    def forget_device(self, nodes: list[Node]) -> None:
-        """The device's bytes are gone already: strike them off the books, free nothing."""
-        for node in nodes:
-            node.pages.pop(DEVICE, None)
-            node.device_children = 0
-            self.budgets[DEVICE].discard(node)
-        self.budgets[DEVICE].used_bytes = 0
-
     def check_integrity(self, root: Node) -> None:
         """Raise AssertionError if the books do not balance."""
         live = subtree(root)
@@ -257,6 +255,11 @@ class NodePages:
                 continue
             assert parent.pages, f"{node} hangs below nothing"
             assert DEVICE not in node.pages or DEVICE in parent.pages, f"{node} above its parent"
+
+    def _outranks(self, node: Node, victims: list[Node]) -> bool:
+        """Whether host would rather have this one; at a tie it is the more recent one."""
+        rank = self.budgets[HOST].policy.rank(self._usage(node))
+        return all(victim.ranks[HOST] <= rank for victim in victims)
 
     def _leave_device(self, node: Node) -> None:
         pages = node.pages.pop(DEVICE)

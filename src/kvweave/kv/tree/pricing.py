@@ -2,7 +2,8 @@
 computing them cost. Eviction judges by it what would be lost.
 
 A request computes what stands behind its match in one go. The time that takes is shared by its
-tokens, and each path on the way that is not in the tree remembers its part.
+tokens, and each path on the way that is not in the tree remembers its part. A path that nobody
+asked for before it was offered has no part; it has a price all the same, see `NodePricing.usage`.
 """
 
 from collections import OrderedDict
@@ -99,5 +100,16 @@ class NodePricing:
             record.computed(cost_s, num_new)
 
     def usage(self, node: Node) -> ItemUsage:
-        """What the policy is told of a node."""
-        return node.usage.seen()._replace(cost_s=node.num_tokens * self._token_s)
+        """What the policy is told of a node, whoever brought it.
+
+        Its cost is the mean over the requests that missed it, and over one more: a request that
+        finds all that stands before it and computes it alone, which is the miss that comes next if
+        it leaves now.
+        """
+        usage, misses = node.usage.seen(), node.usage.misses
+        cost_s = node.num_tokens * self._token_s
+        if not node.alone_s and node.num_tokens:
+            before = node.end - node.num_tokens
+            node.alone_s = self._cost_s(before, node.num_tokens) / node.num_tokens
+        cost_per_unit_s = (usage.cost_per_unit_s * misses + node.alone_s) / (misses + 1)
+        return usage._replace(cost_s=cost_s, cost_per_unit_s=cost_per_unit_s)

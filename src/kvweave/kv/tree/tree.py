@@ -1,4 +1,4 @@
-"""The knowledge tree itself: lease, load, extend, survive.
+"""The knowledge tree itself: lease, load, extend, forget.
 
     preamble ── D1 ── D3        a node is a chunk *behind its path*: D3 behind D1 and D3 behind D2
             └── D2 ── D3        are two nodes with different KV
@@ -72,7 +72,7 @@ class TreeLease:
     """A pin on a path, preamble included. Belongs to one request; releases itself once."""
 
     def __init__(self, nodes: list[Node], unpin: Callable[[list[Node]], None]) -> None:
-        self.nodes = nodes  # pinned, from the preamble on; empty when even that is gone
+        self.nodes = nodes  # pinned, from the preamble on
         self._unpin = unpin
         for node in nodes:
             node.pins += 1
@@ -112,7 +112,8 @@ class KnowledgeTree:
     """Exact KV of ordered chunk paths behind one preamble, in device and host memory.
 
     For several preambles or tenants under one budget, leave the preamble empty here and make each
-    real preamble the first chunk of its paths.
+    real preamble the first chunk of its paths. One that is given here comes with its device pages,
+    which never leave.
 
     `cost_s(cached, new)` is the measured time of a prefill; it prices what eviction would lose.
     """
@@ -123,8 +124,10 @@ class KnowledgeTree:
         owner: PageOwner,
         cost_s: Callable[[int, int], float],
         preamble: ChunkRef = NO_PREAMBLE,
+        preamble_pages: Pages | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        assert (preamble_pages is not None) == (preamble.num_tokens > 0), "a preamble has pages"
         self.config = config
         self._now_s = now_s
         memory = PathMemory(config.remembered_paths)
@@ -138,14 +141,19 @@ class KnowledgeTree:
         usage = memory.take(key, preamble.num_tokens)
         length = preamble.num_tokens
         self.root = Node(preamble.id, length, length, 0, key, None, usage)  # the preamble
+        if preamble_pages is not None:
+            if preamble_pages.size_bytes > config.device_bytes:
+                raise ConfigError(
+                    f"a preamble of {preamble_pages.size_bytes} bytes does not fit into "
+                    f"TreeConfig.device_bytes = {config.device_bytes}"
+                )
+            self._pages.give(self.root, DEVICE, preamble_pages)
 
     # ---- any thread
 
     def match(self, chunk_ids: Sequence[ChunkId]) -> Match:
         """The longest stored prefix. O(depth); changes nothing, counts nothing."""
         node = self.root
-        if node.num_tokens and not node.pages:
-            return Match((), 0, 0, 0)
         nodes: list[Node] = []
         for chunk_id in chunk_ids:
             child = node.children.get(chunk_id)
@@ -154,7 +162,7 @@ class KnowledgeTree:
             nodes.append(child)
             node = child
         host_bytes, host_tokens = 0, 0
-        for each in (*reversed(nodes), self.root):  # the device part lies above the host part
+        for each in reversed(nodes):  # the device part lies above the host part
             if DEVICE in each.pages:
                 break
             if (pages := each.pages.get(HOST)) is not None:
@@ -165,8 +173,6 @@ class KnowledgeTree:
     def match_tokens(self, chunks: Sequence[ChunkRef]) -> int:
         """Exact tokens `match` would find, preamble included; the same walk and nothing else."""
         node = self.root
-        if node.num_tokens and not node.pages:
-            return 0
         for chunk in chunks:
             child = node.children.get(chunk.id)
             if child is None:
@@ -177,8 +183,10 @@ class KnowledgeTree:
     # ---- the engine thread
 
     def price(self, cost_s: Callable[[int, int], float]) -> None:
-        """Price by another `cost_s` from now on."""
+        """Price by another `cost_s` from now on, what is there at its next access."""
         self._pricing.change(cost_s)
+        for node in (self.root, *self, *self.doomed()):
+            node.alone_s = 0.0
 
     def acquire(
         self, chunks: Sequence[ChunkRef], num_question_tokens: int, *, count: bool = True
@@ -188,8 +196,7 @@ class KnowledgeTree:
         `count=False` for a second look on behalf of the same request, as speculation takes.
         """
         match = self.match([chunk.id for chunk in chunks])
-        gone = self.root.num_tokens and not self.root.pages
-        lease = TreeLease([] if gone else [self.root, *match.nodes], self._pages.unpin)
+        lease = TreeLease([self.root, *match.nodes], self._pages.unpin)
         if count:
             self._count(chunks, lease, num_question_tokens)
         return lease
@@ -214,7 +221,7 @@ class KnowledgeTree:
         """Offer the pages of the next chunk behind a leased path. Exact KV only, never fused.
 
         The node is then pinned by the same lease, so that the next chunk can follow. Call `load`
-        first: the path must be on the device.
+        first: the path must be on the device. A path that nobody counted has been used once now.
         """
         parent = lease.nodes[-1] if lease.nodes else None
         if parent is None or self._pages.is_doomed(parent):
@@ -233,19 +240,14 @@ class KnowledgeTree:
         if node is None:
             key = path_key(parent.key, chunk.id)
             usage = self._pages.memory.take(key, chunk.num_tokens)
+            if not usage.uses:
+                usage.touch(self._now_s())
             end = parent.end + chunk.num_tokens
             node = Node(chunk.id, chunk.num_tokens, end, parent.depth + 1, key, parent, usage)
             self._pages.add(node)
         self._pages.give(node, DEVICE, pages)
         lease.join(node)
         return Extended.ADOPTED
-
-    def install_preamble(self, pages: Pages) -> bool:
-        """Give the preamble its device pages: once at the start, and again after a lost device."""
-        if DEVICE in self.root.pages or not self._pages.make_device_room(pages.size_bytes):
-            return False
-        self._pages.give(self.root, DEVICE, pages)
-        return True
 
     def shrink(self) -> bool:
         """Let the least valuable leaf leave the device: others need the memory. Its host copy, if
@@ -261,45 +263,28 @@ class KnowledgeTree:
         """Nodes that are out of the tree and that a lease still holds."""
         return self._pages.doomed()
 
-    def replicate(self, max_bytes: int) -> int:
-        """Copy upper nodes to host ahead of time, the preamble first; returns bytes copied.
+    def replicate(self, enough_bytes: int) -> int:
+        """Copy upper nodes to host ahead of time, the worthiest of each level first; returns bytes.
 
-        For idle moments. Evicting a replicated node copies nothing, and a lost device does not
-        lose it. A node goes only after its parent, or its copy would be of no use after a loss.
+        For idle moments: evicting a node that has its copy copies nothing. Nothing leaves host for
+        it. Ends when so many bytes were copied, or at the first node that cannot be.
         """
         copied = 0
         level = [self.root]
         while level:
-            level.sort(key=lambda node: (-node.ranks.get(DEVICE, 0.0), node.key))
-            below: list[Node] = []
-            for node in level:
-                if DEVICE in node.pages and HOST not in node.pages:
-                    size_bytes = node.pages[DEVICE].size_bytes
-                    if copied + size_bytes > max_bytes or not self._pages.swap_out(node):
-                        continue
-                    copied += size_bytes
-                below.extend(child for child in node.children.values() if DEVICE in child.pages)
+            below = [n for node in level for n in node.children.values() if DEVICE in n.pages]
+            below.sort(key=lambda node: (-node.ranks[DEVICE], node.key))
+            for node in below:
+                if HOST not in node.pages:
+                    if copied >= enough_bytes or not self._pages.copy_ahead(node):
+                        return copied
+                    copied += node.pages[DEVICE].size_bytes
             level = below
         return copied
 
-    def lose_device(self) -> int:
-        """The device's memory is gone. Keep what host memory can serve; returns nodes kept.
-
-        Leases taken before hold pages that are no more: their requests must start again.
-        """
-        self._pages.forget_device([self.root, *self, *self.doomed()])
-        served = [self.root] if HOST in self.root.pages or not self.root.num_tokens else []
-        unserved = [] if served else list(self.root.children.values())
-        for node in served:
-            for child in node.children.values():
-                (served if HOST in child.pages else unserved).append(child)
-        for node in unserved:
-            self._pages.drop(node)
-        return self._pages.num_nodes
-
     def lose_copy(self, handle: object) -> None:
         """A host copy that its owner gave did not arrive: the tree does without it. O(nodes)."""
-        for node in (self.root, *self, *self.doomed()):
+        for node in (*self, *self.doomed()):
             pages = node.pages.get(HOST)
             if pages is not None and pages.handle is handle:
                 self._pages.lose_host(node)
@@ -340,6 +325,6 @@ class KnowledgeTree:
         for node in lease.nodes:
             node.usage.touch(now_s)
             self._pages.rerank(node)
-        last = lease.nodes[-1] if lease.nodes else self.root
-        found = max(0, len(lease.nodes) - 1)
-        self._pricing.count(last, lease.num_tokens, chunks[found:], found, question, now_s)
+        found = len(lease.nodes) - 1
+        rest = chunks[found:]
+        self._pricing.count(lease.nodes[-1], lease.num_tokens, rest, found, question, now_s)
