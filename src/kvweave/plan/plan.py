@@ -24,6 +24,7 @@ class Reason(StrEnum):
 
     CHEAPEST = "cheapest"
     TRIAL = "a rare trial: what loading from its tier costs is not known yet"
+    TRIAL_ROWS = "a rare trial: what recomputing rows costs was not seen lately"
     DEARER = "dearer than the chosen one"
     GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
     NOT_CALIBRATED = "not calibrated for this model"
