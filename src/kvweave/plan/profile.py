@@ -168,6 +168,10 @@ class MachineProfile:
     doubts: list[str] = field(default_factory=list)  # why it should be measured again, for people
     heard: Heard = field(default_factory=Heard)
 
+    def prefill_s(self, cached: int, new: int) -> float:
+        """Seconds for `new` tokens behind `cached` exact ones, also after `renew`. Any thread."""
+        return self.prefill.at(cached, new)
+
     def saw_exact(self, cached: int, new: int, seconds: float) -> None:
         """A request that computed `new` tokens behind `cached` exact ones took so long."""
         heard, total = self.heard, cached + new

@@ -121,18 +121,21 @@ def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> Machi
         profile = measurement.profile()
     if profile.doubts:
         correct(profile)
-        log.warning("%s", doubt_words(profile))
+        warn_of_doubts(profile)
     save(profile, path)
     say(f"measured in {time.perf_counter() - started_s:.1f} s: {path}")
     return profile
 
 
-def doubt_words(profile: MachineProfile) -> str:
-    """One line about a doubtful profile, with the way out."""
-    return (
-        f"the prices of this machine are doubtful: {'; '.join(profile.doubts)}. They are measured "
-        f"again in idle time; or run `{RENEW}` while nothing else runs"
-    )
+def warn_of_doubts(profile: MachineProfile) -> None:
+    """One line in the log about a doubtful profile, with the way out."""
+    if profile.doubts:
+        log.warning(
+            "the prices of this machine are doubtful: %s; they are measured again in idle time, or "
+            "run `%s` while nothing else runs",
+            "; ".join(profile.doubts),
+            RENEW,
+        )
 
 
 def save(profile: MachineProfile, path: Path) -> None:
