@@ -193,12 +193,11 @@ class Router:
 
     def _open_machine(self) -> "MachineProfile":
         """What things cost here, a copy of one's own. On the engine thread: may measure."""
-        from kvweave.app.auto.machine_profile import find_machine, new_machine, warn_of_doubts
+        from kvweave.app.auto.machine_profile import find_machine, new_machine
 
         measured, codec = self._client.measured, self._codec
         kept = find_machine(self._decoder, codec)  # with what answers taught it since
         if kept is not None:
-            warn_of_doubts(kept)
             return kept
         if codec not in measured:
             measured[codec] = new_machine(self._decoder, codec)
@@ -222,4 +221,6 @@ class Router:
 
         machine = self._open_machine()
         client = self._client
-        return AutoPlanner(self.library, self._decoder, self.profile, machine, client, self._tenant)
+        return AutoPlanner(
+            self.library, self._decoder, self.profile, machine, client.engine, self._tenant
+        )

@@ -20,12 +20,10 @@ from kvweave.app.auto.facts import (
 )
 from kvweave.app.auto.lessons import Lessons
 from kvweave.app.auto.machine_profile import profile_path, save
-from kvweave.app.auto.profile_keeper import ProfileKeeper
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.library import Library
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.requests import Fusion, exact_request, fused_request
-from kvweave.app.runtime import EngineClient
 from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -65,13 +63,13 @@ class AutoPlanner:
         decoder: Decoder,
         profile: Profile | None,
         machine: MachineProfile,
-        client: EngineClient,
+        engine: Engine,
         tenant: str = "",
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the library's preamble,
         which stays there from now on. `profile` is what was measured of the model; `machine` is
         what things cost, moved by what they took."""
-        engine, num_layers = client.engine, decoder.spec.num_layers
+        num_layers = decoder.spec.num_layers
         facts = ModelFacts(num_layers) if profile is None else profile.facts(num_layers)
         encoder = library.encoder
         self._library = library
@@ -79,7 +77,7 @@ class AutoPlanner:
         self._facts = facts
         self._path = profile_path(decoder, encoder.context.codec)
         self.machine = machine
-        engine.price(self.machine.prefill_s)
+        engine.price(self.machine.prefill.at)
         self._peek = StoredChunkPeek(encoder, library.store)
         table = None
         if profile is not None:
@@ -101,16 +99,10 @@ class AutoPlanner:
             is_busy=lambda: engine.is_busy,
         )
         self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
-        self._keeper = ProfileKeeper(decoder, encoder.context.codec, client, machine, self._renew)
 
     def close(self) -> None:
         """Keep what was learnt of the machine."""
-        self._keeper.close()
         save(self.machine, self._path)
-
-    def _renew(self, measured: MachineProfile) -> None:
-        with self._lock:
-            self.machine.renew(measured)
 
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         """What would be done for a prompt. Computes nothing, but has one chunk loaded from a tier
@@ -177,8 +169,6 @@ class AutoPlanner:
         actual_s = timeline.loading_s + timeline.computing_s
         check = PredictionCheck(plan.chosen.name, predicted_s, actual_s)
         notes.decision = Decision(plan, check)
-        if not timeline.shared and not timeline.preempted:
-            self._keeper.took(predicted_s, actual_s)
         notes.keep(record)
         promotion = self._library.promotion
         if promotion is not None:
