@@ -3,13 +3,22 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, LoadSet, StrategyInfo
+from kvweave.plan.cost import CostModel, LoadSet, StrategyInfo, row_budget
 from kvweave.plan.layout import Layout, Stored
 from kvweave.plan.load_or_compute import UnhiddenLink, too_slow_links, unhidden_links
 from kvweave.plan.plan import Span
 from kvweave.plan.profile import link_name
 
 NONE: frozenset[int] = frozenset()
+
+
+class FusedWork(NamedTuple):
+    """What strategies that pay for the same ratio load and compute, as far as no tier is waited
+    for."""
+
+    computed_hits: frozenset[int]  # computed rather than loaded
+    loaded: LoadSet
+    recompute_s: float  # of all rows
 
 
 class StoredHits(NamedTuple):
@@ -25,7 +34,7 @@ class StoredHits(NamedTuple):
     extra_bytes: float  # per token, of what lies beside the layers
     unhidden: tuple[UnhiddenLink, ...]  # links whose loading nothing hides
     known: dict[frozenset[int], LoadSet]  # what is loaded without these, for all strategies
-    instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too slow
+    works: dict[float, FusedWork]  # by the ratio that is paid for
 
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> StoredHits:
@@ -69,17 +78,40 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Store
     )
 
 
-def hits_to_compute(hits: StoredHits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
-    """Hits that are computed, because loading takes longer and nothing hides it. Those of the links
-    in `tried` are loaded whatever it takes."""
-    if not hits.unhidden:
+def work_of(
+    costs: CostModel, hits: StoredHits, total: int, paid: float, tried: Collection[str] = ()
+) -> FusedWork:
+    """What is loaded and computed at a ratio that is paid for. What comes over the links in `tried`
+    is loaded, though computing may be cheaper."""
+    if tried:
+        return _work(costs, hits, total, paid, tried)
+    work = hits.works.get(paid)
+    if work is None:
+        work = hits.works[paid] = _work(costs, hits, total, paid, tried)
+    return work
+
+
+def num_rows(hits: StoredHits, loaded: LoadSet, ratio: float) -> int:
+    """Tokens that are computed, `ratio` of the loaded ones among them."""
+    tokens = loaded.num_tokens
+    return hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
+
+
+def _work(
+    costs: CostModel, hits: StoredHits, total: int, paid: float, tried: Collection[str]
+) -> FusedWork:
+    computed_hits = _hits_to_compute(hits, paid, tried)
+    loaded = loaded_without(costs, hits, computed_hits)
+    recompute_s = costs.profile.recompute.at(total, num_rows(hits, loaded, paid))
+    return FusedWork(computed_hits, loaded, recompute_s)
+
+
+def _hits_to_compute(hits: StoredHits, ratio: float, tried: Collection[str]) -> frozenset[int]:
+    """Hits that are computed, because loading takes longer and nothing hides it."""
+    slow = too_slow_links(hits.unhidden, ratio) if hits.unhidden else ()
+    if not slow:
         return NONE
-    instead = hits.instead.get(ratio)
-    if instead is None:
-        slow = too_slow_links(hits.unhidden, ratio)
-        instead = frozenset([i for i, link in hits.links.items() if link in slow] if slow else ())
-        hits.instead[ratio] = instead
-    return frozenset(i for i in instead if hits.links[i] not in tried) if tried else instead
+    return frozenset([i for i, link in hits.links.items() if link in slow and link not in tried])
 
 
 def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[int]) -> LoadSet:

@@ -60,12 +60,24 @@ class Grid:
     def at(self, x: int, y: int) -> float:
         if y <= 0:
             return 0.0
-        ys = self.ys
-        xl, xh, u = _bracket(self.xs, x)
-        low, high = self.seconds[xl], self.seconds[xh]
-        if y > ys[-1]:
-            return (1 - u) * _beyond(ys, low, y) + u * _beyond(ys, high, y)
-        yl, yh, v = _bracket(ys, y)
+        # `_bracket` for both axes, spelled out: a plan asks a dozen times
+        xs, ys, seconds = self.xs, self.ys, self.seconds
+        xh, yh = bisect_right(xs, x), bisect_right(ys, y)
+        xl = xh - 1 if xh else 0
+        low = seconds[xl]
+        if xh and xh < len(xs):
+            u = (x - xs[xl]) / (xs[xh] - xs[xl])
+            high = seconds[xh]
+        else:
+            u, high = 0.0, low
+        if yh == len(ys):
+            if y > ys[-1]:
+                return (1 - u) * _beyond(ys, low, y) + u * _beyond(ys, high, y)
+            return (1 - u) * low[-1] + u * high[-1]
+        if not yh:
+            return (1 - u) * low[0] + u * high[0]
+        yl = yh - 1
+        v = (y - ys[yl]) / (ys[yh] - ys[yl])
         w = 1 - v
         if not u:
             return w * low[yl] + v * low[yh]
