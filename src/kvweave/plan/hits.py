@@ -39,14 +39,18 @@ class StoredHits(NamedTuple):
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> StoredHits:
     """Which stored chunks a strategy can use."""
-    usable = [_usable(copies, strategy) if copies else None for copies in layout.stored]
-    loadable: list[Stored | None] = [None] * len(usable)
-    first = layout.first
-    loads = loads_of([layout.preamble, *layout.path, *([first] if first else [])])
+    first, behind = layout.first, layout.behind
+    usable: list[Stored | None] = [None] * len(behind)
+    loadable = usable.copy()
+    exact_parts = [layout.preamble, *layout.path, *([first] if first else [])]
+    loads = loads_of(exact_parts)
     parts: list[tuple[int, int, str, int]] = []
     tokens: dict[str, int] = {}  # by link
     extra_bytes = strategy.extra_bytes_per_token
-    for i, copy in enumerate(usable):
+    for i, copies in enumerate(layout.stored):
+        if not copies:
+            continue
+        copy = usable[i] = _usable(copies, strategy)
         if copy is None:
             continue
         link = copy.link
@@ -55,8 +59,9 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Store
         loadable[i] = copy
         if i == 0 and first is not None:
             continue
-        size = layout.behind[i].num_tokens
-        size_bytes = copy.size_bytes + int(extra_bytes * size)
+        size, size_bytes = behind[i].num_tokens, copy.size_bytes
+        if extra_bytes:
+            size_bytes += int(extra_bytes * size)
         parts.append((i, size, link, size_bytes))
         tokens[link] = tokens.get(link, 0) + size
         loads[link] = loads.get(link, 0) + size_bytes
@@ -128,9 +133,10 @@ def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[
 
 
 def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
+    needs = strategy.needs
     for variant in strategy.variants:
         for copy in copies:
-            if copy.variant == variant and strategy.needs <= copy.has:
+            if copy.variant == variant and (not needs or needs <= copy.has):
                 return copy
     return None
 

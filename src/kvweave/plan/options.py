@@ -45,7 +45,10 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     while on_device < len(exact) and not exact[on_device].load_bytes:
         on_device += 1
     best: tuple[Price, int, int, int] | None = None
-    for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
+    if on_device == len(exact):  # nothing to load, nothing to cut
+        tokens = sum([span.num_tokens for span in exact])
+        best = (costs.prefix(tokens, layout.total, {}), on_device, tokens, 0)
+    for end in range(on_device, len(exact) + 1) if best is None else ():  # cut anywhere
         kept = exact[:end]
         tokens = sum([span.num_tokens for span in kept])
         loads = loads_of(kept)
