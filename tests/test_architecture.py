@@ -64,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/library", "app/libraries"),
-        *("serve",),
+        *("serve", "app/auto"),
     },
 }
 CORE = ["kernels", "model", "kv", "fuse", "engine"]

@@ -67,7 +67,6 @@ MASKED = "masked"  # marks a url that may hold a password: shown without it
 Url = Annotated[str, MASKED]
 Bytes0 = Annotated[int, SIZE, Range(0)]
 Bytes = Annotated[int, SIZE, Range(1)]
-Bytes0 = Annotated[int, SIZE, Range(0)]
 Count = Annotated[int, Range(1)]
 Count0 = Annotated[int, Range(0)]
 Seconds = Annotated[float, Range(0, MOST)]

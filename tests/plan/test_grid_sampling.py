@@ -2,7 +2,13 @@
 
 import pytest
 
-from kvweave.plan.grid_sampling import SAMPLES, CrossSamples, grid_of, measure_cross
+from kvweave.plan.grid_sampling import (
+    SAMPLES,
+    CrossSamples,
+    CrossSampling,
+    grid_of,
+    measure_in_turns,
+)
 
 XS, YS = (0, 512, 2048), (16, 64, 256, 1024)
 
@@ -30,7 +36,10 @@ class Machine:
 
 
 def measure(machine: Machine, budget_s: float = 1e9) -> CrossSamples:
-    return measure_cross(machine, XS, YS, 0, budget_s, machine.clock)
+    sampling = CrossSampling(machine, XS, YS, 0, budget_s)
+    while sampling.step(machine.clock):
+        pass
+    return sampling.samples()
 
 
 def test_points_that_were_never_run_are_priced_from_the_cross() -> None:
@@ -48,7 +57,7 @@ def test_a_long_prefill_is_its_slices_one_after_another() -> None:
     assert grid.at(4096, 2048) == pytest.approx(seconds(4096, 2048), rel=0.05)
 
 
-def test_the_median_of_several_samples_forgives_a_stall() -> None:
+def test_a_stall_among_several_samples_is_forgiven() -> None:
     machine = Machine()
     machine.stalls = {3, 9}
     grid = grid_of(measure(machine), XS, in_slices=True)
@@ -65,3 +74,59 @@ def test_the_budget_holds_but_for_two_points_that_are_always_run(slower: float) 
     assert len(cross.row) >= 2
     grid = grid_of(cross, XS, in_slices=True)
     assert grid.at(0, 512) == pytest.approx(slower * seconds(0, 512), rel=0.15)
+
+
+def test_a_machine_that_is_busy_most_of_the_time_is_priced_as_when_it_is_not() -> None:
+    machine = Machine()
+    machine.stalls = {n for n in range(30) if n % 5 > 1}  # three runs of five
+    grid = grid_of(measure(machine), XS, in_slices=True)
+    assert grid.at(0, 1024) == pytest.approx(seconds(0, 1024), rel=0.02)
+
+
+def test_other_work_shows_in_the_spread_of_the_samples() -> None:
+    quiet, busy = Machine(), Machine()
+    busy.stalls = {n for n in range(30) if n % 5 > 1}
+    spreads = []
+    for machine in (quiet, busy):
+        sampling = CrossSampling(machine, XS, YS, 0, 1e9)
+        while sampling.step(machine.clock):
+            pass
+        spreads.append(sampling.spread)
+    assert spreads[0] == pytest.approx(1.0)
+    assert spreads[1] > 2
+
+
+def test_no_run_is_longer_than_may_be_and_the_rest_follows_from_short_ones() -> None:
+    machine = Machine()
+    sampling = CrossSampling(machine, XS, (16, 64, 128, 1024), 0, 1e9, longest_s=0.1)
+    while sampling.step(machine.clock):
+        pass
+    assert max(y for _, y in machine.runs) == 64, "128 rows take 0.13 s"
+    grid = grid_of(sampling.samples(), XS, in_slices=True)
+    assert grid.at(0, 1024) == pytest.approx(seconds(0, 1024), rel=0.1)
+
+
+def test_a_second_try_pools_its_samples_with_the_first() -> None:
+    machine = Machine(slower=20.0)  # busy all the time
+    sampling = CrossSampling(machine, XS, YS, 0, 1e9)
+    while sampling.step(machine.clock):
+        pass
+    machine.slower = 1.0
+    sampling.more()
+    while sampling.step(machine.clock):
+        pass
+    assert sampling.samples().row[256] == pytest.approx(seconds(0, 256), rel=0.02)
+
+
+def test_grids_that_are_measured_in_turns_share_a_burst_of_other_work() -> None:
+    order: list[str] = []
+
+    def runner(name: str) -> CrossSampling:
+        def run(x: int, y: int) -> float:
+            order.append(name)
+            return seconds(x, y)
+
+        return CrossSampling(run, XS, YS, 0, 1e9)
+
+    measure_in_turns([runner("a"), runner("b")])
+    assert order == ["a", "b"] * (SAMPLES * 6)

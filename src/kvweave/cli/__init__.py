@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "config": "kvweave.cli.config",
     "docs": "kvweave.cli.docs",
     "ingest": "kvweave.cli.ingest",
+    "measure": "kvweave.cli.measure",
     "models": "kvweave.cli.models",
     "plan": "kvweave.cli.plan",
     "serve": "kvweave.cli.serve",

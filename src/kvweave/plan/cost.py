@@ -108,19 +108,43 @@ class CostModel:
     ) -> Price:
         """`rows` of `total` tokens computed, the rest taken from `loaded`, which has what the
         strategy reads beside the layers among its bytes."""
+        return self.fused_in(
+            strategy, self.profile.recompute.at(total, rows), total, question, loaded
+        )
+
+    def fused_in(
+        self,
+        strategy: StrategyInfo,
+        recompute_s: float,
+        total: int,
+        question: int,
+        loaded: LoadSet,
+    ) -> Price:
+        """As `fused`, where it is known what computing the rows takes."""
         profile = self.profile
-        compute_s = self.pass_s(strategy, rows, total)
-        probe_s = 0.0
+        compute_s = recompute_s
+        if strategy.full_width_layers:
+            compute_s += self._full_width_s(strategy, total)
+        asked_s = self.queue_s
+        work_s = compute_s
         if strategy.probe_layers:
             share = strategy.probe_layers / profile.num_layers
             probe_s = share * profile.recompute.at(total, question)
-        score_s = strategy.score_s_per_token * loaded.num_tokens
-        evidence_s, slow = self._evidence(strategy, loaded)
-        asked_s = self.queue_s + probe_s
-        least_s, waits_for = loaded.pipe.done(max(asked_s, evidence_s) + score_s, compute_s)
+            asked_s += probe_s
+            work_s += probe_s
+        start_s, evidence_s, slow = asked_s, 0.0, None
+        if strategy.waits_for_all or strategy.selection_bytes_per_token:
+            evidence_s, slow = self._evidence(strategy, loaded)
+            if evidence_s > asked_s:
+                start_s = evidence_s
+        if strategy.score_s_per_token:
+            score_s = strategy.score_s_per_token * loaded.num_tokens
+            start_s += score_s
+            work_s += score_s
+        least_s, waits_for = loaded.pipe.done(start_s, compute_s)
         if strategy.waits_for_all and evidence_s > asked_s:
             waits_for = slow
-        return self._paid(least_s, compute_s + probe_s + score_s, waits_for, loaded.slowest)
+        return self._paid(least_s, work_s, waits_for, loaded.slowest)
 
     def fused_at_least(self, strategy: StrategyInfo, rows: int, total: int) -> float:
         """What `fused` cannot be below: the pass alone, nothing waited for."""
@@ -128,11 +152,9 @@ class CostModel:
 
     def pass_s(self, strategy: StrategyInfo, rows: int, total: int) -> float:
         """Computing `rows` of `total` tokens."""
-        profile = self.profile
-        compute_s = profile.recompute.at(total, rows)
+        compute_s = self.profile.recompute.at(total, rows)
         if strategy.full_width_layers:
-            layer_s = profile.prefill.at(0, total) / profile.num_layers
-            compute_s += strategy.full_width_layers * layer_s
+            compute_s += self._full_width_s(strategy, total)
         return compute_s
 
     def shares_at(self, now_s: float, busy: bool = False) -> dict[str, float]:
@@ -213,6 +235,10 @@ class CostModel:
         link, load_s, share, paid_s = slowest
         seconds = max(least_s, work_s + max(self.queue_s, paid_s))
         return Price(seconds, work_s, waits_for, Load(link, load_s, share, work_s, least_s))
+
+    def _full_width_s(self, strategy: StrategyInfo, total: int) -> float:
+        layer_s = self.profile.prefill.at(0, total) / self.profile.num_layers
+        return strategy.full_width_layers * layer_s
 
     def _link(self, name: str) -> TierLink:
         link = self.profile.links.get(name) or self.profile.link(name)

@@ -1,4 +1,9 @@
-"""Few runs for a whole grid of prices: measured along a cross, the rest put together from it."""
+"""Few runs for a whole grid of prices: measured along a cross, the rest put together from it.
+
+Other work on the machine makes a run longer, never shorter. So the lower quartile of a point's
+samples counts, samples of one point lie far apart in time, and how far they spread is kept: a busy
+machine shows in it.
+"""
 
 import statistics
 import time
@@ -7,7 +12,8 @@ from itertools import pairwise
 
 from kvweave.plan.profile import Grid
 
-SAMPLES = 5  # of a point, as far as the budget goes; the median of them counts
+SAMPLES = 5  # of a point, as far as the budget goes
+SHORTEST_S = 0.005  # a run below that spreads on any machine
 LONGEST = 8192  # tokens up to which prices are put together from measured ones
 
 
@@ -39,42 +45,95 @@ class CrossSamples:
         return s1 + (x - x1) * (s2 - s1) / (x2 - x1)
 
 
-def measure_cross(
-    run: Callable[[int, int], float],
-    xs: Sequence[int],
-    ys: Sequence[int],
-    base: int,
-    budget_s: float,
-    now_s: Callable[[], float] = time.perf_counter,
-) -> CrossSamples:
-    """Medians along a cross, cheap points first, round after round until the budget is spent.
+class CrossSampling:
+    """A cross that is being measured, run after run. For one thread at a time.
 
-    `run` gives the seconds of one run. Two of `ys` are measured whatever they take.
+    Runs go round after round over all points, cheap ones first. Points that the budget, or the
+    longest run that is allowed, has no time for are left out; two of `ys` are measured whatever
+    they take.
     """
-    middle = ys[len(ys) // 2]
-    points = sorted(
-        {*((base, y) for y in ys), *((x, middle) for x in xs)}, key=lambda p: (p[1], p[0] != base)
-    )
-    samples: dict[tuple[int, int], list[float]] = {}
-    deadline_s = now_s() + budget_s
-    for number in range(SAMPLES):
-        for x, y in points:
-            known = {p: statistics.median(times) for p, times in samples.items()}
-            rows = [p[1] for p in known if p[0] == base]
-            expected_s = known.get((x, y), 0.0)
-            if not expected_s and rows:
-                expected_s = known[base, max(rows)] * y / max(rows)
-            is_needed = number == 0 and x == base and len(rows) < 2
-            if is_needed or now_s() + expected_s <= deadline_s:
-                samples.setdefault((x, y), []).append(run(x, y))
-    known = {p: statistics.median(times) for p, times in samples.items()}
-    row = {y: known[base, y] for y in ys if (base, y) in known}
-    for less, more in reversed(list(pairwise(row))):  # no point is dearer than one with more rows
-        row[less] = min(row[less], row[more])
-    if (base, middle) not in known:  # too slow even for that: what stands in front is not priced
-        return CrossSamples(base, max(row), row, {base: row[max(row)]})
-    column = {x: known[x, middle] for x in xs if (x, middle) in known}
-    return CrossSamples(base, middle, row, column)
+
+    def __init__(
+        self,
+        run: Callable[[int, int], float],
+        xs: Sequence[int],
+        ys: Sequence[int],
+        base: int,
+        budget_s: float,
+        longest_s: float = float("inf"),
+    ) -> None:
+        """`run` gives the seconds of one run. `longest_s`: of one that is not the first two."""
+        self._run = run
+        self._xs, self._ys, self._base = xs, ys, base
+        self._middle = ys[len(ys) // 2]
+        self._points = sorted(
+            {*((base, y) for y in ys), *((x, self._middle) for x in xs)},
+            key=lambda p: (p[1], p[0] != base),
+        )
+        self._budget_s = self._left_s = budget_s
+        self._longest_s = longest_s
+        self._samples: dict[tuple[int, int], list[float]] = {}
+        self._waiting: list[tuple[int, int]] = []
+        self.more()
+
+    def more(self) -> None:
+        """Sample every point some more times, with a new budget."""
+        self._waiting = self._points * SAMPLES
+        self._left_s = self._budget_s
+
+    def step(self, now_s: Callable[[], float] = time.perf_counter) -> bool:
+        """Make the next run. False: there is none left."""
+        while self._waiting:
+            point = self._waiting.pop(0)
+            expected_s = self._expected_s(point)
+            is_first_two = point[0] == self._base and self._num_rows < 2
+            may_run = expected_s <= min(self._left_s, self._longest_s)
+            if may_run or (is_first_two and point not in self._samples):
+                started_s = now_s()
+                self._samples.setdefault(point, []).append(self._run(*point))
+                self._left_s -= now_s() - started_s
+                return True
+        return False
+
+    @property
+    def spread(self) -> float:
+        """How much longer the median of a point's samples is than the shortest, at most points."""
+        known = [t for t in self._samples.values() if len(t) > 1 and min(t) >= SHORTEST_S]
+        return statistics.median([statistics.median(t) / min(t) for t in known] or [1.0])
+
+    def samples(self) -> CrossSamples:
+        """What was measured so far: at least two points of the row."""
+        known = {point: _typical(times) for point, times in self._samples.items()}
+        base, middle = self._base, self._middle
+        row = {y: known[base, y] for y in self._ys if (base, y) in known}
+        for less, more in reversed(list(pairwise(row))):  # no point is dearer than one of more rows
+            row[less] = min(row[less], row[more])
+        if (base, middle) not in known:  # too slow even for that: x is priced at another y, or not
+            middle = max(row)
+        column = {x: known[x, middle] for x in self._xs if (x, middle) in known}
+        return CrossSamples(base, middle, row, column)
+
+    @property
+    def _num_rows(self) -> int:
+        return sum(x == self._base for x, _ in self._samples)
+
+    def _expected_s(self, point: tuple[int, int]) -> float:
+        times = self._samples.get(point)
+        if times is not None:
+            return _typical(times)
+        rows = [y for x, y in self._samples if x == self._base]
+        if not rows:
+            return 0.0
+        most = max(rows)
+        return _typical(self._samples[self._base, most]) * point[1] / most
+
+
+def measure_in_turns(samplings: Sequence[CrossSampling]) -> None:
+    """Until all of them are done, a run of each in turn: a burst of other work does not hit one of
+    them alone."""
+    going = list(samplings)
+    while going:
+        going = [sampling for sampling in going if sampling.step()]
 
 
 def grid_of(cross: CrossSamples, xs: Sequence[int], *, in_slices: bool) -> Grid:
@@ -94,6 +153,11 @@ def grid_of(cross: CrossSamples, xs: Sequence[int], *, in_slices: bool) -> Grid:
 
     xs = _longer(xs)
     return Grid(tuple(xs), tuple(ys), [[seconds(x, y) for y in ys] for x in xs])
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The lower quartile: of five the second lowest, of fewer the lowest."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 def _longer(axis: Sequence[int]) -> list[int]:

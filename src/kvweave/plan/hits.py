@@ -3,13 +3,22 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, LoadSet, StrategyInfo
+from kvweave.plan.cost import CostModel, LoadSet, StrategyInfo, row_budget
 from kvweave.plan.layout import Layout, Stored
 from kvweave.plan.load_or_compute import UnhiddenLink, too_slow_links, unhidden_links
 from kvweave.plan.plan import Span
 from kvweave.plan.profile import link_name
 
 NONE: frozenset[int] = frozenset()
+
+
+class FusedWork(NamedTuple):
+    """What strategies that pay for the same ratio load and compute, as far as no tier is waited
+    for."""
+
+    computed_hits: frozenset[int]  # computed rather than loaded
+    loaded: LoadSet
+    recompute_s: float  # of all rows
 
 
 class StoredHits(NamedTuple):
@@ -25,19 +34,23 @@ class StoredHits(NamedTuple):
     extra_bytes: float  # per token, of what lies beside the layers
     unhidden: tuple[UnhiddenLink, ...]  # links whose loading nothing hides
     known: dict[frozenset[int], LoadSet]  # what is loaded without these, for all strategies
-    instead: dict[float, frozenset[int]]  # by ratio, hits of links that are too slow
+    works: dict[float, FusedWork]  # by the ratio that is paid for
 
 
 def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> StoredHits:
     """Which stored chunks a strategy can use."""
-    usable = [_usable(copies, strategy) if copies else None for copies in layout.stored]
-    loadable: list[Stored | None] = [None] * len(usable)
-    first = layout.first
-    loads = loads_of([layout.preamble, *layout.path, *([first] if first else [])])
+    first, behind = layout.first, layout.behind
+    usable: list[Stored | None] = [None] * len(behind)
+    loadable = usable.copy()
+    exact_parts = [layout.preamble, *layout.path, *([first] if first else [])]
+    loads = loads_of(exact_parts)
     parts: list[tuple[int, int, str, int]] = []
     tokens: dict[str, int] = {}  # by link
     extra_bytes = strategy.extra_bytes_per_token
-    for i, copy in enumerate(usable):
+    for i, copies in enumerate(layout.stored):
+        if not copies:
+            continue
+        copy = usable[i] = _usable(copies, strategy)
         if copy is None:
             continue
         link = copy.link
@@ -46,8 +59,9 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Store
         loadable[i] = copy
         if i == 0 and first is not None:
             continue
-        size = layout.behind[i].num_tokens
-        size_bytes = copy.size_bytes + int(extra_bytes * size)
+        size, size_bytes = behind[i].num_tokens, copy.size_bytes
+        if extra_bytes:
+            size_bytes += int(extra_bytes * size)
         parts.append((i, size, link, size_bytes))
         tokens[link] = tokens.get(link, 0) + size
         loads[link] = loads.get(link, 0) + size_bytes
@@ -69,17 +83,40 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Store
     )
 
 
-def hits_to_compute(hits: StoredHits, ratio: float, tried: Collection[str] = ()) -> frozenset[int]:
-    """Hits that are computed, because loading takes longer and nothing hides it. Those of the links
-    in `tried` are loaded whatever it takes."""
-    if not hits.unhidden:
+def work_of(
+    costs: CostModel, hits: StoredHits, total: int, paid: float, tried: Collection[str] = ()
+) -> FusedWork:
+    """What is loaded and computed at a ratio that is paid for. What comes over the links in `tried`
+    is loaded, though computing may be cheaper."""
+    if tried:
+        return _work(costs, hits, total, paid, tried)
+    work = hits.works.get(paid)
+    if work is None:
+        work = hits.works[paid] = _work(costs, hits, total, paid, tried)
+    return work
+
+
+def num_rows(hits: StoredHits, loaded: LoadSet, ratio: float) -> int:
+    """Tokens that are computed, `ratio` of the loaded ones among them."""
+    tokens = loaded.num_tokens
+    return hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
+
+
+def _work(
+    costs: CostModel, hits: StoredHits, total: int, paid: float, tried: Collection[str]
+) -> FusedWork:
+    computed_hits = _hits_to_compute(hits, paid, tried)
+    loaded = loaded_without(costs, hits, computed_hits)
+    recompute_s = costs.profile.recompute.at(total, num_rows(hits, loaded, paid))
+    return FusedWork(computed_hits, loaded, recompute_s)
+
+
+def _hits_to_compute(hits: StoredHits, ratio: float, tried: Collection[str]) -> frozenset[int]:
+    """Hits that are computed, because loading takes longer and nothing hides it."""
+    slow = too_slow_links(hits.unhidden, ratio) if hits.unhidden else ()
+    if not slow:
         return NONE
-    instead = hits.instead.get(ratio)
-    if instead is None:
-        slow = too_slow_links(hits.unhidden, ratio)
-        instead = frozenset([i for i, link in hits.links.items() if link in slow] if slow else ())
-        hits.instead[ratio] = instead
-    return frozenset(i for i in instead if hits.links[i] not in tried) if tried else instead
+    return frozenset([i for i, link in hits.links.items() if link in slow and link not in tried])
 
 
 def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[int]) -> LoadSet:
@@ -96,9 +133,10 @@ def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[
 
 
 def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
+    needs = strategy.needs
     for variant in strategy.variants:
         for copy in copies:
-            if copy.variant == variant and strategy.needs <= copy.has:
+            if copy.variant == variant and (not needs or needs <= copy.has):
                 return copy
     return None
 

@@ -23,7 +23,7 @@ class Stored(NamedTuple):
     @property
     def link(self) -> str:
         """The link that its bytes come over."""
-        return link_name(self.tier, self.codec)
+        return link_name(self.tier, self.codec) if self.codec else self.tier
 
 
 class Layout(NamedTuple):
@@ -146,9 +146,7 @@ def _exact(
         if not can_load(tier):
             return None
     size, kind, reason = node.num_tokens, SpanKind.EXACT, Reason.IN_TREE
-    return Span(
-        kind, start, size, name, reason, tier, load_bytes, "", "", in_history, exact_after=True
-    )
+    return Span(kind, start, size, name, reason, tier, load_bytes, "", "", in_history, True)
 
 
 def computed(span: Span, reason: Reason) -> Span:

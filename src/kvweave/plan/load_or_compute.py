@@ -82,7 +82,7 @@ class FusedLowerBound:
                 tokens[link], loads[link] = chunk.num_tokens, size_bytes
         exact = layout.exact_tokens + (layout.first.num_tokens if layout.first else 0)
         self._besides = layout.total - exact - self._most
-        self._known: dict[int, float] = {}  # by rows
+        self._known: dict[float, float] = {}  # by the ratio that is paid for
         self._paid: list[tuple[float, int]] = []  # seconds, tokens
         for link, size_bytes in loads.items():
             load_s, share = costs.load(link, size_bytes)
@@ -91,21 +91,22 @@ class FusedLowerBound:
 
     def is_below(self, strategy: StrategyInfo, ratio: float, limit_s: float) -> bool:
         """Whether an option may take less than `limit_s`."""
-        ratio *= strategy.depth
-        rows = self._besides + row_budget(self._most, ratio)
-        loaded_s = self._at_least_s(strategy, rows)
-        if loaded_s >= limit_s:
-            return False
-        return all(
-            loaded_s + paid_s < limit_s
-            # budgets are rounded down, here and there
-            or self._at_least_s(strategy, rows + num - row_budget(num, ratio) - 1) < limit_s
-            for paid_s, num in self._paid
-        )
+        paid = ratio * strategy.depth
+        besides_s = self._costs.queue_s
+        if strategy.full_width_layers:  # all else is the same for most strategies
+            besides_s = self._costs.fused_at_least(strategy, 0, self._total)
+        at_least_s = self._known.get(paid)
+        if at_least_s is None:
+            at_least_s = self._known[paid] = self._recompute_s(paid)
+        return besides_s + at_least_s < limit_s
 
-    def _at_least_s(self, strategy: StrategyInfo, rows: int) -> float:
-        if strategy.full_width_layers:
-            return self._costs.fused_at_least(strategy, rows, self._total)
-        if rows not in self._known:  # the same for most strategies
-            self._known[rows] = self._costs.fused_at_least(strategy, rows, self._total)
-        return self._known[rows]
+    def _recompute_s(self, ratio: float) -> float:
+        """Of the rows, and what is paid for loading; or of more rows, where nothing is loaded."""
+        rows = self._besides + row_budget(self._most, ratio)
+        recompute, total = self._costs.profile.recompute, self._total
+        loaded_s = least_s = recompute.at(total, rows)
+        for paid_s, num in self._paid:
+            # budgets are rounded down, here and there
+            more = rows + num - row_budget(num, ratio) - 1
+            least_s = max(least_s, min(loaded_s + paid_s, recompute.at(total, more)))
+        return least_s

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvweave.plan.cost import CostModel, LoadSet, Price, StrategyInfo, row_budget
-from kvweave.plan.hits import StoredHits, hits_to_compute, loaded_without, loads_of
+from kvweave.plan.cost import CostModel, Price, StrategyInfo
+from kvweave.plan.hits import StoredHits, loaded_without, loads_of, num_rows, work_of
 from kvweave.plan.layout import Layout, computed
 from kvweave.plan.plan import Option, Reason, Span, SpanKind
 
@@ -45,7 +45,10 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     while on_device < len(exact) and not exact[on_device].load_bytes:
         on_device += 1
     best: tuple[Price, int, int, int] | None = None
-    for end in range(on_device, len(exact) + 1):  # cut the part to load anywhere
+    if on_device == len(exact):  # nothing to load, nothing to cut
+        tokens = sum([span.num_tokens for span in exact])
+        best = (costs.prefix(tokens, layout.total, {}), on_device, tokens, 0)
+    for end in range(on_device, len(exact) + 1) if best is None else ():  # cut anywhere
         kept = exact[:end]
         tokens = sum([span.num_tokens for span in kept])
         loads = loads_of(kept)
@@ -90,32 +93,28 @@ def price_fused(
         return _why_few(layout, hits)
 
     paid = ratio * strategy.depth  # a row that leaves early is paid for as a part of one
+    total, question = layout.total, layout.question_tokens
+    computed_hits, loaded, recompute_s = work_of(costs, hits, total, paid, tried)
+    best = costs.fused_in(strategy, recompute_s, total, question, loaded)
+    if best.waits_for is not None and (best.load is None or best.load.share < 1):
 
-    def rows(loaded: LoadSet, ratio: float) -> int:
-        computed = hits.num_tokens - loaded.num_tokens
-        return hits.rows_besides + computed + row_budget(loaded.num_tokens, ratio)
+        def price(computed_hits: frozenset[int]) -> Price:
+            """With these hits computed instead of loaded."""
+            loaded = loaded_without(costs, hits, computed_hits)
+            return costs.fused(strategy, num_rows(hits, loaded, paid), total, question, loaded)
 
-    def price(computed_hits: frozenset[int]) -> Price:
-        """With these hits computed instead of loaded."""
-        loaded = loaded_without(costs, hits, computed_hits)
-        total, question = layout.total, layout.question_tokens
-        return costs.fused(strategy, rows(loaded, paid), total, question, loaded)
-
-    computed_hits = hits_to_compute(hits, paid, tried)
-    best = price(computed_hits)
-    if best.waits_for is not None:
         computed_hits, best = _computed_instead(price, best, hits.links, computed_hits)
+        loaded = loaded_without(costs, hits, computed_hits)
     num_loaded = len(hits.links) - len(computed_hits)
     if not num_loaded:
         return Reason.TIER_TOO_SLOW
-    loaded = loaded_without(costs, hits, computed_hits)
-    num_rows = rows(loaded, ratio)
-    if limits.free_bytes is not None and num_rows * limits.row_bytes > limits.free_bytes:
+    rows = num_rows(hits, loaded, ratio)
+    if limits.free_bytes is not None and rows * limits.row_bytes > limits.free_bytes:
         return Reason.NO_MEMORY
     num_chunks = len(layout.path) + len(layout.behind) - layout.num_history
     mixed = num_loaded + bool(layout.first) < num_chunks
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"
-    cost = (best.seconds, num_rows, loaded.num_bytes)
+    cost = (best.seconds, rows, loaded.num_bytes)
     option = Option(name, *cost, Reason.CHEAPEST, ratio, best.load)
     return Candidate(option, lambda: _fused_spans(layout, hits, computed_hits), strategy.name)
 

@@ -63,6 +63,10 @@ class AccessTable:
     def count(self, chunk_id: ChunkId) -> int:
         return self._counts.get(chunk_id, 0)  # Counter's own default is slow
 
+    def rank(self, chunk: ChunkRef) -> int:
+        """Lowest for what is retrieved most, in powers of two."""
+        return -self._counts.get(chunk.id, 0).bit_length()
+
     def __len__(self) -> int:
         """Chunks with a count."""
         return len(self._counts)
@@ -87,7 +91,7 @@ def frequency_order(
     """
     free = [chunk for place, chunk in enumerate(chunks) if place not in fixed]
     free.sort()  # by id
-    free.sort(key=lambda chunk: -table.count(chunk.id).bit_length())
+    free.sort(key=table.rank)
     return _around(chunks, free, fixed)
 
 
@@ -105,7 +109,7 @@ def tree_order(
         """`left_tokens` are not yet on the path."""
         nonlocal best, best_tokens, visits
         place = len(path)
-        is_fixed = place in fixed
+        is_fixed, next_is_fixed = place in fixed, place + 1 in fixed
         for chunk_id in [chunks[place].id] if is_fixed else sorted(children.keys() & left):
             child = children.get(chunk_id)
             if child is None:
@@ -113,14 +117,17 @@ def tree_order(
             if visits >= MAX_VISITS:
                 return
             visits += 1
-            end, below = child.end, child.children
+            end = child.end
             if end > best_tokens:
                 best, best_tokens = [*path, child], end
+            below = child.children
+            if not below or place == last:
+                continue
             rest = left_tokens - child.num_tokens
-            if place == last or not below or end + rest <= best_tokens:  # even with all the rest
+            if end + rest <= best_tokens:  # even with all the rest
                 continue
             left.discard(chunk_id)
-            if place + 1 in fixed or not below.keys().isdisjoint(left):  # most paths end here
+            if next_is_fixed or not left.isdisjoint(below):  # most paths end here
                 path.append(child)
                 walk(below, rest)
                 path.pop()

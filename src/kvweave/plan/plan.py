@@ -25,6 +25,7 @@ class Reason(StrEnum):
     CHEAPEST = "cheapest"
     RETURNS = "this path comes back: computed once, it is exact from then on"
     TRIAL = "a rare trial: what loading from its tier costs is not known yet"
+    TRIAL_ROWS = "a rare trial: what recomputing rows costs was not seen lately"
     DEARER = "dearer than the chosen one"
     DEARER_IN_THE_END = "cheaper now, dearer in the end: this path comes back"
     GAIN_TOO_SMALL = "gain below 10 % or 20 ms"

@@ -28,7 +28,7 @@ from kvweave.plan.pricing import (
     with_computed,
 )
 from kvweave.plan.returns import PathReturns, is_worth_computing
-from kvweave.plan.trial import TrialBudget, find_trial, with_trial
+from kvweave.plan.trial import TRIALS, TrialBudget, find_rows_trial, find_trial, with_trial
 
 
 def _none() -> float:
@@ -84,6 +84,8 @@ class Planner:
             links = {copy.link for copies in stored.values() for copy in copies}
             unsure = {link for link in links if self.costs.is_unsure(link, now_s, busy)}
             trial = find_trial(pricing.at(ordering.chunks), unsure, busy)
+            if trial is None and not busy and self.costs.profile.is_unsure(now_s):
+                trial = find_rows_trial(pricing.at(ordering.chunks), self.costs, request.strategies)
             if trial is not None:
                 taken, options = trial, with_trial(options, trial)
         if taken.strategy is not None and taken is priced.chosen:
@@ -140,7 +142,7 @@ class Planner:
 
     def begun(self, plan: Plan) -> None:
         """A request sets out as this plan says."""
-        self.trials.begun(trial=plan.chosen.reason is Reason.TRIAL)
+        self.trials.begun(trial=plan.chosen.reason in TRIALS)
 
     def took(self, plan: Plan, actual_s: float, *, beside: bool = False) -> None:
         """A plan was carried out as it says, in so many seconds: what did loading cost? `beside`:

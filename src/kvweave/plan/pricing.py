@@ -184,7 +184,10 @@ class RequestPricing:
 
         Options that cannot be faster are not priced: most of those of the given order.
         """
-        limit_s = price_of(self.price(order).chosen)
+        priced = self.price(order)
+        limit_s = price_of(priced.chosen)
+        if self._has_all_of(priced, given):
+            return False
         other = self.at(given)
         if other.exact_s < limit_s:
             return True
@@ -197,6 +200,30 @@ class RequestPricing:
                     if fused_s < limit_s and other.exact_s - fused_s >= other.needed_s:
                         return True
         return False
+
+    def _has_all_of(self, priced: PricedOrder, given: tuple[ChunkRef, ...]) -> bool:
+        """Whether all that is exact in the given order is exact on the device in this one, and its
+        cheapest option was taken. Then each option of the given order does the same and more, and
+        none need be priced."""
+        layout, start = priced.layout, self._chunks_begin_at()
+        exact = (layout.preamble, *layout.path)
+        if start is None or layout.first is not None or any(span.load_bytes for span in exact):
+            return False
+        if price_of(priced.chosen) > min([price_of(each) for each in priced.candidates]):
+            return False
+        here = {span.chunk_id for span in layout.path}
+        child = start.children.get(given[0].id)
+        if child is None:  # from the store it may be exact in front all the same
+            copies = () if self._request.history else self._facts.stored.get(given[0].id, ())
+            return given[0].id in here or not any(copy.exact_when_first for copy in copies)
+        for place, chunk in enumerate(given):
+            if chunk.id not in here:
+                return False
+            following = given[place + 1].id if place + 1 < len(given) else None
+            child = None if following is None else child.children.get(following)
+            if child is None:
+                break
+        return True
 
     def price(self, order: tuple[ChunkRef, ...]) -> PricedOrder:
         """Every option in this order, and the one to take."""

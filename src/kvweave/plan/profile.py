@@ -1,8 +1,14 @@
 """What things cost on this machine: measured grids, links, and how they follow what happens.
 
-A profile belongs to one model on one machine. It is measured once (`grid_sampling.py`), saved as
-JSON, and moved by every finished request and transfer, so that a machine under load is priced as it
-is.
+A profile belongs to one model on one machine. It is measured (`grid_sampling.py`), looked at for
+what cannot be (`plausibility.py`), saved as JSON, and moved by every finished request and transfer,
+so that a machine under load is priced as it is.
+
+Exact answers tell what prefill costs, fused ones what recomputing rows costs. Where only one kind
+comes, the other's prices would stay wrong for ever: a fused way that is priced too dear is never
+taken. So prices that no answer told of for `LONG_AGO` answers follow the others', by the relation
+of the two that was measured, and that answers of both kinds correct. Prefill follows downwards
+only: where fused answers get slow, an exact one is to tell whether all of the machine did.
 """
 
 import json
@@ -15,9 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import ConfigError
-from kvweave.plan.loading_cost import PaidShares
+from kvweave.plan.loading_cost import FORGET_S, PaidShares
 
 GAIN = 0.1  # weight of the newest observation in every moving estimate
+SURPRISE = 2.0  # an answer that took so many times its price, or less than one over it
+SETTLED = 1.2  # so near the price must come before surprises in a row are over
+MOST_GAIN = 0.5  # after several surprises in a row, and for the first word after long silence
+FARTHEST = 10.0  # what took longer than so many times its price says nothing more: a stall
+LONG_AGO = 20  # answers
+FOLLOW_GAIN = 0.2
+FOLLOW_WITHIN = 1.5  # prices as near as that to what they follow keep their own shape
+ENOUGH_FUSED = 4  # answers, before what recomputing costs is believed; forgotten as shares are
+LEAST_TOKENS = 128  # of a prompt whose price says what another kind of prefill would cost
 VERSION = 2  # of what is measured: a profile of another one is measured anew
 
 
@@ -32,6 +47,8 @@ class Grid:
     xs: tuple[int, ...]  # cached tokens, or all tokens of the prompt
     ys: tuple[int, ...]  # new tokens, or rows to compute
     seconds: list[list[float]]  # [xs][ys]
+    # answers in a row that took SURPRISE times their price or more; below 0: that much less
+    surprises: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         for name, axis in (("xs", self.xs), ("ys", self.ys)):
@@ -43,31 +60,64 @@ class Grid:
     def at(self, x: int, y: int) -> float:
         if y <= 0:
             return 0.0
-        ys = self.ys
-        xl, xh, u = _bracket(self.xs, x)
-        low, high = self.seconds[xl], self.seconds[xh]
-        if y > ys[-1]:
-            return (1 - u) * _beyond(ys, low, y) + u * _beyond(ys, high, y)
-        yl, yh, v = _bracket(ys, y)
+        # `_bracket` for both axes, spelled out: a plan asks a dozen times
+        xs, ys, seconds = self.xs, self.ys, self.seconds
+        xh, yh = bisect_right(xs, x), bisect_right(ys, y)
+        xl = xh - 1 if xh else 0
+        low = seconds[xl]
+        if xh and xh < len(xs):
+            u = (x - xs[xl]) / (xs[xh] - xs[xl])
+            high = seconds[xh]
+        else:
+            u, high = 0.0, low
+        if yh == len(ys):
+            if y > ys[-1]:
+                return (1 - u) * _beyond(ys, low, y) + u * _beyond(ys, high, y)
+            return (1 - u) * low[-1] + u * high[-1]
+        if not yh:
+            return (1 - u) * low[0] + u * high[0]
+        yl = yh - 1
+        v = (y - ys[yl]) / (ys[yh] - ys[yl])
         w = 1 - v
         if not u:
             return w * low[yl] + v * low[yh]
         return (1 - u) * (w * low[yl] + v * low[yh]) + u * (w * high[yl] + v * high[yh])
 
     def observe(self, x: int, y: int, seconds: float, gain: float = GAIN) -> None:
-        """A real run took so long: move the points around it by their share of the error."""
+        """A real run took so long: move the price there towards it, by `gain` of the way in powers.
+
+        One outlier moves little. Surprises in a row, all too long or all too short, mean that the
+        machine is not what was measured: each counts more than the one before, and the whole grid
+        moves until it fits. Beyond the last of `ys` all of it moves too: its slope would overshoot.
+        """
         expected = self.at(x, y)
         if y <= 0 or expected <= 0 or seconds <= 0:
             return
-        error = seconds / expected - 1
+        error = min(FARTHEST, max(1 / FARTHEST, seconds / expected))
+        usual = SETTLED if abs(self.surprises) > 1 else SURPRISE
+        if 1 / usual <= error <= usual:
+            self.surprises = 0
+        else:
+            way = 1 if error > 1 else -1
+            self.surprises = way * (abs(self.surprises) + 1 if self.surprises * way > 0 else 1)
+        in_a_row = abs(self.surprises)
+        gain = max(gain, min(MOST_GAIN, in_a_row * GAIN))
+        if in_a_row > 1 or gain >= MOST_GAIN or y > self.ys[-1]:
+            self.scale(error**gain)
+            return
         xl, xh, u = _bracket(self.xs, x)
         yl, yh, v = _bracket(self.ys, y)
         shares: dict[tuple[int, int], float] = {}  # at the edge of the grid corners fall together
         for i, a in ((xl, 1 - u), (xh, u)):
             for j, b in ((yl, 1 - v), (yh, v)):
                 shares[i, j] = shares.get((i, j), 0.0) + a * b
+        squares = sum(share * share for share in shares.values())
         for (i, j), share in shares.items():
-            self.seconds[i][j] *= max(0.1, 1 + gain * share * error)  # one outlier cannot zero it
+            self.seconds[i][j] *= error ** (gain * share / squares)
+
+    def scale(self, factor: float) -> None:
+        """Everything takes so many times as long."""
+        self.seconds = [[seconds * factor for seconds in row] for row in self.seconds]
 
 
 @dataclass(slots=True)
@@ -99,9 +149,21 @@ class TierLink:
 
 
 @dataclass(slots=True)
+class Heard:
+    """What answers have told since the machine was measured."""
+
+    exact: int = 0  # answers that moved the prices of prefill
+    fused: int = 0  # those that moved the prices of recomputing rows
+    exact_ago: int = LONG_AGO  # answers since the last of that kind
+    fused_ago: int = LONG_AGO
+    fused_s: float = 0.0  # Unix time of the last fused one
+
+
+@dataclass(slots=True)
 class MachineProfile:
-    """All measured prices of one model on one machine. Moved by `observe` of its grids and
-    links, by one thread at a time."""
+    """All measured prices of one model on one machine. Moved by `saw_exact`, `saw_fused`, `renew`
+    and its links, by one thread at a time; a grid is replaced as a whole, so that any thread may
+    ask `prefill` and `recompute` for a price meanwhile."""
 
     model: str  # fingerprint of the weights, as in the KV key
     device: str  # words for people: a profile of another machine should be noticed
@@ -111,6 +173,64 @@ class MachineProfile:
     links: dict[str, TierLink] = field(default_factory=dict)  # by `link_name`
     stitch_s: float = 0.0  # decoding and turning one stored token, all layers; nothing hides it
     version: int = VERSION
+    relation: float = 1.0  # what a row recomputed costs, over one prefilled behind as many tokens
+    measured_s: float = 0.0  # Unix time; 0: not known
+    made_with: str = ""  # software that was measured: that of another is outdated
+    spread: float = 1.0  # of the samples: how much longer the median was than the shortest
+    doubts: list[str] = field(default_factory=list)  # why it should be measured again, for people
+    heard: Heard = field(default_factory=Heard)
+
+    def prefill_s(self, cached: int, new: int) -> float:
+        """Seconds for `new` tokens behind `cached` exact ones, also after `renew`. Any thread."""
+        return self.prefill.at(cached, new)
+
+    def saw_exact(self, cached: int, new: int, seconds: float) -> None:
+        """A request that computed `new` tokens behind `cached` exact ones took so long."""
+        heard, total = self.heard, cached + new
+        self.prefill.observe(cached, new, seconds, _gain(heard.exact_ago))
+        heard.exact, heard.exact_ago, heard.fused_ago = heard.exact + 1, 0, heard.fused_ago + 1
+        if heard.fused_ago >= LONG_AGO and total >= LEAST_TOKENS:
+            self.recompute.scale(_towards(1 / self._apart(total, total // 5)))
+
+    def saw_fused(self, total: int, rows: int, seconds: float, now_s: float) -> None:
+        """A request that computed `rows` among `total` tokens took so long for that."""
+        heard, gain = self.heard, _gain(self.heard.fused_ago)
+        self.recompute.observe(total, rows, seconds, gain)
+        heard.fused, heard.fused_ago, heard.exact_ago = heard.fused + 1, 0, heard.exact_ago + 1
+        heard.fused_s = now_s
+        if total < LEAST_TOKENS or rows <= 0 or rows > total:
+            return
+        if heard.exact_ago >= LONG_AGO:  # dearer it gets by an exact answer alone, which comes then
+            self.prefill.scale(min(1.0, _towards(self._apart(total, rows))))
+        else:
+            prefilled_s = self.prefill.at(total - rows, rows)
+            if prefilled_s > 0:
+                error = seconds / prefilled_s / self.relation
+                self.relation *= min(FARTHEST, max(1 / FARTHEST, error)) ** gain
+
+    def is_unsure(self, now_s: float) -> bool:
+        """Whether too few fused answers told lately what recomputing rows costs."""
+        age_s = now_s - self.heard.fused_s
+        return self.heard.fused < ENOUGH_FUSED or not -FORGET_S < age_s < FORGET_S
+
+    def renew(self, measured: "MachineProfile") -> None:
+        """Take the prices of computing from a new measurement. Links stay: they are measured when
+        something lies there."""
+        self.prefill, self.recompute = measured.prefill, measured.recompute
+        self.stitch_s, self.relation = measured.stitch_s, measured.relation
+        self.measured_s, self.made_with = measured.measured_s, measured.made_with
+        self.spread, self.doubts = measured.spread, list(measured.doubts)
+        self.heard = Heard()
+        for name, link in measured.links.items():
+            self.links.setdefault(name, link).bytes_per_s = link.bytes_per_s
+
+    def _apart(self, total: int, rows: int) -> float:
+        """How many times dearer recomputing is than what prefill and the relation say."""
+        prefilled_s = self.prefill.at(total - rows, rows)
+        recomputed_s = self.recompute.at(total, rows)
+        if prefilled_s <= 0 or recomputed_s <= 0:
+            return 1.0
+        return recomputed_s / (self.relation * prefilled_s)
 
     def link(self, name: str) -> TierLink | None:
         """The link called `name`, or its tier's for any codec; None when neither was measured."""
@@ -151,6 +271,13 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
     }
     links = {name: _link_from(link) for name, link in saved["links"].items()}
     stitch_s = float(saved.get("stitch_s", 0.0))
+    heard = Heard(**saved.get("heard", {}))
+    relation, spread = float(saved.get("relation", 1.0)), float(saved.get("spread", 1.0))
+    measured_s = float(saved.get("measured_s", 0.0))
+    if not all(math.isfinite(number) and number >= 0 for number in (spread, measured_s)):
+        raise ValueError("a spread or a time is negative or no number")
+    if not (math.isfinite(relation) and relation > 0):
+        raise ValueError("the relation of recomputing to prefill is not above 0")
     times = [s for grid in grids.values() for row in grid.seconds for s in row]
     speeds = [link.bytes_per_s for link in links.values()]
     if not all(math.isfinite(s) and s >= 0 for s in (*times, stitch_s)):
@@ -161,10 +288,17 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         saved["model"],
         saved["device"],
         int(saved["num_layers"]),
-        **grids,
-        links=links,
+        grids["prefill"],
+        grids["recompute"],
+        links,
         stitch_s=stitch_s,
         version=int(saved.get("version", 1)),
+        relation=relation,
+        measured_s=measured_s,
+        spread=spread,
+        made_with=str(saved.get("made_with", "")),
+        doubts=[str(doubt) for doubt in saved.get("doubts", ())],
+        heard=heard,
     )
 
 
@@ -182,6 +316,19 @@ def _paid_from(saved: Mapping[str, Any], name: str) -> PaidShares:
     if not all(math.isfinite(number) and number >= 0 for number in (*shares, at_s)):
         raise ValueError("a share of loading, or its time, is negative or no number")
     return PaidShares(shares, at_s)
+
+
+def _gain(ago: int) -> float:
+    """The first word after long silence counts as much as all that was thought before it. A new
+    profile is as one that was told of `LONG_AGO` answers ago."""
+    return MOST_GAIN if ago >= 2 * LONG_AGO else GAIN
+
+
+def _towards(apart: float) -> float:
+    """The factor by which prices follow others that say `apart` times as much."""
+    if 1 / FOLLOW_WITHIN <= apart <= FOLLOW_WITHIN:
+        return 1.0
+    return float(apart**FOLLOW_GAIN)
 
 
 def _bracket(axis: tuple[int, ...], value: int) -> tuple[int, int, float]:

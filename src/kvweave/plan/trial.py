@@ -5,17 +5,26 @@ Where it loses at that price no request would ever load from it, and the planner
 that it is cheap.
 So one request in `EVERY` may try it, if by the price it loses next to nothing, and if it would win
 clearly were loading as cheap as it can be. The plan says that it is a trial.
+
+The same holds for the rows that a fused way recomputes. Their price is measured, but perhaps on a
+busy machine, and no exact answer tells of it. Where fewer than a few fused answers told lately, one
+request in `EVERY` may try, if a row recomputed at the price of one prefilled would win clearly.
+Here the price itself is in doubt, so the trial may lose as much as the request takes: a fiftieth of
+all, and only until a few have told.
 """
 
 from collections.abc import Collection, Sequence
 
+from kvweave.plan.cost import CostModel, StrategyInfo, row_budget
 from kvweave.plan.loading_cost import Load
 from kvweave.plan.options import Candidate
-from kvweave.plan.plan import Option, Reason
+from kvweave.plan.plan import Option, Reason, SpanKind
 from kvweave.plan.pricing import OrderPricing, price_of
 
 EVERY = 50  # requests, of which one at most is a trial
 MOST_LOSS = 0.05  # of the chosen price: what `auto` may cost beyond full prefill
+MOST_ROWS_LOSS = 1.0  # of the chosen price, where that of recomputing is not known
+TRIALS = frozenset({Reason.TRIAL, Reason.TRIAL_ROWS})
 
 
 class TrialBudget:
@@ -57,6 +66,33 @@ def find_trial(order: OrderPricing, unsure: Collection[str], busy: bool) -> Cand
     return None if best is None else best._replace(option=best.option._replace(reason=Reason.TRIAL))
 
 
+def find_rows_trial(
+    order: OrderPricing, costs: CostModel, strategies: Sequence[StrategyInfo]
+) -> Candidate | None:
+    """The fused option that is worth a trial because recomputing may be cheaper than its price;
+    None if none is, or the chosen one recomputes rows anyway."""
+    priced = order.priced()
+    if priced.chosen.strategy is not None:
+        return None
+    # a pass with all rows in its first layers does not tell what a row costs
+    told_by = {info.name: info for info in strategies if not info.full_width_layers}
+    chosen_s = price_of(priced.chosen)
+    most_s = chosen_s + MOST_ROWS_LOSS * (chosen_s - order.queue_s)
+    best: Candidate | None = None
+    for candidate in priced.candidates:
+        info = told_by.get(candidate.strategy or "")
+        if info is None or price_of(candidate) > most_s:
+            continue
+        hoped_s = price_of(candidate) - _overpriced_s(candidate, info, costs, order.layout.total)
+        if chosen_s - hoped_s < priced.needed_s:
+            continue
+        if best is None or price_of(candidate) < price_of(best):
+            best = candidate
+    if best is None:
+        return None
+    return best._replace(option=best.option._replace(reason=Reason.TRIAL_ROWS))
+
+
 def with_trial(options: Sequence[Option], trial: Candidate) -> list[Option]:
     """The options of a plan, the trial in the place of the same strategy's."""
     own = {f"{kind} {trial.strategy}" for kind in ("fused", "mixed")}
@@ -66,3 +102,14 @@ def with_trial(options: Sequence[Option], trial: Candidate) -> list[Option]:
 def _hoped_s(load: Load, busy: bool) -> float:
     """What it takes if loading is as cheap as it can be."""
     return max(load.least_s, load.work_s + load.seconds) if busy else load.least_s
+
+
+def _overpriced_s(candidate: Candidate, info: StrategyInfo, costs: CostModel, total: int) -> float:
+    """By how much rows are priced above as many tokens of prefill."""
+    loaded = sum(span.num_tokens for span in candidate.spans() if span.kind is SpanKind.FUSED)
+    ratio = candidate.option.ratio or 0.0
+    rows = (
+        candidate.option.rows - row_budget(loaded, ratio) + row_budget(loaded, ratio * info.depth)
+    )
+    prefilled_s = costs.profile.prefill.at(total - rows, rows)
+    return max(0.0, costs.profile.recompute.at(total, rows) - prefilled_s)

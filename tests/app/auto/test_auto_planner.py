@@ -349,8 +349,7 @@ def test_a_damaged_machine_profile_is_measured_again_with_one_log_line(
     path.write_text("{" if damage == "cut" else json.dumps(saved))
     with caplog.at_level(logging.WARNING):
         ask(weave)
-    assert [record.message for record in caplog.records if str(path) in record.message]
-    assert len([r for r in caplog.records if "calibrated" not in r.message]) == 1
+    assert len([record for record in caplog.records if str(path) in record.message]) == 1
     assert load_profile(path).device != "test"
 
 
@@ -573,7 +572,7 @@ def test_rows_that_leave_early_teach_as_the_parts_of_rows_they_are_priced_as(
     counts = record.counts
     assert counts["recomputed"] > 1
     taught: list[int] = []
-    monkeypatch.setattr(Grid, "observe", lambda _, total, rows, seconds: taught.append(rows))
+    monkeypatch.setattr(Grid, "observe", lambda _, total, rows, *__: taught.append(rows))
     plain = open_strategy("epic", ModelFacts(world.decoder.spec.num_layers))
     half = replace(plain, taper=Taper(0, 0.5))  # half of the rows behind the first layer's keys
     for strategy in (plain, half):

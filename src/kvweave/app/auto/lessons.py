@@ -1,5 +1,7 @@
 """What an answer teaches: the machine's prices, the tiers' speeds, what loading really cost."""
 
+import time
+
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import Ticket
@@ -58,7 +60,7 @@ class Lessons:
         for tier, seconds in record.arrived_s.items():
             self._tiers.came(tier, record.loaded_bytes.get(tier, 0), seconds)
         if not placed:
-            machine.prefill.observe(counts["exact"], rows, actual_s)
+            machine.saw_exact(counts["exact"], rows, actual_s)
             return
         needs = strategy.needs(self._num_layers)
         if not needs.full_width_layers:  # there the pass has other rows in its first layers
@@ -66,7 +68,7 @@ class Lessons:
             # one that leaves early counts as the part of a row that it is priced as
             depth = strategy.depth(self._num_layers)
             rows = counts["computed"] + round(depth * counts["recomputed"])
-            machine.recompute.observe(len(record.token_ids), rows, compute_s)
+            machine.saw_fused(len(record.token_ids), rows, compute_s, time.time())
         # nothing was waited for: all of it decoding. What host copies lacked comes from below
         if set(record.loaded_bytes) == {HOST.value} and not record.arrived_s:
             laid_s = record.stages.load / 1e3 / placed

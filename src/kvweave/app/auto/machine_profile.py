@@ -2,13 +2,15 @@
 
     <home>/profiles/machine-<decoder>-<device>.json
 
-Measured before a server with knowledge bases is ready, or with the first question that asks for
-`reuse="auto"`, in seconds; every answer moves it.
+Measured before a server with knowledge bases is ready, with the first question that asks for
+`reuse="auto"`, or by `kvweave measure`, in seconds; every answer moves it. What was measured on a
+busy machine is measured once more at once and, if that does not help, corrected, called doubtful
+and measured again in idle time (`profile_keeper.py`).
 """
 
 import logging
+import platform
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from kvweave import paths
+from kvweave import __version__, paths
 from kvweave.app.library.library_kv import CODEC
 from kvweave.errors import ConfigError
 from kvweave.fuse.transfer.placement import packing_of
@@ -28,7 +30,8 @@ from kvweave.kv.format.header import LayerShape
 from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
-from kvweave.plan.grid_sampling import SAMPLES, grid_of, measure_cross
+from kvweave.plan.grid_sampling import SAMPLES, CrossSampling, grid_of, measure_in_turns
+from kvweave.plan.plausibility import correct, find_doubts, relation_of
 from kvweave.plan.profile import VERSION, MachineProfile, TierLink, load_profile
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,10 @@ PROMPTS = (512, 2048)  # all tokens of a prompt of which some rows are computed
 ROWS = (32, 128, 384)
 # a GPU is measured where it is used: small passes there cost what ordering them costs
 GPU_AXES = ((0, 8192), (32, 512, 4096, 16384), (2048, 8192, 32768), (64, 1024, 6144))
+# in idle time, run by run, a CPU is measured where a run is short: longer prompts are its slices
+IDLE_AXES = (CACHED, (16, 64, 128), PROMPTS, (32, 64, 128))
 COPIED_BYTES = 32 << 20
+RENEW = "kvweave measure --renew"
 
 Say = Callable[[str], None]
 
@@ -66,7 +72,8 @@ def device_words(decoder: Decoder) -> str:
 
 
 def find_machine(decoder: Decoder, codec: str = CODEC) -> MachineProfile | None:
-    """The saved profile of this decoder on this machine; None: there is none that can be used."""
+    """The saved profile of this decoder on this machine, with what is to be doubted of it; None:
+    there is none that can be used."""
     path = profile_path(decoder, codec)
     if not path.is_file():
         return None
@@ -81,7 +88,22 @@ def find_machine(decoder: Decoder, codec: str = CODEC) -> MachineProfile | None:
     if (found.model, found.num_layers) != (decoder.revision, decoder.spec.num_layers):
         log.warning("%s is of another model", path)
         return None
+    found.doubts = list(dict.fromkeys([*found.doubts, *find_doubts(found), *_outdated(found)]))
     return found
+
+
+def made_with() -> str:
+    """The software that prices depend on."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    kernel = f"{platform.system()} {platform.release()}"
+    return f"kvweave {__version__}, torch {torch.__version__}, {kernel}, {capability}"
+
+
+def _outdated(profile: MachineProfile) -> list[str]:
+    now = made_with()
+    if profile.made_with in ("", now):  # "": of a time when that was not kept
+        return []
+    return [f"it was measured with {profile.made_with}; this is {now}"]
 
 
 def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> MachineProfile:
@@ -89,41 +111,137 @@ def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> Machi
     path = profile_path(decoder, codec)
     say("measuring this machine for reuse 'auto', once …")
     started_s = time.perf_counter()
-    profile = measure(decoder, codec)
+    measurement = Measurement(decoder, codec)
+    measurement.finish()
+    profile = measurement.profile()
+    if profile.doubts:
+        say(f"not plausible ({profile.doubts[0]}); measuring once more …")
+        measurement.more()
+        measurement.finish()
+        profile = measurement.profile()
+    if profile.doubts:
+        correct(profile)
+        warn_of_doubts(profile)
     save(profile, path)
     say(f"measured in {time.perf_counter() - started_s:.1f} s: {path}")
     return profile
 
 
+def warn_of_doubts(profile: MachineProfile) -> None:
+    """One line in the log about a doubtful profile, with the way out."""
+    if profile.doubts:
+        log.warning(
+            "the prices of this machine are doubtful: %s; they are measured again in idle time, or "
+            "run `%s` while nothing else runs",
+            "; ".join(profile.doubts),
+            RENEW,
+        )
+
+
 def save(profile: MachineProfile, path: Path) -> None:
-    """Keep it for the next start. A folder that cannot be written costs a new measurement then."""
+    """Keep it for the next start, unless a newer measurement lies there. A folder that cannot be
+    written costs a new measurement then."""
     try:
+        if path.is_file() and _is_newer(path, profile):
+            return
         profile.save(path)
     except OSError as error:
         log.warning("cannot keep the machine profile %s: %s", path, error.strerror)
 
 
-def measure(decoder: Decoder, codec: str) -> MachineProfile:
-    """Prefill, recomputation, decoding of chunk KV and host memory. Tiers are measured when they
-    are first met, with a chunk that they hold: see tier_probes.py."""
-    Prefill(decoder)(0, NEW[0])  # the first run of all pays for what later ones find warm
-    room = decoder.spec.max_context // 2
-    on_gpu = decoder.device.type == "cuda"
-    axes = GPU_AXES if on_gpu else (CACHED, NEW, PROMPTS, ROWS)
-    cached, new, prompts, rows = (
-        tuple(sorted({min(value, room) for value in axis})) for axis in axes
-    )
-    prefill = measure_cross(Prefill(decoder), cached, new, cached[0], PREFILL_BUDGET_S)
-    recompute = measure_cross(Recompute(decoder), prompts, rows, prompts[-1], RECOMPUTE_BUDGET_S)
-    return MachineProfile(
-        decoder.revision,
-        device_words(decoder),
-        decoder.spec.num_layers,
-        grid_of(prefill, cached, in_slices=True),
-        grid_of(recompute, prompts, in_slices=False),
-        {HOST.value: TierLink(copy_bytes_per_s(decoder))},
-        _unpack_s(decoder, codec) if on_gpu else _stitch_s(decoder, codec),
-    )
+def _is_newer(path: Path, profile: MachineProfile) -> bool:
+    try:
+        kept = load_profile(path)
+    except ConfigError:
+        return False
+    same = (kept.model, kept.version) == (profile.model, profile.version)
+    return same and kept.measured_s > profile.measured_s
+
+
+class Measurement:
+    """Prefill, recomputation, decoding of chunk KV and host memory, run by run. Tiers are measured
+    when they are first met, with a chunk that they hold: see tier_probes.py.
+
+    Runs the decoder: for the thread that owns it.
+    """
+
+    def __init__(self, decoder: Decoder, codec: str, longest_s: float = float("inf")) -> None:
+        """`longest_s`: of one run; where it is given, long prompts are priced as their slices."""
+        self._decoder = decoder
+        self._codec = codec
+        room = decoder.spec.max_context // 2
+        self._on_gpu = decoder.device.type == "cuda"
+        axes = (CACHED, NEW, PROMPTS, ROWS) if longest_s == float("inf") else IDLE_AXES
+        cached, new, prompts, rows = (
+            tuple(sorted({min(value, room) for value in axis}))
+            for axis in (GPU_AXES if self._on_gpu else axes)
+        )
+        self._cached, self._prompts = cached, prompts
+        self._prefill = CrossSampling(
+            Prefill(decoder), cached, new, cached[0], PREFILL_BUDGET_S, longest_s
+        )
+        self._recompute = CrossSampling(
+            Recompute(decoder), prompts, rows, prompts[-1], RECOMPUTE_BUDGET_S, longest_s
+        )
+        self._is_warm = False
+        self._next = 0
+        self._beside: tuple[float, float] | None = None  # seconds to lay a token, host bytes/s
+
+    def finish(self) -> None:
+        """All runs that the budget has time for."""
+        self._warm()
+        measure_in_turns((self._prefill, self._recompute))
+        self._beside = self._lay_and_copy()
+
+    def more(self) -> None:
+        """As many runs again; what was sampled stays."""
+        self._prefill.more()
+        self._recompute.more()
+
+    def step(self) -> bool:
+        """The next run alone. False: there is none left, and `profile` can be asked."""
+        if not self._is_warm:
+            self._warm()
+            return True
+        crosses = (self._prefill, self._recompute)
+        for _ in crosses:
+            cross, self._next = crosses[self._next], 1 - self._next
+            if cross.step():
+                return True
+        if self._beside is None:
+            self._beside = self._lay_and_copy()
+            return True
+        return False
+
+    def profile(self) -> MachineProfile:
+        """What was measured, with what is to be doubted of it."""
+        assert self._beside is not None, "it was finished before"
+        stitch_s, host_bytes_per_s = self._beside
+        decoder = self._decoder
+        profile = MachineProfile(
+            decoder.revision,
+            device_words(decoder),
+            decoder.spec.num_layers,
+            grid_of(self._prefill.samples(), self._cached, in_slices=True),
+            grid_of(self._recompute.samples(), self._prompts, in_slices=False),
+            {HOST.value: TierLink(host_bytes_per_s)},
+            stitch_s,
+            measured_s=time.time(),
+            made_with=made_with(),
+            spread=max(self._prefill.spread, self._recompute.spread),
+        )
+        profile.relation = relation_of(profile)
+        profile.doubts = find_doubts(profile)
+        return profile
+
+    def _warm(self) -> None:
+        """The first run of all pays for what later ones find warm."""
+        Prefill(self._decoder)(0, NEW[0])
+        self._is_warm = True
+
+    def _lay_and_copy(self) -> tuple[float, float]:
+        lay = _unpack_s if self._on_gpu else _stitch_s
+        return lay(self._decoder, self._codec), copy_bytes_per_s(self._decoder)
 
 
 class Prefill:
@@ -180,7 +298,7 @@ def copy_bytes_per_s(decoder: Decoder) -> float:
         target.copy_(source)
         wait_for(decoder)
 
-    return COPIED_BYTES / _median_s(copy)
+    return COPIED_BYTES / _shortest_s(copy)
 
 
 @torch.inference_mode()
@@ -200,7 +318,7 @@ def _stitch_s(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
         wait_for(decoder)
 
     one_layer()
-    return _median_s(one_layer) * spec.num_layers / num_tokens
+    return _shortest_s(one_layer) * spec.num_layers / num_tokens
 
 
 @torch.inference_mode()
@@ -220,13 +338,14 @@ def _unpack_s(decoder: Decoder, codec: str, num_tokens: int = 4096) -> float:
         wait_for(decoder)
 
     one_layer()
-    return _median_s(one_layer) * spec.num_layers / num_tokens
+    return _shortest_s(one_layer) * spec.num_layers / num_tokens
 
 
-def _median_s(run: Callable[[], None]) -> float:
+def _shortest_s(run: Callable[[], None]) -> float:
+    """Of several runs: other work on the machine makes one longer, never shorter."""
     times = []
     for _ in range(SAMPLES):
         started_s = time.perf_counter()
         run()
         times.append(time.perf_counter() - started_s)
-    return statistics.median(times)
+    return min(times)
