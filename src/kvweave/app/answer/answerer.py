@@ -108,6 +108,7 @@ class Answerer:
 
     def settle(self) -> None:
         """Begin nothing more."""
+        self.measured.settle()
         if self.documents is not None:
             self.documents.settle()
 

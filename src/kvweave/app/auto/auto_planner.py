@@ -70,10 +70,11 @@ class AutoPlanner:
         facts = ModelFacts(num_layers) if profile is None else profile.facts(num_layers)
         encoder = kv.encoder
         self._kv = kv
+        self._measured = measured
         self._lock = measured.lock  # guards what answers move: prices, and accesses here
         self._facts = facts
         self.machine = measured.machine
-        engine.price(self.machine.prefill.at)
+        engine.price(self.machine.prefill_s)
         self._peek = StoredChunkPeek(encoder, kv.store)
         table = None
         if profile is not None:
@@ -175,6 +176,8 @@ class AutoPlanner:
         actual_s = timeline.loading_s + timeline.computing_s
         check = PredictionCheck(plan.chosen.name, predicted_s, actual_s)
         notes.decision = Decision(plan, check)
+        if not timeline.shared and not timeline.preempted:
+            self._measured.took(predicted_s, actual_s)
         notes.keep(record)
         self._kv.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
         with self._lock:

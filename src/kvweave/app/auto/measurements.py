@@ -5,7 +5,14 @@ import threading
 from copy import deepcopy
 from functools import cached_property
 
-from kvweave.app.auto.machine_profile import find_machine, new_machine, profile_path, save
+from kvweave.app.auto.machine_profile import (
+    find_machine,
+    new_machine,
+    profile_path,
+    save,
+    warn_of_doubts,
+)
+from kvweave.app.auto.profile_keeper import ProfileKeeper
 from kvweave.app.runtime import ModelRuntime
 from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.errors import ConfigError
@@ -32,11 +39,18 @@ class Measurements:
         self._codec = codec
         self._given_profile = profile
         self._machine: MachineProfile | None = None
+        self._keeper: ProfileKeeper | None = None
         self._is_measured = False
         self.lock = threading.Lock()  # guards what answers move: prices
 
+    def settle(self) -> None:
+        """Measure no more; the engine still runs. Harmless the second time."""
+        if self._keeper is not None:
+            self._keeper.close()
+
     def close(self) -> None:
         """Keep what was learnt of the machine."""
+        self.settle()
         if self._machine is not None:
             save(self._machine, profile_path(self.decoder, self._codec))
 
@@ -80,13 +94,28 @@ class Measurements:
         """What things cost here; read and moved under `lock`. On the engine thread: the first time
         it may measure."""
         if self._machine is None:
-            self._machine = self._open()
+            self._machine = machine = self._open()
+            self._keeper = ProfileKeeper(
+                self.decoder, self._codec, self._client, machine, self._renew
+            )
         return self._machine
+
+    def took(self, predicted_s: float, actual_s: float) -> None:
+        """An answer took so long that had the engine for itself. Several that were far off put the
+        machine in doubt: it is measured again in idle time."""
+        if self._keeper is not None:
+            self._keeper.took(predicted_s, actual_s)
+
+    def _renew(self, measured: MachineProfile) -> None:
+        with self.lock:
+            if self._machine is not None:
+                self._machine.renew(measured)
 
     def _open(self) -> MachineProfile:
         measured, codec = self._client.measured, self._codec
         kept = find_machine(self.decoder, codec)  # with what answers taught it since
         if kept is not None:
+            warn_of_doubts(kept)
             return kept
         if codec not in measured:
             measured[codec] = new_machine(self.decoder, codec)
