@@ -33,6 +33,14 @@ class ChunkPeek(Protocol):
         ...
 
 
+class PromptShape(NamedTuple):
+    """What the price of a shortcut depends on, of one prompt."""
+
+    num_tokens: int
+    num_chunks: int
+    has_history: bool = False
+
+
 class Verdict(NamedTuple):
     """What calibration says about a strategy under a bound."""
 
@@ -43,11 +51,11 @@ class Verdict(NamedTuple):
 class Gate(Protocol):
     """The calibration of this model."""
 
-    def min_ratio(self, strategy: str, bound: float) -> Verdict: ...
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict: ...
 
 
 class ClosedGate:
     """No calibration: nothing approximate passes."""
 
-    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         return Verdict(None, Reason.NOT_CALIBRATED)

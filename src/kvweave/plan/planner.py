@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvweave.plan.cost import CostModel
-from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, ReadableTree
+from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, PromptShape, ReadableTree
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import MIN_USES, AccessTable, num_worth_keeping
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
@@ -122,11 +122,12 @@ class Planner:
         refused: dict[str, Reason] = {}
         if request.reuse is Reuse.OFF:
             return [], []
+        shape = _shape(request, self.tree.root.num_tokens)
         for strategy in request.strategies:
             if request.reuse is not Reuse.AUTO:
                 refused[strategy.name] = Reason.FORBIDDEN
                 continue
-            verdict = self.gate.min_ratio(strategy.name, request.quality_bound)
+            verdict = self.gate.min_ratio(strategy.name, request.quality_bound, shape)
             if verdict.ratio is None:
                 refused[strategy.name] = verdict.reason
             elif verdict.ratio >= 1:
@@ -136,3 +137,9 @@ class Planner:
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
         return allowed, declined
+
+
+def _shape(request: PlanRequest, preamble_tokens: int) -> PromptShape:
+    parts = (*request.history, *request.chunks)
+    num_tokens = preamble_tokens + sum(part.num_tokens for part in parts) + request.question_tokens
+    return PromptShape(num_tokens, len(request.chunks), bool(request.history))

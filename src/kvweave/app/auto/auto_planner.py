@@ -24,6 +24,7 @@ from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.library import Library
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.requests import Fusion, exact_request, fused_request
+from kvweave.calibrate.gate import Table
 from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -79,10 +80,10 @@ class AutoPlanner:
         self.machine = machine
         engine.price(self.machine.prefill.at)
         self._peek = StoredChunkPeek(encoder, library.store)
-        table = None
+        preamble = digest_ids(encoder.preamble_ids)
+        tables: tuple[Table, ...] = ()
         if profile is not None:
-            preamble = digest_ids(encoder.preamble_ids)
-            table = profile.table(decoder.revision, encoder.encoding_context, preamble)
+            tables = profile.tables(decoder.revision, encoder.encoding_context, preamble)
         self._strategies, unavailable = fusing_strategies(facts)
         tree = _tree(engine, library, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
@@ -93,7 +94,7 @@ class AutoPlanner:
             tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
-            gate=CalibratedGate(table),
+            gate=CalibratedGate(tables, preamble),
             unavailable=unavailable,
             pending_bytes=library.store.pending_bytes,
             is_busy=lambda: engine.is_busy,
