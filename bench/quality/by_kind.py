@@ -124,7 +124,7 @@ def read_cases(args: argparse.Namespace) -> list[Task]:
             chunks = sum(len(case.chunks) for case in made[name]) / len(made[name])
             print(f"{name}: {len(made[name])} questions, {tokens:.0f} tokens, {chunks:.1f} chunks")
         args.cases.write_bytes(pickle.dumps(made))
-    kept: dict[str, list[Case]] = pickle.loads(args.cases.read_bytes())  # noqa: S301 our own
+    kept: dict[str, list[Case]] = pickle.loads(args.cases.read_bytes())
     preamble, _ = split_template(Tokenizer(locate(args.model)), SYSTEMS[args.system])
     named = [
         [

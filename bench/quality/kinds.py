@@ -165,9 +165,7 @@ SETS = {
     "clapnq": QuestionSet("single-hop", True, _plain("clapnq_dev/clapnq_dev.jsonl.gz", 900)),
     "2wiki": QuestionSet("multi-hop", True, _plain("2wikimultihopqa/2wiki.jsonl.gz"), first=80),
     "musique": QuestionSet("multi-hop", True, _plain("musique/musique_ans.jsonl.gz"), first=80),
-    "musique-s": QuestionSet(
-        "multi-hop", True, _plain("cacheblend_musique_s/musique_s.jsonl.gz")
-    ),
+    "musique-s": QuestionSet("multi-hop", True, _plain("cacheblend_musique_s/musique_s.jsonl.gz")),
     "mtrag-un": QuestionSet("conversation", True, _unanswerable),
 }
 

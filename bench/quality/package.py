@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = locate(args.model)
     tokenizer, decoder = Tokenizer(folder), load_decoder(folder, device="cpu", dtype=args.dtype)
-    cases = pickle.loads(args.cases.read_bytes())  # noqa: S301 our own
+    cases = pickle.loads(args.cases.read_bytes())
     lines = read_values(args.values)
     variant = parse_variant(args.encoding)
     origin = TableOrigin(

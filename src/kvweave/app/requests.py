@@ -22,6 +22,7 @@ class Fusion:
     use_tree: bool = False  # take what the knowledge tree has of the prompt's front
     computed: Mapping[int, str] = field(default_factory=dict)  # chunks computed though stored: why
     expected: LoadCost | None = None  # what it takes on this machine; None: not known
+    close_call: float = 0.0  # nats; a first token that leads by less is computed exactly
 
 
 def plain_request(
@@ -68,5 +69,6 @@ def fused_request(
         encoding=str(encoder.preparation.variant),
         computed=computed,
         expected=fusion.expected,
+        close_call=fusion.close_call,
     )
     return replace(exact_request(prompt, sampling, eos_ids, use_tree=fusion.use_tree), fused=part)

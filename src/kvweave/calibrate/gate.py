@@ -95,8 +95,11 @@ def deciding(tables: Sequence[Table]) -> tuple[Table, ...]:
 
 def worst_cells(tables: Iterable[Table]) -> list[Cell]:
     """Per strategy and ratio that every table has, what is worst in any of them."""
+    every = list(tables)
+    if len(every) == 1:
+        return list(every[0].widened())
     found: list[dict[tuple[str, float], Cell]] = [
-        {(cell.strategy, cell.ratio): cell for cell in table.widened()} for table in tables
+        {(cell.strategy, cell.ratio): cell for cell in table.widened()} for table in every
     ]
     if not found:
         return []

@@ -66,7 +66,8 @@ class Profile:
         fits = [t for t in self.calibration if (t.revision, t.context) == (revision, context)]
         here = [table for table in fits if table.preamble == preamble]
         kinds = {table.kind for table in here}
-        elsewhere = {t.kind: t for t in fits if t.kind not in kinds and t.kind != OWN}
+        # what others asked elsewhere speaks beside what was asked here, the user's own only alone
+        elsewhere = {t.kind: t for t in fits if t.kind not in kinds and (t.kind != OWN or not here)}
         return (*here, *elsewhere.values())
 
     def with_tables(self, *tables: Table) -> "Profile":

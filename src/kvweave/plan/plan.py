@@ -29,8 +29,8 @@ class Reason(StrEnum):
     NOT_CALIBRATED = "not calibrated for this model"
     BOUND_NOT_MET = "quality bound not met below ratio 1"
     HALF_BOUND_NOT_MET = (
-        "calibrated behind another system prompt or without a history: half the quality bound holds "
-        "there, and is not met"
+        "calibrated behind another system prompt or without a history: half the quality bound is "
+        "not met"
     )
     BEYOND_MEASURED = "longer than any prompt that was calibrated"
     TOO_FEW_HITS = "too few stored tokens to be worth it"

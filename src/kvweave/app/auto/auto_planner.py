@@ -24,7 +24,7 @@ from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.library import Library
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.requests import Fusion, exact_request, fused_request
-from kvweave.calibrate.gate import Table
+from kvweave.calibrate.gate import CLOSE_CALL, Table
 from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -142,7 +142,7 @@ class AutoPlanner:
             use_tree = strategy.reuses == "exact"
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=use_tree)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
-        fusion = Fusion(strategy, ratio, True, _computed(plan), expected)
+        fusion = Fusion(strategy, ratio, True, _computed(plan), expected, CLOSE_CALL)
         return fused_request(self._library, planned.prompt, sampling, eos_ids, fusion)
 
     def observer(self, planned: Planned, notes: AnswerNotes) -> Callable[[Ticket], None]:
