@@ -28,10 +28,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from common.admission import num_worth_keeping
 from common.counting_owner import CountingOwner
 from common.results import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
-from kvweave.plan.ordering import PROMOTION, AccessTable, num_worth_keeping
+from kvweave.plan.ordering import PROMOTION, AccessTable
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.types import ChunkId
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from common.admission import num_worth_keeping
 from common.counting_owner import CountingOwner
 from common.overlap import overlap
 from common.results import commit, cpu_device, finish, versions
@@ -45,7 +46,6 @@ from kvweave.plan.ordering import (
     OrderWorth,
     choose_order,
     frequency_order,
-    num_worth_keeping,
 )
 
 Chunks = tuple[ChunkRef, ...]

@@ -23,7 +23,7 @@ from common.counting_owner import CountingOwner
 from common.results import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.inputs import Verdict
+from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import PlanRequest
@@ -43,7 +43,7 @@ STRATEGIES = (
 
 
 class OpenGate:
-    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         return Verdict(0.15)
 
 

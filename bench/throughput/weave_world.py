@@ -22,7 +22,14 @@ from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.library.library import Library
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Sampling, Weave
-from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Cell, Table, is_within
+from kvweave.calibrate.gate import (
+    ENOUGH_QUESTIONS,
+    Cell,
+    Table,
+    deciding,
+    is_within,
+    worst_cells,
+)
 from kvweave.calibrate.profiles import Profile, find_profile, load_profile
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -163,14 +170,17 @@ class WeaveWorld:
             return f"{OPENED}: {args.allow} is allowed, whatever it was measured to cost"
         whose = "shipped profile" if args.profile is None else f"profile {args.profile.name}"
         encoder = self.weave.library.encoder
-        table = None
+        tables: tuple[Table, ...] = ()
         if profile is not None:
             preamble = digest_ids(encoder.preamble_ids)
-            table = profile.table(self._decoder.revision, encoder.encoding_context, preamble)
-        if table is None or table.num_questions < ENOUGH_QUESTIONS:
-            return f"{whose}: no table of {ENOUGH_QUESTIONS} questions; auto is exact"
-        within = [f"{c.strategy}:{c.ratio:g}" for c in table.cells if is_within(c, args.bound)]
-        measured = f"{table.num_questions} questions of {table.data}"
+            found = profile.tables(self._decoder.revision, encoder.encoding_context, preamble)
+            tables = deciding(found)
+        if not tables:
+            return f"{whose}: no table; auto is exact"
+        within = [
+            f"{c.strategy}:{c.ratio:g}" for c in worst_cells(tables) if is_within(c, args.bound)
+        ]
+        measured = ", ".join(f"{t.num_questions} questions of {t.data}" for t in tables)
         return f"{whose}: {measured}, bound {args.bound:g} nats allows {within or 'nothing'}"
 
 

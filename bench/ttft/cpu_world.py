@@ -29,6 +29,7 @@ from kvweave.fuse.strategy import NAMES, open_strategy
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
+from kvweave.plan.inputs import PromptShape
 from kvweave.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 320
@@ -90,11 +91,14 @@ class World:
         """Strategies that the gate lets through, each with its ratio."""
         weave = self._weaves["host"]
         encoder = weave.library.encoder
-        table = weave.profile and weave.profile.table(
-            self._decoder.revision, encoder.encoding_context, digest_ids(encoder.preamble_ids)
+        preamble, profile = digest_ids(encoder.preamble_ids), weave.profile
+        tables = (
+            profile.tables(self._decoder.revision, encoder.encoding_context, preamble)
+            if profile is not None
+            else ()
         )
-        gate = CalibratedGate(table)
-        verdicts = {name: gate.min_ratio(name, self._bound).ratio for name in NAMES}
+        gate, shape = CalibratedGate(tables, preamble), PromptShape(1000, 5)
+        verdicts = {name: gate.min_ratio(name, self._bound, shape).ratio for name in NAMES}
         return {name: ratio for name, ratio in verdicts.items() if ratio is not None}
 
     def _over(self, tiers: tuple[TierConfig, ...]) -> Weave:

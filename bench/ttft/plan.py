@@ -15,7 +15,7 @@ from common.counting_owner import CountingOwner
 from kvweave.fuse.request import budget
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.inputs import Verdict
+from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Plan, PlanRequest, Reason
 from kvweave.plan.planner import Planner
@@ -49,7 +49,7 @@ class OpenGate:
     def __init__(self, ratios: Mapping[str, float]) -> None:
         self._ratios = ratios
 
-    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         return Verdict(self._ratios.get(strategy), Reason.NOT_CALIBRATED)
 
 

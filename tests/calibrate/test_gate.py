@@ -2,7 +2,23 @@
 
 from dataclasses import replace
 
-from kvweave.calibrate.gate import Cell, cheapest, choose
+import pytest
+
+from kvweave.app.auto.facts import CalibratedGate
+from kvweave.calibrate.gate import (
+    ENOUGH_QUESTIONS,
+    Cell,
+    Table,
+    cheapest,
+    choose,
+    deciding,
+    worst_cells,
+)
+from kvweave.plan.inputs import PromptShape
+from kvweave.plan.plan import Reason
+
+SHAPE = PromptShape(1000, 5)
+TALK = PromptShape(1000, 5, has_history=True)
 
 
 def make_cell(strategy: str = "weave", **changes: float) -> Cell:
@@ -62,3 +78,85 @@ def test_equal_prices_go_to_the_lower_kl() -> None:
 
 def test_nothing_measured_means_exact() -> None:
     assert choose([], 0.02) is None
+
+
+def make_table(kind: str, *cells: Cell, num_questions: int = 150, preamble: str = "p") -> Table:
+    where = ("filler:4", "filler:4:aa", preamble, "r")
+    names = ("float32", "q.txt", "cafe", "2026-01-01")
+    counts = (num_questions, 0, 9000, 800.0, 0.0)
+    return Table(*where, *names, *counts, None, None, cells, kind, 5.0, 2000, kind == "talk")
+
+
+def ratios(*highs: float, **changes: float) -> list[Cell]:
+    """A cell per ratio 0.1, 0.2, …"""
+    return [
+        make_cell(ratio=round(0.1 * (i + 1), 1), kl=high / 2, kl_high=high, **changes)
+        for i, high in enumerate(highs)
+    ]
+
+
+def verdict(*tables: Table, bound: float = 0.02, shape: PromptShape = SHAPE) -> float | None:
+    return CalibratedGate(tables, "p").min_ratio("weave", bound, shape).ratio
+
+
+def test_the_worst_kind_decides() -> None:
+    easy, hard = make_table("easy", *ratios(0.01, 0.01)), make_table("hard", *ratios(0.03, 0.015))
+    assert verdict(easy) == 0.1
+    assert verdict(easy, hard) == 0.2
+    chosen = choose(worst_cells([easy, hard]))
+    assert chosen is not None
+    assert chosen.ratio == 0.2
+    flipping = make_table("flips", *ratios(0.001, 0.001, flips=0.03))
+    assert verdict(easy, flipping) is None
+    other = make_table("other", make_cell("epic"))
+    shut = CalibratedGate((easy, other), "p").min_ratio("weave", 1.0, SHAPE)
+    assert shut.reason is Reason.NOT_CALIBRATED, "one kind was never tried with it"
+
+
+def test_enough_questions_of_the_user_decide_alone() -> None:
+    hard = make_table("hard", *ratios(0.03, 0.015))
+    mine = make_table("own", *ratios(0.01, 0.01), num_questions=ENOUGH_QUESTIONS)
+    assert verdict(hard, mine) == 0.1
+    few = make_table("own", *ratios(0.001, 0.001), num_questions=ENOUGH_QUESTIONS - 1)
+    assert verdict(hard, few) == 0.2
+    assert deciding([hard, few]) == (hard, few)
+
+
+def test_few_questions_open_the_gate_only_where_they_are_clearly_inside() -> None:
+    few = make_table("own", *ratios(0.016, 0.012), num_questions=25)
+    assert [cell.kl_high for cell in few.widened()] == pytest.approx([0.024, 0.018])
+    assert verdict(few) == 0.2
+    assert verdict(make_table("own", *ratios(0.001), num_questions=19)) is None
+
+
+def test_behind_another_system_prompt_half_the_bound_holds() -> None:
+    there = make_table("hops", *ratios(0.015, 0.0099), preamble="another")
+    assert verdict(there) == 0.2
+    shut = CalibratedGate((there,), "p").min_ratio("weave", 0.01, SHAPE)
+    assert shut.reason is Reason.HALF_BOUND_NOT_MET
+    assert verdict(make_table("hops", *ratios(0.015, 0.0099))) == 0.1
+
+
+def test_a_history_asks_for_a_table_that_has_one_or_half_the_bound() -> None:
+    hops, talk = make_table("hops", *ratios(0.012, 0.009)), make_table("talk", *ratios(0.1, 0.019))
+    assert verdict(hops, shape=TALK) == 0.2
+    assert verdict(hops, talk, shape=TALK) == 0.2
+    assert verdict(hops, talk) == 0.1, "without a history conversations have no say"
+    mine = make_table("own", *ratios(0.012, 0.012))
+    assert verdict(mine, talk, shape=TALK) == 0.2
+
+
+def test_a_prompt_longer_than_all_that_were_measured_does_not_pass() -> None:
+    gate = CalibratedGate([make_table("hops", *ratios(0.01))], "p")
+    assert gate.min_ratio("weave", 0.02, PromptShape(2200, 9)).ratio == 0.1
+    beyond = gate.min_ratio("weave", 0.02, PromptShape(2201, 9))
+    assert (beyond.ratio, beyond.reason) == (None, Reason.BEYOND_MEASURED)
+
+
+def test_another_order_passes_the_same_gate() -> None:
+    moved = make_cell("order", ratio=0.0, work=0.97, kl_high=0.05)
+    gate = CalibratedGate([make_table("hops", moved, *ratios(0.01))], "p")
+    assert gate.may_reorder(0.02, SHAPE).ratio is None
+    assert gate.may_reorder(0.05, SHAPE).ratio == 0.0
+    chosen = choose([replace(moved, kl_high=0.0)])
+    assert chosen is None, "it is no way to fuse"

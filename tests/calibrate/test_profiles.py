@@ -1,7 +1,7 @@
 """Profiles: what is written is what is read, and everything else is refused in one line."""
 
 import json
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ def make_table(
     return Table(*where, *names, 24, 3, 9000, 812.25, 1e-8, 0.5, None, (cell, CELL))
 
 
+FORMAT_5 = {f.name for f in fields(Table) if f.default is MISSING}
 PROFILE = Profile("tiny", "abc" * 10, "def" * 10, LAYERS, (make_table(),))
 
 
@@ -70,8 +71,8 @@ def change(path: Path, **changes: object) -> None:
 
 
 def test_another_format_is_refused_with_the_way_out(path: Path) -> None:
-    change(path, format=6)
-    with pytest.raises(ConfigError, match="has format 6, this kvweave reads 5; make it again with"):
+    change(path, format=7)
+    with pytest.raises(ConfigError, match="has format 7, this kvweave reads 6; make it again with"):
         load(path)
 
 
@@ -130,15 +131,54 @@ def test_what_is_no_profile_is_refused(path: Path, text: str) -> None:
 def test_a_fresh_table_replaces_the_one_of_its_decoder_and_encoding() -> None:
     more = PROFILE.with_tables(make_table(kl=0.5), make_table("filler:4:aa"))
     assert [t.encoding for t in more.calibration] == ["isolated", "filler:4:aa"]
-    table = more.table("r1", "isolated", "p1")
-    assert table is not None
+    (table,) = more.tables("r1", "isolated", "p1")
     assert table.cells[0].kl == 0.5
-    assert more.table("another decoder", "isolated", "p1") is None
-    assert more.table("r1", "filler:4:bb", "p1") is None
-    assert more.table("r1", "isolated", "p2") is None
+    assert more.tables("another decoder", "isolated", "p1") == ()
+    assert more.tables("r1", "filler:4:bb", "p1") == ()
+    assert more.tables("r1", "isolated", "p2") == (table,), "behind another preamble, if alone"
     both = more.with_tables(make_table(preamble="p2"))
     assert len(both.calibration) == 3
-    assert both.table("r1", "isolated", "p2") is not None
+    assert [t.preamble for t in both.tables("r1", "isolated", "p2")] == ["p2"]
+
+
+def test_each_kind_of_questions_has_its_table() -> None:
+    hops, talk = (replace(make_table(), kind=kind) for kind in ("multi-hop", "conversation"))
+    more = PROFILE.with_tables(hops, talk, replace(hops, date="2026-02-02"))
+    assert [t.kind for t in more.tables("r1", "isolated", "p1")][:2] == ["own", "multi-hop"]
+    behind = more.with_tables(replace(hops, preamble="p2")).tables("r1", "isolated", "p2")
+    assert {(t.kind, t.preamble) for t in behind} == {("multi-hop", "p2"), ("conversation", "p1")}
+
+
+def test_tables_of_format_5_are_the_users_own_but_for_the_one_that_came_with_the_model(
+    path: Path,
+) -> None:
+    stored = json.loads(path.read_text())
+    table = {k: v for k, v in stored["calibration"][0].items() if k in FORMAT_5}
+    table["cells"] = [{k: v for k, v in c.items() if k != "close"} for c in table["cells"]]
+    replaced = {**table, "data_hash": profiles.REPLACED[0]}
+    change(path, format=5, calibration=[table, replaced])
+    (kept,) = load(path).calibration
+    assert (kept.kind, kept.data_hash, kept.has_history) == ("own", "cafe", False)
+    assert load(path).layers == LAYERS
+
+
+def test_quantised_weights_of_an_embedded_model_are_not_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    (packaged,) = (Path(profiles.__file__).parent / "packaged").glob("smollm2*.json")
+    stored = json.loads(packaged.read_text())
+    assert find_profile(f"{stored['weights']}-int8", stored["tokenizer"]) is None
+
+
+def test_a_users_profile_keeps_its_own_tables_beside_those_that_come_with_the_model() -> None:
+    hops = replace(make_table(), kind="multi-hop")
+    old, fresh = (replace(hops, date=day) for day in ("2025-01-01", "2026-03-03"))
+    users = replace(PROFILE, layers=None, calibration=(make_table(), old))
+    both = users.beside(replace(PROFILE, calibration=(fresh,)))
+    assert both.layers == LAYERS
+    assert both.calibration == (make_table(), fresh)
+    assert users.beside(None) == users
 
 
 def test_the_users_profile_wins_over_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,6 +372,32 @@ def test_a_held_fused_request_is_woven_and_waits(world: World) -> None:
         at_rest(engine, world)
 
 
+@pytest.mark.parametrize("strategy", ["weave", "cacheblend"])
+def test_a_close_call_is_computed_exactly_before_anything_is_handed_out(
+    world: World, strategy: str
+) -> None:
+    woven = replace(world.request(CHUNKS, strategy, 0.3), use_tree=True)
+    assert woven.fused is not None
+    exact = alone(world.decoder, with_chunks(PREAMBLE, CHUNKS, QUESTION, max_tokens=6))
+    unsure = replace(woven, fused=replace(woven.fused, close_call=1e6))
+    sure = replace(woven, fused=replace(woven.fused, close_call=1e-9))
+    with Engine(world.decoder, SMALL) as engine:
+        ticket = engine.submit(unsure)
+        assert answer(ticket) == [choice.token_id for choice in exact]
+        assert ticket.record is not None
+        assert (ticket.record.strategy, ticket.record.counts["reused"]) == ("prefix", 0)
+        stats = engine.stats()
+        assert (stats["fused_close_calls"], stats["requests_finished"]) == (1, 1)
+        guess = engine.submit(unsure, held=True)
+        guess.release()
+        assert answer(guess) == [choice.token_id for choice in exact]
+        kept = engine.submit(sure)
+        answer(kept)
+        assert kept.record is not None
+        assert kept.record.strategy == strategy
+        at_rest(engine, world)
+
+
 def test_a_preamble_can_be_pinned_and_stays(world: World) -> None:
     cfg = replace(SMALL, pool_tokens=4 * 24)
     rng = random.Random(3)

@@ -258,7 +258,6 @@ def test_a_history_in_the_tree_is_exact_and_chunks_may_be_ordered_behind_it() ->
     half = planner.plan(ask("c200", history=(*past, *refs(["i20"]))))
     assert kinds(half) == ["exact", "exact", "exact", "computed", "computed", "computed"]
     assert [span.in_history for span in half.spans] == [False, True, True, True, False, False]
-    assert planner.finished(ask("b300", history=past), planner.plan(ask("b300", history=past))) == 1
 
 
 def test_a_longer_path_in_a_slow_tier_does_not_change_the_order() -> None:
@@ -309,14 +308,6 @@ def test_a_strategy_that_cannot_run_is_listed_with_its_reason() -> None:
     planner = make_planner(stored=on_disk("a300"))
     planner = replace(planner, unavailable={"qcfuse": Reason.NO_LAYERS})
     assert why(planner.plan(ask("a300")), "fused qcfuse") is Reason.NO_LAYERS
-
-
-def test_a_path_may_enter_the_tree_once_its_chunks_were_seen_twice() -> None:
-    planner = make_planner()
-    request = ask("a300", "b300")
-    assert planner.finished(request, planner.plan(request)) == 0
-    assert planner.finished(request, planner.plan(request)) == 2
-    assert planner.finished(ask("a300", "c300"), planner.plan(ask("a300", "c300"))) == 1
 
 
 def test_planning_changes_nothing() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kvweave.plan.cost import CostModel, Price, StrategyInfo
-from kvweave.plan.inputs import Verdict
+from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.plan import Plan, PlanRequest, Reason
@@ -21,13 +21,13 @@ class OpenGate:
     def __init__(self, **ratios: float | None) -> None:
         self.ratios = ratios
 
-    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         if strategy not in self.ratios:
             return Verdict(None, Reason.NOT_CALIBRATED)
         return Verdict(self.ratios[strategy])
 
-    def may_reorder(self, bound: float) -> bool:
-        return False
+    def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
+        return Verdict(self.ratios.get("order"))
 
 
 def make_planner(

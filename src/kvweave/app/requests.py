@@ -23,6 +23,7 @@ class Fusion:
     # parts computed though stored, by place, history first: why
     computed: Mapping[int, str] = field(default_factory=dict)
     expected: LoadCost | None = None  # what it takes on this machine; None: not known
+    close_call: float = 0.0  # nats; a first token that leads by less is computed exactly
 
 
 def exact_request(
@@ -66,5 +67,6 @@ def fused_request(
         encoding=str(encoder.preparation.variant),
         computed=computed,
         expected=fusion.expected,
+        close_call=fusion.close_call,
     )
     return replace(exact_request(prompt, sampling, eos_ids, use_tree=fusion.use_tree), fused=part)

@@ -45,7 +45,8 @@ class Encoding(Protocol):
     def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
         """KV of all chunks in prompt order, with `extras` beside it.
 
-        The first chunk's must be exact: computed right behind the preamble.
+        The first chunk's must be exact, computed right behind the preamble, unless the case has a
+        history.
         """
         ...
 
@@ -67,7 +68,8 @@ class ContextPrefixes:
 class FixedContext:
     """The same text in front of every chunk but the first: nothing (isolated), or filler.
 
-    The first chunk always stands right behind the preamble and is encoded there.
+    The first chunk stands right behind the preamble and is encoded there, unless there is a
+    history between them.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class FixedContext:
     def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
         unknown = set(extras) - {KVZIP}
         assert not unknown, f"{sorted(unknown)} cannot be computed on the spot"
-        first, rest = case.keys[:1], case.keys[1:]
+        num_first = 0 if case.history else 1  # where isolated KV is what full prefill computes
+        first, rest = case.keys[:num_first], case.keys[num_first:]
         made: list[list[LayerKV]] = []
         anchors: dict[ChunkKey, bytes] = {}
         for keys, context in ((first, ()), (rest, self._context)):
@@ -113,7 +116,8 @@ class FixedContext:
 class NeighbourContext:
     """Behind every chunk's own neighbours; the first chunk, and one that has none, isolated.
 
-    The first stands right behind the preamble, where its isolated KV is exact. Nothing of a case is
+    The first stands right behind the preamble, where its isolated KV is exact; behind a history it
+    is like the others. Nothing of a case is
     kept for the next but the KV of preamble and filler.
     """
 
@@ -139,7 +143,9 @@ class NeighbourContext:
     def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
         unknown = set(extras) - {KVZIP}
         assert not unknown, f"{sorted(unknown)} cannot be computed on the spot"
-        behind: list[Sequence[TokenIds]] = [(), *self._nearest(case.chunks[1:])]
+        num_first = 0 if case.history else 1
+        near = self._nearest(case.chunks[num_first:])
+        behind: list[Sequence[TokenIds]] = [*[()] * num_first, *near]
         front = self._prefixes.of((*case.preamble, *self._filler))
         brought = self._brought(front, behind)
         # what is held at a time: each chunk has a stitched copy of all that stands in front of it

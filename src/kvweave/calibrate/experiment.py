@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from kvweave.calibrate.asked_kb import AskedKB
 from kvweave.calibrate.case import Case, hash_cases
 from kvweave.calibrate.encodings import KVZIP
-from kvweave.calibrate.gate import BOUND, Table
-from kvweave.calibrate.measure import Setting, measure
+from kvweave.calibrate.gate import BOUND, OWN, Table
+from kvweave.calibrate.measure import ORDER, Setting, measure
 from kvweave.calibrate.questions import template_closing
 from kvweave.calibrate.subject import Subject
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
@@ -29,13 +29,15 @@ class Experiment:
     settings: Sequence[Setting]
     bound: float = BOUND  # of mean KL, nats per token
     kb: AskedKB | None = None  # whose neighbours chunks stand behind; None: no neighbours
+    kind: str = OWN  # of the questions, see gate.Table
 
 
 def settings_for(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -> list[Setting]:
-    """Every strategy at every ratio; plain reuse once, as it recomputes nothing."""
+    """Another order of the chunks, and every strategy at every ratio; plain reuse once, as it
+    recomputes nothing."""
     num_layers = subject.decoder.spec.num_layers
     facts = subject.profile.facts(num_layers)
-    settings = []
+    settings = [ORDER]
     for strategy in [open_strategy(name, facts) for name in names]:
         beyond = set(strategy.needs(num_layers).extras) - {KVZIP}
         if beyond:
@@ -74,6 +76,8 @@ def run_experiment(
         contexts[0].context,
         digest_ids(cases[0].preamble),
         sum(case.num_chunk_tokens for case in cases),
+        experiment.kind,
+        any(case.history for case in cases),
     )
     return [
         tabulate(answered, settings, each.name, replace(origin, context=each.context))

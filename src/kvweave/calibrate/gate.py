@@ -1,16 +1,27 @@
 """What each strategy costs in quality and in work, and the choice that follows from it.
 
-A table holds one cell per strategy and ratio, measured against full prefill (see measure.py). The
-gate is `choose`: the cheapest cell whose mean KL is surely below a bound and that hardly ever
-changes a first token. Pure data: no tensors, no model.
+A table holds one cell per strategy and ratio, measured against full prefill (see measure.py) on
+questions of one kind. The gate is `choose`: the cheapest cell whose mean KL is surely below a bound
+and that hardly ever changes a first token; of several kinds the worst decides (`worst_cells`). Pure
+data: no tensors, no model.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 BOUND = 0.02  # nats per token
 MAX_FLIPS = 0.02  # share of questions whose first token may change
+# An answer whose first token leads by less than this many nats is a close call: it is thrown away
+# and computed exactly, before anything was handed out. Nearly all flips are such calls, because a
+# first token that fusion overturns was never far ahead (docs/calibration.md has the figures).
+CLOSE_CALL = 0.2
 ENOUGH_QUESTIONS = 100  # with fewer, intervals are too narrow for what they claim
+FEWEST_QUESTIONS = 20  # with fewer there is no interval worth its name
+ELSEWHERE = 0.5  # of the bound for what was measured behind another system prompt, or no history
+BEYOND = 1.1  # times the longest prompt that was measured: there the gate stays shut
+ORDER_CELL = "order"  # what full prefill of the chunks in another order costs: no way to fuse
+OWN = "own"  # the kind of questions that a user brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +43,16 @@ class Cell:
     gold_nll_gap: float | None = None  # on the known answer; None where none is known
     f1: float | None = None
     em: float | None = None
+    close: float = 0.0  # share of questions whose first token was a close call: exact in the end
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells measured together: one model, one encoding context, one set of questions."""
+    """Cells measured together: one model, one encoding context, one set of questions.
+
+    Figures are those of the answers that are served: close calls, computed exactly, differ in
+    nothing, and their second prefill is in `work`.
+    """
 
     encoding: str  # "filler:4", for people
     context: str  # the same with a digest of the filler's tokens, see contexts.variant_name
@@ -54,6 +70,48 @@ class Table:
     full_f1: float | None  # of full prefill
     full_em: float | None
     cells: tuple[Cell, ...]
+    kind: str = OWN  # of the questions
+    mean_chunks: float = 0.0
+    most_prompt_tokens: int = 0  # of the longest prompt; 0: not known
+    has_history: bool = False  # whether something was said before the questions
+
+    def widened(self) -> tuple[Cell, ...]:
+        """Its cells with intervals that allow for few questions: below ENOUGH_QUESTIONS the upper
+        half is wider by sqrt(ENOUGH_QUESTIONS / n), because a resample of a few questions has never
+        seen the rare bad one. Below FEWEST_QUESTIONS there are none."""
+        if self.num_questions < FEWEST_QUESTIONS:
+            return ()
+        wider = math.sqrt(max(1.0, ENOUGH_QUESTIONS / self.num_questions))
+        if wider == 1.0:
+            return self.cells
+        return tuple(replace(c, kl_high=c.kl + wider * (c.kl_high - c.kl)) for c in self.cells)
+
+
+def deciding(tables: Sequence[Table]) -> tuple[Table, ...]:
+    """Those that have a say: the user's own alone where they asked enough, else all of them."""
+    enough = [t for t in tables if t.kind == OWN and t.num_questions >= ENOUGH_QUESTIONS]
+    return tuple(enough or tables)
+
+
+def worst_cells(tables: Iterable[Table]) -> list[Cell]:
+    """Per strategy and ratio that every table has, what is worst in any of them."""
+    every = list(tables)
+    if len(every) == 1:
+        return list(every[0].widened())
+    found: list[dict[tuple[str, float], Cell]] = [
+        {(cell.strategy, cell.ratio): cell for cell in table.widened()} for table in every
+    ]
+    if not found:
+        return []
+    common = [key for key in found[0] if all(key in cells for cells in found)]
+    return [_worst([cells[key] for cells in found]) for key in common]
+
+
+def _worst(cells: Sequence[Cell]) -> Cell:
+    by_kl = max(cells, key=lambda cell: cell.kl_high)
+    return replace(
+        by_kl, flips=max(cell.flips for cell in cells), work=max(cell.work for cell in cells)
+    )
 
 
 def choose(cells: Sequence[Cell], bound: float = BOUND) -> Cell | None:
@@ -63,7 +121,11 @@ def choose(cells: Sequence[Cell], bound: float = BOUND) -> Cell | None:
     MAX_FLIPS of the first tokens change. A cell that works as much as full prefill is no shortcut.
     Among equals the one with the lower KL wins.
     """
-    allowed = [cell for cell in cells if is_within(cell, bound) and cell.work < 1.0]
+    allowed = [
+        cell
+        for cell in cells
+        if is_within(cell, bound) and cell.work < 1.0 and cell.strategy != ORDER_CELL
+    ]
     return min(allowed, key=_rank, default=None)
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from kvweave.calibrate.answer_scores import exact_match, token_f1
 from kvweave.calibrate.case import Case
 from kvweave.calibrate.encodings import ContextPrefixes, Encoding
-from kvweave.calibrate.gate import BOUND
+from kvweave.calibrate.gate import BOUND, ORDER_CELL
 from kvweave.calibrate.trials import Trials, TrialScore, judge
 from kvweave.errors import ConfigError, ModelError
+from kvweave.fuse.encode.chunk_pass import encode_prefix
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import FuseRequest
@@ -65,11 +66,15 @@ class CaseOutcomes(NamedTuple):
     """One question: full prefill's own scores, and every encoding's outcomes and noise."""
 
     num_tokens: int
+    num_chunks: int
     gold: GoldScores | None
     outcomes: dict[str, list[Outcome]]  # encoding → one per setting, in their order
     noise: dict[str, float]  # encoding → mean KL with everything recomputed
 
 
+# Not a way to fuse: full prefill of the same chunks in another order, against the order found. It
+# says whether chunks may be moved, and goes through the same gate as what is fused.
+ORDER = Setting(Strategy(ORDER_CELL, None, 0.0, reuses="none"), 0.0)
 RECOMPUTE_ALL = Setting(Strategy("recompute all", Stride(), 1.0), 1.0)
 
 
@@ -113,8 +118,11 @@ class _CaseRun:
     ) -> None:
         self._decoder = decoder
         self._tokenizer = tokenizer
-        self._prefixes = prefixes
         self._case = case
+        # a history is one case's alone, so its KV is not kept for others
+        self._front = (
+            encode_prefix(decoder, case.front) if case.history else prefixes.of(case.preamble)
+        )
         trials = self._trials(1)
         first = self._prefill(trials, 0, case.request((), first_is_exact=False), None, None).logits
         (self._greedy,) = trials.greedy(first[None], tokenizer.eos_ids, MAX_ANSWER_TOKENS)
@@ -132,7 +140,8 @@ class _CaseRun:
             check, *rest = self._try(source, [RECOMPUTE_ALL, *settings])
             noise[encoding.name] = self._check_noise(check)
             outcomes[encoding.name] = rest
-        return CaseOutcomes(self._case.num_tokens, self._gold, outcomes, noise)
+        case = self._case
+        return CaseOutcomes(case.num_tokens, len(case.chunks), self._gold, outcomes, noise)
 
     def _try(self, source: ComputedChunks, settings: Sequence[Setting]) -> list[Outcome]:
         request = self._case.request(self._case.keys, first_is_exact=True)
@@ -160,7 +169,10 @@ class _CaseRun:
         setting: Setting | None,
     ) -> Fused:
         """Fill one trial; without a setting that is full prefill."""
-        kv, preamble = trials.kv(number), self._prefixes.of(self._case.preamble)
+        kv, preamble = trials.kv(number), self._front
+        if setting == ORDER:
+            request = self._case.reordered().request((), first_is_exact=False)
+            source, setting = None, None
         stitched = Stitched(self._decoder, request, preamble, source or ComputedChunks([]), kv)
         if setting is None:
             return fuse(stitched)

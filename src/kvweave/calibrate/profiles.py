@@ -16,13 +16,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvweave import paths
-from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Cell, Table, cheapest, choose
+from kvweave.calibrate.gate import (
+    ENOUGH_QUESTIONS,
+    OWN,
+    Cell,
+    Table,
+    cheapest,
+    choose,
+    deciding,
+    worst_cells,
+)
 from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import Variant, variant_name
 from kvweave.fuse.strategy import ModelFacts
 
-FORMAT = 5
+FORMAT = 6
+ONE_KIND = 5  # its tables do not say what kind of questions they hold: the user's own
+# The table that came with kvweave when profiles had that format: one kind of questions, which let
+# through what others do not bear. A user's profile may hold a copy of it.
+REPLACED = ("298465d60b8ca5a7fcff7c5ac822a226",)
 # Of these the layers are read and the tables are not: no gate could trust them. Format 1 does not
 # say what stood in front of the chunks, the `weave` of formats 2 and 4 chose other rows, and that
 # of format 3 recomputed them in every layer.
@@ -46,23 +59,35 @@ class Profile:
         """What strategies want to know."""
         return ModelFacts(num_layers, self.layers.critical if self.layers else ())
 
-    def table(self, revision: str, context: str, preamble: str) -> Table | None:
-        """What was measured with this very decoder, encoding context (`contexts.variant_name`) and
-        preamble (`contexts.digest_ids`); None if nothing was."""
-        for table in self.calibration:
-            if _measured(table) == (revision, context, preamble):
-                return table
-        return None
+    def tables(self, revision: str, context: str, preamble: str) -> tuple[Table, ...]:
+        """What was measured with this very decoder and encoding context (`contexts.variant_name`),
+        a table for each kind of questions: behind this preamble (`contexts.digest_ids`), and for
+        kinds that were not measured there, behind another one."""
+        fits = [t for t in self.calibration if (t.revision, t.context) == (revision, context)]
+        here = [table for table in fits if table.preamble == preamble]
+        kinds = {table.kind for table in here}
+        # what others asked elsewhere speaks beside what was asked here, the user's own only alone
+        elsewhere = {t.kind: t for t in fits if t.kind not in kinds and (t.kind != OWN or not here)}
+        return (*here, *elsewhere.values())
 
     def with_tables(self, *tables: Table) -> "Profile":
-        """The same with these tables; one of the same decoder, context and preamble goes."""
+        """The same with these tables; one of the same decoder, context, preamble and kind goes."""
         fresh = set(map(_measured, tables))
         kept = [table for table in self.calibration if _measured(table) not in fresh]
         return replace(self, calibration=(*kept, *tables))
 
+    def beside(self, packaged: "Profile | None") -> "Profile":
+        """A user's profile with what comes with the model: its tables of all kinds as they are
+        packaged now, and its layers where the user never looked for any."""
+        if packaged is None:
+            return self
+        own = tuple(table for table in self.calibration if table.kind == OWN)
+        layers = self.layers or packaged.layers
+        return replace(self, layers=layers, calibration=(*own, *packaged.calibration))
 
-def _measured(table: Table) -> tuple[str, str, str]:
-    return table.revision, table.context, table.preamble
+
+def _measured(table: Table) -> tuple[str, str, str, str]:
+    return table.revision, table.context, table.preamble, table.kind
 
 
 def calibrated_neighbours(
@@ -78,13 +103,13 @@ def calibrated_neighbours(
     tables = {}
     for size in sorted({int(found[1]) for found in named if found}):
         context = variant_name(Variant("neighbours", size), filler)
-        table = profile.table(revision, context, preamble)
-        if table is not None:
-            tables[str(size)] = table
+        measured = profile.tables(revision, context, preamble)
+        here = deciding([table for table in measured if table.preamble == preamble])
+        if here:
+            tables[str(size)] = here
     for least in (ENOUGH_QUESTIONS, 0):
-        size_chosen = cheapest(
-            {size: choose(t.cells) for size, t in tables.items() if t.num_questions >= least}
-        )
+        enough = {s: ts for s, ts in tables.items() if all(t.num_questions >= least for t in ts)}
+        size_chosen = cheapest({size: choose(worst_cells(ts)) for size, ts in enough.items()})
         if size_chosen is not None:
             return int(size_chosen)
     return None
@@ -101,16 +126,20 @@ def find_profile(weights: str, tokenizer: str) -> Profile | None:
     Raises ConfigError if the file is damaged, of another version or of another model.
     """
     path = user_path(weights)
+    packaged = packaged_profile(weights, tokenizer)
     if path.is_file():
-        return load_profile(path, weights, tokenizer)
-    return packaged_profile(weights, tokenizer)
+        return load_profile(path, weights, tokenizer).beside(packaged)
+    return packaged
 
 
 def packaged_profile(weights: str, tokenizer: str) -> Profile | None:
-    """The profile that comes with an embedded model; None for any other. Raises ConfigError."""
+    """The profile that comes with an embedded model; None for any other, such as the same model
+    with quantised weights, of which nothing was measured. Raises ConfigError."""
     for packaged in files("kvweave.calibrate").joinpath("packaged").iterdir():
         if packaged.name.endswith(f"-{weights[:SHORT]}.json"):
-            return _parse(packaged.name, packaged.read_text("utf-8"), weights, tokenizer)
+            text = packaged.read_text("utf-8")
+            if json.loads(text)["weights"] == weights:
+                return _parse(packaged.name, text, weights, tokenizer)
     return None
 
 
@@ -157,6 +186,9 @@ def _parse(name: str, text: str, weights: str, tokenizer: str) -> Profile:
         raise ConfigError(f"{name} is no profile of kvweave; delete it, then {again}") from error
     if version in OLD_TABLES:
         found["calibration"] = []
+    elif version == ONE_KIND:
+        kept = [t for t in found.get("calibration", ()) if t.get("data_hash") not in REPLACED]
+        found["calibration"] = kept
     elif version != FORMAT:
         raise ConfigError(f"{name} has format {version}, this kvweave reads {FORMAT}; {again}")
     try:

@@ -3,7 +3,8 @@
 Two kinds of files, both UTF-8, gzip if the name ends so:
 
     multi-passage records   JSON lines {"question", "answers", "passages": [{"title", "text",
-                            "answer_spans": [[start, end)]}]}, spans in characters of the text
+                            "answer_spans": [[start, end)]}], "history"?: [[question, answer]]},
+                            spans in characters of the text
     questions               JSON lines {"question", "answers"?}, or plain lines
 
 A passage is a chunk and is tokenised by itself, so spans are found per passage.
@@ -21,7 +22,14 @@ from kvweave.calibrate.answer_scores import normalise
 from kvweave.calibrate.case import Case
 from kvweave.errors import CorpusError
 from kvweave.fuse.encode.anchors import REPEAT
-from kvweave.text.prompt import SYSTEM, Document, chunk_text, lay_out, split_template
+from kvweave.text.prompt import (
+    SYSTEM,
+    Document,
+    PastMessage,
+    chunk_text,
+    lay_out,
+    split_template,
+)
 from kvweave.text.tokenizer import Tokenizer
 
 
@@ -35,12 +43,29 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
+class PastTurn:
+    """A question that was asked before in the same conversation, with what was answered."""
+
+    question: str
+    answer: str
+    passages: tuple[Passage, ...] = ()  # that stood in front of it
+
+
+@dataclass(frozen=True, slots=True)
 class QuestionRecord:
-    """A question, its known answers if any, and its passages if it brings them."""
+    """A question, its known answers if any, its passages if it brings them, and what was said
+    before it."""
 
     question: str
     answers: tuple[str, ...] = ()
     passages: tuple[Passage, ...] = ()
+    history: tuple[PastTurn, ...] = ()
+
+    @property
+    def is_measurable(self) -> bool:
+        """Whether something in its prompt can be reused that is not exact: the first chunk is,
+        unless a history stands in front of it."""
+        return len(self.passages) > (0 if self.history else 1)
 
 
 def read_records(path: Path) -> Iterator[QuestionRecord]:
@@ -50,7 +75,8 @@ def read_records(path: Path) -> Iterator[QuestionRecord]:
         try:
             passages = tuple(_passage(each) for each in record["passages"])
             answers = tuple(a for a in record.get("answers", ()) if a.strip())
-            yield QuestionRecord(str(record["question"]), answers, passages)
+            history = tuple(_turn(each) for each in record.get("history") or ())
+            yield QuestionRecord(str(record["question"]), answers, passages, history)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorpusError(
                 f"{path.name} line {number} is no multi-passage record ({_reason(error)}); it "
@@ -108,7 +134,7 @@ def make_case(tokenizer: Tokenizer, record: QuestionRecord, system: str = SYSTEM
     """The prompt of a record over its own passages, with the positions that spell an answer."""
     encoded = [encode_passage(tokenizer, passage) for passage in record.passages]
     case = case_of_chunks(tokenizer, record, [ids for ids, _ in encoded], system)
-    gold, start = [], len(case.preamble)
+    gold, start = [], len(case.front)
     for ids, marked in encoded:
         gold += [start + i for i in marked]
         start += len(ids)
@@ -122,10 +148,24 @@ def case_of_chunks(
     system: str = SYSTEM,
 ) -> Case:
     """The prompt of a question over chunks that have their token ids already."""
-    prompt = lay_out(tokenizer, record.question, chunks, system)
+    prompt = lay_out(tokenizer, record.question, chunks, system, _past(tokenizer, record.history))
     return Case(
-        prompt.preamble, prompt.chunks, prompt.question, prompt.asked, answers=record.answers
+        prompt.preamble,
+        prompt.chunks,
+        prompt.question,
+        prompt.asked,
+        answers=record.answers,
+        history=tuple(i for part in prompt.history for i in part),
     )
+
+
+def _past(tokenizer: Tokenizer, turns: Sequence[PastTurn]) -> list[PastMessage]:
+    """Earlier turns as the prompt of a conversation has them."""
+    past = []
+    for turn in turns:
+        chunks = tuple(encode_passage(tokenizer, passage)[0] for passage in turn.passages)
+        past += [PastMessage("user", turn.question, chunks), PastMessage("assistant", turn.answer)]
+    return past
 
 
 def encode_passage(tokenizer: Tokenizer, passage: Passage) -> tuple[tuple[int, ...], list[int]]:
@@ -160,6 +200,15 @@ def _chunk_text(passage: Passage) -> str:
 def _title_line(passage: Passage) -> str:
     title = passage.title.strip()
     return f"{title}\n" if title else ""
+
+
+def _turn(found: Any) -> PastTurn:
+    """A pair of what was asked and answered, or an object that may name passages too."""
+    if isinstance(found, dict):
+        passages = tuple(_passage(each) for each in found.get("passages") or ())
+        return PastTurn(str(found["question"]), str(found["answer"]), passages)
+    question, answer = found
+    return PastTurn(str(question), str(answer))
 
 
 def _passage(found: dict[str, Any]) -> Passage:

@@ -100,7 +100,8 @@ def load_subject(
     unusable = None
     try:
         if source.is_file():
-            known = load_profile(source, weights, tokenizer.fingerprint)
+            packaged = packaged_profile(weights, tokenizer.fingerprint)
+            known = load_profile(source, weights, tokenizer.fingerprint).beside(packaged)
     except ConfigError as error:
         reason = str(error).rpartition("; ")[0] or str(error)  # what to do about it is being done
         kept = f"it is kept as {aside(source).name}" if source == written else "it is left alone"

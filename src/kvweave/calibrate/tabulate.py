@@ -4,14 +4,21 @@ All cells of a table share the same resamples of its questions, so they compare 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 import numpy as np
 
 from kvweave.calibrate.bootstrap import Bootstrap, Values
-from kvweave.calibrate.gate import Cell, Table
-from kvweave.calibrate.measure import CaseOutcomes, GoldScores, Outcome, Setting, noise_of
+from kvweave.calibrate.gate import CLOSE_CALL, OWN, Cell, Table
+from kvweave.calibrate.measure import (
+    ORDER,
+    CaseOutcomes,
+    GoldScores,
+    Outcome,
+    Setting,
+    noise_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class TableOrigin:
     context: str  # of the encoding, see contexts.variant_name
     preamble: str  # digest
     num_chunk_tokens: int
+    kind: str = OWN
+    has_history: bool = False
 
 
 def tabulate(
@@ -35,8 +44,15 @@ def tabulate(
 ) -> Table:
     """The table of one encoding. "reuse" among the settings is what recovery counts from."""
     boot = Bootstrap(len(answered))
-    columns = [[each.outcomes[encoding][i] for each in answered] for i in range(len(settings))]
     golds = [each.gold for each in answered]
+    raw = [[each.outcomes[encoding][i] for each in answered] for i in range(len(settings))]
+    columns = [
+        raw[i]
+        if setting == ORDER  # which is no prefill that could be thrown away
+        else [_served(o, gold) for o, gold in zip(raw[i], golds, strict=True)]
+        for i, setting in enumerate(settings)
+    ]
+    closes = [[o.judged.margin < CLOSE_CALL for o in column] for column in raw]
     reused = next(
         (_kl(c) for s, c in zip(settings, columns, strict=True) if s.strategy.name == "reuse"), None
     )
@@ -57,10 +73,26 @@ def tabulate(
         full_f1=_mean([gold.f1 for gold in golds if gold is not None]),
         full_em=_mean([gold.em for gold in golds if gold is not None]),
         cells=tuple(
-            _cell(boot, setting, column, golds, reused)
-            for setting, column in zip(settings, columns, strict=True)
+            replace(
+                _cell(boot, setting, column, golds, reused),
+                close=0.0 if setting == ORDER else float(np.mean(close)),
+            )
+            for setting, column, close in zip(settings, columns, closes, strict=True)
         ),
+        kind=origin.kind,
+        mean_chunks=float(np.mean([each.num_chunks for each in answered])),
+        most_prompt_tokens=max(each.num_tokens for each in answered),
+        has_history=origin.has_history,
     )
+
+
+def _served(outcome: Outcome, full: GoldScores | None) -> Outcome:
+    """What the user gets: a close call is computed once more, exactly."""
+    judged = outcome.judged
+    if judged.margin >= CLOSE_CALL:
+        return outcome
+    exact = judged._replace(kl_mean=0.0, kl_first=0.0, kl_max=0.0, top1=1.0, first_flips=False)
+    return Outcome(exact, 0.0, outcome.work + 1.0, full)
 
 
 def _cell(

@@ -8,6 +8,7 @@ Shapes: B trials, T tokens of the prompt, A tokens of the answer, V vocabulary, 
 heads, D head dim.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ class TrialScore(NamedTuple):
     nll: float  # of the answer under the trial, nats per token
     top1: float  # share of tokens where both would choose the same
     first_flips: bool  # the first token would be another
+    regret: float = 0.0  # nats by which full prefill prefers its own first token to the trial's
+    margin: float = math.inf  # nats between the trial's first token and its second choice
 
 
 class TrialKV:
@@ -128,9 +131,12 @@ def judge(full: Tensor, trial: Tensor, answer: Sequence[int]) -> TrialScore:
     at = torch.tensor(answer, device=trial.device)
     nll = -trial.gather(1, at[:, None]).mean()
     same = full.argmax(-1) == trial.argmax(-1)
-    figures = torch.stack([kl.mean(), kl[0], kl.max(), nll, same.float().mean()])
-    kl_mean, kl_first, kl_max, nats, top1 = figures.tolist()
-    return TrialScore(kl_mean, kl_first, kl_max, nats, top1, not bool(same[0]))
+    regret = full[0].max() - full[0, trial[0].argmax()]
+    best, second = trial[0].topk(2).values
+    means = [kl.mean(), kl[0], kl.max(), nll, same.float().mean()]
+    figures = torch.stack([*means, regret, best - second])
+    kl_mean, kl_first, kl_max, nats, top1, lost, ahead = figures.tolist()
+    return TrialScore(kl_mean, kl_first, kl_max, nats, top1, not bool(same[0]), lost, ahead)
 
 
 def _until(tokens: list[int], ends: Collection[int]) -> list[int]:

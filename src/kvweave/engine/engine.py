@@ -37,6 +37,8 @@ from kvweave.types import ChunkId
 
 T = TypeVar("T")
 
+FULL_SHARE = 0.9  # of its part of the pool, from which on the knowledge tree counts as full
+
 
 class Engine:
     """Computes requests of one model. Close it, or use it as a context manager.
@@ -145,6 +147,13 @@ class Engine:
             **count_refusals(self._refusals),
             **self._lifecycle.counts.snapshot(),
         }
+
+    @property
+    def is_tree_full(self) -> bool:
+        """Whether exact KV has next to no room left in the pool: what comes pushes some out. As it
+        was a moment ago."""
+        tree = self.tree
+        return tree.used_bytes(TreeTier.DEVICE) > FULL_SHARE * tree.config.device_bytes
 
     @property
     def is_busy(self) -> bool:

@@ -238,6 +238,9 @@ class Lifecycle:
             sequence.logits = logits.clone()
             sequence.ticket.timeline.prefilled_s = time.perf_counter()
             return
+        if not sequence.answered and _is_close_call(sequence, logits):
+            self._compute_exactly(sequence)
+            return
         in_background = sequence.progress.background
         if not (sequence.answered or in_background):
             self.counts.first_token(sequence)
@@ -250,6 +253,13 @@ class Lifecycle:
             self.counts.add("tokens_answered")
         if sequence.take(choice):
             self.end(sequence.ticket)
+
+    def _compute_exactly(self, sequence: EngineSequence) -> None:
+        """A fused prompt begins again, as one of which nothing is approximated."""
+        self.counts.add("fused_close_calls")
+        sequence.request = replace(sequence.request, fused=None)
+        sequence.fuse_record = sequence.ticket.record = None
+        self._scheduler.begin_again(sequence)
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """A request is finished, cancelled or failed."""
@@ -270,3 +280,13 @@ class Lifecycle:
         if sequence.stored is not None:
             sequence.stored.close()
         self._pages.retire(sequence)
+
+
+def _is_close_call(sequence: EngineSequence, logits: Tensor) -> bool:
+    """Whether the first token [V] of a fused prompt is too close to its second choice to be taken
+    from fused KV."""
+    part = sequence.request.fused
+    if part is None or not part.close_call:
+        return False
+    first, second = logits.topk(2).values.tolist()
+    return bool(first - second < part.close_call)

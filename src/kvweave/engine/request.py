@@ -46,6 +46,9 @@ class FusedPart:
     encoding: str = ""
     computed: Mapping[int, str] = field(default_factory=dict)  # places computed although stored
     expected: LoadCost | None = None  # by the cost model; None: not known
+    # An answer whose first token leads by fewer nats is thrown away before it is handed out, and
+    # the prompt is computed exactly: what fusion overturns are close calls. 0: never.
+    close_call: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,6 +260,13 @@ class Scheduler(Generic[S]):
         else:
             self.waiting.push(sequence, first=progress.preempted > 0)
 
+    def begin_again(self, sequence: S) -> None:
+        """What was computed of a running sequence is thrown away; it is the next to be let in."""
+        self.running.remove(sequence)
+        self._pages.retire(sequence)
+        sequence.progress.computed, sequence.progress.sparse = 0, None
+        self.waiting.push(sequence, first=True)
+
     def release(self, sequence: S) -> None:
         """A held sequence becomes an ordinary one."""
         sequence.progress.held = False

@@ -18,6 +18,7 @@ NAMES = (
     *(f"background_{how}" for how in ("finished", "aborted", "failed")),  # counted here alone
     "fused_begun",  # prefills of fused prompts, also those that failed or were given up
     *(f"fused_{mode}" for mode in PrefillMode),  # of them, those that were completed, by mode
+    "fused_close_calls",  # of the completed ones, those computed exactly in the end
     "speculation_right",
     "speculation_wrong",
     "speculation_saved_tokens",

@@ -33,6 +33,14 @@ class ChunkPeek(Protocol):
         ...
 
 
+class PromptShape(NamedTuple):
+    """What the price of a shortcut depends on, of one prompt."""
+
+    num_tokens: int
+    num_chunks: int
+    has_history: bool = False
+
+
 class Verdict(NamedTuple):
     """What calibration says about a strategy under a bound."""
 
@@ -43,18 +51,19 @@ class Verdict(NamedTuple):
 class Gate(Protocol):
     """The calibration of this model."""
 
-    def min_ratio(self, strategy: str, bound: float) -> Verdict: ...
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict: ...
 
-    def may_reorder(self, bound: float) -> bool:
-        """Whether moving chunks was measured to cost no more than the bound."""
+    def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
+        """Whether chunks may stand in another order than they were found in: ratio 0 if that was
+        measured to cost no more than the bound, else None."""
         ...
 
 
 class ClosedGate:
     """No calibration: nothing approximate passes."""
 
-    def min_ratio(self, strategy: str, bound: float) -> Verdict:
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         return Verdict(None, Reason.NOT_CALIBRATED)
 
-    def may_reorder(self, bound: float) -> bool:
-        return False
+    def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
+        return Verdict(None, Reason.NOT_CALIBRATED)

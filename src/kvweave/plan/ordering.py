@@ -20,7 +20,6 @@ from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.types import ChunkId
 
 WINDOW = 1000  # requests; fewer are noisy, all of them stale
-MIN_USES = 2  # in the window, before a chunk may take room in the tree
 PROMOTION = 2  # uses in the window before a chunk that requests bring gets its KV stored
 MAX_VISITS = 256  # nodes a walk through the tree may look at
 MIN_GAIN_TOKENS = 64
@@ -213,17 +212,6 @@ def choose_order(
         return chosen
     how = chosen.how if order == chosen.chunks or chosen is not kept else "frequency"
     return Ordering(order, exact_tokens(order), given_tokens, how)
-
-
-def num_worth_keeping(
-    order: Sequence[ChunkRef], matched: int, table: AccessTable, min_uses: int = MIN_USES
-) -> int:
-    """How many chunks of an order may be in the tree: the matched ones and, behind them, a run of
-    chunks that were each retrieved `min_uses` times. Ask after `AccessTable.push`."""
-    end = matched
-    while end < len(order) and table.count(order[end].id) >= min_uses:
-        end += 1
-    return end
 
 
 def _num_matched(node: Node, chunks: Sequence[ChunkRef]) -> int:

@@ -31,6 +31,11 @@ class Reason(StrEnum):
     GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
     NOT_CALIBRATED = "not calibrated for this model"
     BOUND_NOT_MET = "quality bound not met below ratio 1"
+    HALF_BOUND_NOT_MET = (
+        "calibrated behind another system prompt or without a history: half the quality bound is "
+        "not met"
+    )
+    BEYOND_MEASURED = "longer than any prompt that was calibrated"
     TOO_FEW_HITS = "too few stored tokens to be worth it"
     NEEDS_MISSING = "stored chunks lack what the strategy needs"
     NO_MEMORY = "not enough device memory for recomputed rows"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.cost import CostModel
-from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, ReadableTree
+from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, PromptShape, ReadableTree
 from kvweave.plan.options import Candidate, FusionLimits
-from kvweave.plan.ordering import MIN_USES, AccessTable, OrderPermission, num_worth_keeping
+from kvweave.plan.ordering import AccessTable, OrderPermission
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
 from kvweave.plan.pricing import (
     AllowedStrategy,
@@ -29,10 +29,6 @@ from kvweave.plan.pricing import (
 )
 from kvweave.plan.returns import PathReturns, is_worth_computing
 from kvweave.plan.trial import TRIALS, TrialBudget, find_rows_trial, find_trial, with_trial
-
-
-def _none() -> float:
-    return 0.0
 
 
 def _nothing() -> Mapping[str, int]:
@@ -58,12 +54,10 @@ class Planner:
     peek: ChunkPeek
     gate: Gate = field(default_factory=ClosedGate)
     limits: FusionLimits = field(default_factory=FusionLimits)
-    min_uses: int = MIN_USES  # before a chunk may enter the tree; 1 where room is plenty
-    common_tail: bool = False  # see OrderRules
+    is_tree_full: Callable[[], bool] = _never  # then chunks that may move share more paths
     accesses: AccessTable = field(default_factory=AccessTable)
     returns: PathReturns = field(default_factory=PathReturns)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
-    queue_s: Callable[[], float] = _none  # compute promised to requests ahead, now
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # being loaded for others, by tier
     is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
     now_s: Callable[[], float] = time.time
@@ -77,7 +71,7 @@ class Planner:
         now_s, busy = self.now_s(), self.is_busy()
         facts = PlanFacts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
         pricing = RequestPricing(request, chunks, facts, self._permission(request))
-        ordering = pricing.order(self.accesses, self.common_tail)
+        ordering = pricing.order(self.accesses, self.is_tree_full())
         priced = pricing.price(ordering.chunks)
         taken, options = priced.chosen, priced.options()
         if allowed and self.trials.is_due:
@@ -132,13 +126,10 @@ class Planner:
         num_returned = len(path) if request.history else self.returns.returned(path)
         return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
 
-    def finished(self, request: PlanRequest, plan: Plan) -> int:
-        """The request was answered. Returns how many chunks of its order may be in the tree."""
+    def finished(self, request: PlanRequest, plan: Plan) -> None:
+        """The request was answered."""
         self.accesses.push([chunk.id for chunk in request.chunks])
-        path = [part.id for part in (*request.history, *plan.order)]
-        self.returns.push(path)
-        matched = len(self.tree.match(path).nodes) - len(request.history)
-        return num_worth_keeping(plan.order, max(0, matched), self.accesses, self.min_uses)
+        self.returns.push([part.id for part in (*request.history, *plan.order)])
 
     def begun(self, plan: Plan) -> None:
         """A request sets out as this plan says."""
@@ -156,15 +147,16 @@ class Planner:
         """Order is a shortcut like any other: it goes through the gate."""
         if request.order is not OrderPermission.AUTO:
             return request.order
-        is_allowed = self.gate.may_reorder(request.quality_bound)
-        return OrderPermission.FREE if is_allowed else OrderPermission.AS_FOUND
+        shape = _shape(request, self.tree.root.num_tokens)
+        verdict = self.gate.may_reorder(request.quality_bound, shape)
+        return OrderPermission.AS_FOUND if verdict.ratio is None else OrderPermission.FREE
 
     def _costs(self, now_s: float, busy: bool) -> CostModel:
         costs = self.costs
         return CostModel(
             costs.profile,
             costs.layer0_free,
-            queue_s=costs.queue_s + self.queue_s(),
+            queue_s=costs.queue_s,
             pending=self.pending_bytes(),
             shares=costs.shares_at(now_s, busy),
         )
@@ -175,11 +167,12 @@ class Planner:
         refused: dict[str, Reason] = {}
         if request.reuse is Reuse.OFF:
             return [], []
+        shape = _shape(request, self.tree.root.num_tokens)
         for strategy in request.strategies:
             if request.reuse is not Reuse.AUTO:
                 refused[strategy.name] = Reason.FORBIDDEN
                 continue
-            verdict = self.gate.min_ratio(strategy.name, request.quality_bound)
+            verdict = self.gate.min_ratio(strategy.name, request.quality_bound, shape)
             if verdict.ratio is None:
                 refused[strategy.name] = verdict.reason
             elif verdict.ratio >= 1:
@@ -189,3 +182,9 @@ class Planner:
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
         return allowed, declined
+
+
+def _shape(request: PlanRequest, preamble_tokens: int) -> PromptShape:
+    parts = (*request.history, *request.chunks)
+    num_tokens = preamble_tokens + sum(part.num_tokens for part in parts) + request.question_tokens
+    return PromptShape(num_tokens, len(request.chunks), bool(request.history))

@@ -40,6 +40,7 @@ from kvweave.kv.config import (
     FaultyTierConfig,
 )
 from kvweave.model.decoder import Decoder
+from kvweave.plan.inputs import PromptShape
 from kvweave.plan.loading_cost import UNCHECKED
 from kvweave.plan.plan import Plan, Reason, SpanKind
 from kvweave.plan.profile import Grid, TierLink, load_profile
@@ -503,7 +504,7 @@ def test_prices_are_kept_apart_by_codec(world: World) -> None:
 
 
 def test_the_gate_knows_strategies_that_were_measured_and_no_others() -> None:
-    shut = CalibratedGate(None).min_ratio("epic", 1.0)
+    shut = CalibratedGate((), "p").min_ratio("epic", 1.0, PromptShape(1000, 5))
     assert (shut.ratio, shut.reason) == (None, Reason.NOT_CALIBRATED)
 
 

@@ -25,6 +25,7 @@ from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.kv_behind import KVBehind
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.requests import Fusion, exact_request, fused_request
+from kvweave.calibrate.gate import CLOSE_CALL, Table
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
@@ -76,11 +77,11 @@ class AutoPlanner:
         self.machine = measured.machine
         engine.price(self.machine.prefill_s)
         self._peek = StoredChunkPeek(encoder, kv.store)
-        table = None
+        preamble = digest_ids(encoder.preamble_ids)
+        tables: tuple[Table, ...] = ()
         if profile is not None:
-            preamble = digest_ids(encoder.preamble_ids)
-            table = profile.table(decoder.revision, encoder.encoding_context, preamble)
-        if table is None and self._doubt is None:
+            tables = profile.tables(decoder.revision, encoder.encoding_context, preamble)
+        if not tables and self._doubt is None:
             self._doubt = NOT_CALIBRATED
         if self._doubt is not None:
             log.warning("%s", self._doubt)
@@ -94,10 +95,11 @@ class AutoPlanner:
             tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
-            gate=CalibratedGate(table),
+            gate=CalibratedGate(tables, preamble),
             unavailable=unavailable,
             pending_bytes=kv.store.pending_bytes,
             is_busy=lambda: engine.is_busy,
+            is_tree_full=lambda: engine.is_tree_full,
         )
         self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
         self._feeder = PathFeeder(engine)
@@ -138,7 +140,9 @@ class AutoPlanner:
         if strategy.reuses != "all":  # what is computed is kept, whatever was found
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
-        fusion = Fusion(strategy, ratio, True, _computed(plan), expected)
+        # which of two nearly equal tokens is drawn is chance anyway
+        close_call = CLOSE_CALL if sampling.temperature == 0 else 0.0
+        fusion = Fusion(strategy, ratio, True, _computed(plan), expected, close_call)
         return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
 
     def reordered(self, prompt: Prompt, bound: float, order: OrderPermission) -> Prompt:

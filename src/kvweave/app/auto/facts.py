@@ -6,7 +6,16 @@ lies by what the store says.
 
 from collections.abc import Mapping, Sequence
 
-from kvweave.calibrate.gate import ENOUGH_QUESTIONS, Table, is_within
+from kvweave.calibrate.gate import (
+    BEYOND,
+    ELSEWHERE,
+    FEWEST_QUESTIONS,
+    ORDER_CELL,
+    Cell,
+    Table,
+    deciding,
+    is_within,
+)
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.anchors import SHARE
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -21,7 +30,7 @@ from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo
-from kvweave.plan.inputs import Verdict
+from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Reason
 from kvweave.types import ChunkId
@@ -106,25 +115,64 @@ def plain_bytes(encoder: ChunkEncoder, num_tokens: int) -> int:
 
 
 class CalibratedGate:
-    """Lets a strategy through at the smallest ratio that was measured to be within the bound.
+    """Lets a strategy through at the smallest ratio that every kind of questions bears: each kind
+    was measured, and the worst decides.
 
-    A table of few questions is no table: its intervals are too narrow for what they claim.
+    The user's own questions, where there are enough, decide alone (`gate.deciding`). What was
+    measured behind another system prompt, or without a history where there is one, is held to half
+    the bound. Prompts longer than all that were measured do not pass. Tables of few questions count
+    with wider intervals, and those of very few not at all. Pure: any thread.
     """
 
-    def __init__(self, table: Table | None) -> None:
-        """`table` is of this very decoder, encoding context and preamble; None: there is none."""
-        is_enough = table is not None and table.num_questions >= ENOUGH_QUESTIONS
-        self._cells = table.cells if table is not None and is_enough else ()
+    def __init__(self, tables: Sequence[Table], preamble: str) -> None:
+        """`tables` are of this very decoder and encoding context (`Profile.tables`); `preamble` is
+        the digest of what stands in front of all chunks."""
+        usable = [t for t in tables if t.num_questions >= FEWEST_QUESTIONS]
+        self._preamble = preamble
+        self._tables = deciding(usable)
+        # own questions rarely have a history: those that come with the model speak for it then
+        self._with_history = deciding([t for t in usable if t.has_history]) or self._tables
+        self._cells = {id(table): table.widened() for table in usable}
 
-    def min_ratio(self, strategy: str, bound: float) -> Verdict:
-        cells = [cell for cell in self._cells if cell.strategy == strategy]
-        if not cells:
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
+        tables = self._deciding(shape)
+        measured = [self._of(table, strategy) for table in tables]
+        if not measured or not all(measured):
             return Verdict(None, Reason.NOT_CALIBRATED)
-        ratios = [cell.ratio for cell in cells if is_within(cell, bound)]
-        return Verdict(min(ratios, default=None), Reason.BOUND_NOT_MET)
+        if self._is_beyond(tables, shape):
+            return Verdict(None, Reason.BEYOND_MEASURED)
+        shares = [self._share(table, shape) for table in tables]
+        passing = [
+            {ratio for ratio, cell in cells.items() if is_within(cell, share * bound)}
+            for cells, share in zip(measured, shares, strict=True)
+        ]
+        halved = min(shares) < 1.0
+        why = Reason.HALF_BOUND_NOT_MET if halved else Reason.BOUND_NOT_MET
+        return Verdict(min(set.intersection(*passing), default=None), why)
 
-    def may_reorder(self, bound: float) -> bool:
-        return any(cell.strategy == "order" and is_within(cell, bound) for cell in self._cells)
+    def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
+        """Whether chunks may stand in another order than they were found in: ratio 0 if the order
+        was measured to cost no more than the bound, else None and why."""
+        return self.min_ratio(ORDER_CELL, bound, shape)
+
+    def _deciding(self, shape: PromptShape) -> tuple[Table, ...]:
+        if not shape.has_history:
+            return tuple(t for t in self._tables if not t.has_history) or self._tables
+        both = {id(table): table for table in (*self._tables, *self._with_history)}
+        return tuple(both.values())
+
+    def _of(self, table: Table, strategy: str) -> dict[float, Cell]:
+        return {cell.ratio: cell for cell in self._cells[id(table)] if cell.strategy == strategy}
+
+    def _is_beyond(self, tables: Sequence[Table], shape: PromptShape) -> bool:
+        longest = [table.most_prompt_tokens for table in tables]
+        return all(longest) and shape.num_tokens > BEYOND * max(longest)
+
+    def _share(self, table: Table, shape: PromptShape) -> float:
+        """The part of the bound that a table is held to."""
+        share = 1.0 if table.preamble == self._preamble else ELSEWHERE
+        covered = table.has_history or not shape.has_history
+        return share if covered or self._with_history is not self._tables else share * ELSEWHERE
 
 
 class StoredChunkPeek:

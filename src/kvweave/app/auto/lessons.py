@@ -35,6 +35,8 @@ class Lessons:
         self, plan: Plan, strategy: Strategy, record: FuseRecord, ticket: Ticket, num_recorded: int
     ) -> None:
         """A plan was carried out. `num_recorded` is of the time before it was."""
+        if strategy.reuses == "all" and record.strategy != strategy.name:
+            return  # a close call: computed twice, so what it took is the price of neither
         timeline, load = ticket.timeline, plan.chosen.load
         took_s = timeline.loading_s + timeline.computing_s
         if not timeline.shared:  # a step in company took longer than this request alone

@@ -1,0 +1,107 @@
+"""Makes the tables that come with a model out of what quality/by_kind.py measured.
+
+    python bench/quality/package.py values.jsonl.gz --cases carry/cases.pickle \\
+        --profile src/kvweave/calibrate/packaged/smollm2-c4e24e8168d5.json
+
+Only sets that are not held out. The profile's layers stay, its tables of these kinds are replaced.
+"""
+
+import argparse
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
+
+from common.results import finish
+from kvweave.calibrate.case import Case, hash_cases
+from kvweave.calibrate.gate import Table, choose, worst_cells
+from kvweave.calibrate.measure import ORDER, Setting
+from kvweave.calibrate.profiles import load_profile, save_profile
+from kvweave.calibrate.tabulate import TableOrigin, tabulate
+from kvweave.fuse.encode.contexts import context_filler, digest_ids, parse_variant, variant_name
+from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.model.files.locate import locate
+from kvweave.model.load import load_decoder
+from kvweave.text.prompt import SYSTEM, split_template
+from kvweave.text.tokenizer import Tokenizer
+from quality.by_kind import outcomes_of, read_values
+from quality.kinds import SETS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("values", type=Path)
+    parser.add_argument("--cases", type=Path, required=True)
+    parser.add_argument("--profile", type=Path, required=True, help="read, then written")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="float32", help="that was measured in")
+    parser.add_argument("--encoding", default="filler:4")
+    args = parser.parse_args()
+    folder = locate(args.model)
+    tokenizer, decoder = Tokenizer(folder), load_decoder(folder, device="cpu", dtype=args.dtype)
+    cases = pickle.loads(args.cases.read_bytes())
+    lines = read_values(args.values)
+    variant = parse_variant(args.encoding)
+    origin = TableOrigin(
+        revision=decoder.revision,
+        dtype=args.dtype,
+        data="",
+        data_hash="",
+        context=variant_name(variant, context_filler(tokenizer, variant)),
+        preamble=digest_ids(split_template(tokenizer, SYSTEM)[0]),
+        num_chunk_tokens=0,
+    )
+    num_layers = decoder.spec.num_layers
+    tables = [
+        table_of(name, lines, cases[name], args.encoding, num_layers, origin)
+        for name, chosen in SETS.items()
+        if not chosen.held_out
+    ]
+    profile = load_profile(args.profile, decoder.weights.fingerprint, tokenizer.fingerprint)
+    kinds = {table.kind for table in tables}
+    kept = tuple(t for t in profile.calibration if t.kind not in kinds)
+    save_profile(args.profile, replace(profile, calibration=(*kept, *tables)))
+    alone = choose(worst_cells([t for t in tables if not t.has_history]))
+    talking = choose(worst_cells(tables))
+    said = {
+        "tables": {t.kind: t.num_questions for t in tables},
+        "chosen": None if alone is None else [alone.strategy, alone.ratio],
+        "chosen_with_history": None if talking is None else [talking.strategy, talking.ratio],
+    }
+    finish(__doc__, said)
+
+
+def table_of(
+    name: str,
+    lines: Sequence[dict[str, Any]],
+    cases: Sequence[Case],
+    encoding: str,
+    num_layers: int,
+    origin: TableOrigin,
+) -> Table:
+    """The table of one set."""
+    mine = sorted((line for line in lines if line["set"] == name), key=lambda line: line["number"])
+    used = [cases[line["number"]] for line in mine]
+    facts = ModelFacts(num_layers)
+    settings = [
+        ORDER if strategy == ORDER.strategy.name else Setting(open_strategy(strategy, facts), ratio)
+        for strategy, ratio in mine[0]["settings"]
+    ]
+    origin = replace(
+        origin,
+        data=name,
+        data_hash=hash_cases(used),
+        num_chunk_tokens=sum(case.num_chunk_tokens for case in used),
+        kind=SETS[name].kind,
+        has_history=any(case.history for case in used),
+    )
+    return tabulate([outcomes_of(line) for line in mine], settings, encoding, origin)
+
+
+if __name__ == "__main__":
+    main()
