@@ -278,7 +278,7 @@ def test_requests_ahead_hide_loading() -> None:
     stored, links = on_disk("a300", "b300"), {"disk": 2e6}
     planner = make_planner(stored=stored, links=links)
     alone = planner.plan(ask("a300", "b300"))
-    planner = replace(planner, queue_s=lambda: 5.0)
+    planner = make_planner(stored=stored, links=links, queue_s=5.0)
     queued = planner.plan(ask("a300", "b300"))
     full = next(option for option in queued.options if option.name == "full")
     assert full.predicted_s == pytest.approx(5.0 + 0.614, abs=0.01)
