@@ -29,7 +29,9 @@ made (kept in bench/cache). Time nothing while something else runs.
 
 import argparse
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -141,7 +143,7 @@ MOST_OVER_FULL = 1.05
 SETTLE_S = 3.0  # that idle work may take between two requests
 REST_S = 5.0  # behind the last one, for what begins only when nothing was asked for a while
 LAST_SETTLE_S = 60.0
-NUM_COLD = 3  # prompts of a workload that vLLM computes without its cache
+NUM_COLD = 2  # prompts of a workload that vLLM computes without its cache
 WARM_UP = "What is this about?"
 
 
@@ -255,6 +257,8 @@ class WorkloadRun:
                 step, number = steps.send(replies["default"].text), number + 1
             except StopIteration:
                 break
+        if number + 1 < workload.num_steps:
+            world.note(f"{workload.name}: {number + 1} requests of {workload.num_steps} found")
         time.sleep(REST_S)
         if not settle([default.process], LAST_SETTLE_S):
             world.note(
@@ -450,6 +454,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or frozen servers would stay behind
     with tempfile.TemporaryDirectory(prefix="kvweave-product-") as temporary:
         world = World(args, Path(temporary))
         workloads = world.workloads()

@@ -85,7 +85,7 @@ class Size(NamedTuple):
     kb_chars: int  # of each knowledge base, about 4 to a token
 
 
-FULL = Size(3, 2, 10, 4, 4, 44, 24, 110_000)
+FULL = Size(3, 2, 10, 3, 4, 36, 16, 100_000)
 QUICK = Size(1, 1, 4, 2, 2, 8, 5, 20_000)
 
 
