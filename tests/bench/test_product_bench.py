@@ -17,7 +17,7 @@ from kvweave.app.weave import Weave
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
-from product import GROUPS, MECHANISMS, headline, misses
+from product import GROUPS, MECHANISMS, Cold, beside, headline, misses, show
 from product_parts.asking import Refused, Reply, ask_chat
 from product_parts.figures import (
     LEAST_MS,
@@ -157,6 +157,28 @@ def test_every_mechanism_reads_an_explain_block() -> None:
     assert seen["fusion"] == 1
     assert set(seen.values()) == {0, 1, 3}
     assert [one.seen(said | {"decision": {"ordered_by": "tree"}}) for one in MECHANISMS][2] == 1
+
+
+def test_a_report_shows_every_arm_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [
+        *make_asked("skewed", "default", 100, said=make_explain(exact=9), workload="skewed_stream"),
+        *make_asked("skewed", "full", 250, workload="skewed_stream"),
+        *make_asked("skewed", "vllm", 200, workload="skewed_stream"),
+    ]
+    found = beside(asked, [Cold("skewed_stream", 900, 500.0, 250.0)])
+    assert found["vllm"]["speedup_over_vllm"]["skewed"] == 2.0
+    assert found["vllm"]["speedup_over_own_cold"] == {"skewed_stream": 2.0}
+    assert found["vllm"]["cold_tokens_per_s"] == 1800
+    assert json.loads(json.dumps(found)) == found
+    exact = 'kvweave_prompt_tokens_total{source="exact"}'
+    fired = [judge(one, {"skewed_stream": ({exact: 1}, {exact: 9})}, asked) for one in MECHANISMS]
+    wrong = misses(headline(asked), fired)
+    show(cells(asked), fired, wrong)
+    said = capsys.readouterr().out
+    assert "missed skewed_stream_speedup is 2.5, wanted more than 3" in said
+    assert "missed audit: NOT THERE YET" in said
+    assert not any(line.startswith("tree") for line in wrong), "it grew"
+    assert all(arm in said for arm in ("default", "full", "vllm"))
 
 
 # ── what is asked ────────────────────────────────────────────────────────────
