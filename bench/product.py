@@ -71,6 +71,7 @@ from product_parts.workloads import (
     FULL,
     MAX_TOKENS,
     QUICK,
+    WARM_UP,
     Hits,
     Size,
     Step,
@@ -137,14 +138,13 @@ TARGETS = {
     "same_documents_speedup": 8.0,
     "skewed_stream_speedup": 3.0,
     "novel_orders_speedup": 3.0,
-    "conversation_speedup": 1.0,  # more than this
+    "conversation_speedup": 1.001,  # prefix caching is beaten
 }
 MOST_OVER_FULL = 1.05
 SETTLE_S = 3.0  # that idle work may take between two requests
 REST_S = 5.0  # behind the last one, for what begins only when nothing was asked for a while
 LAST_SETTLE_S = 60.0
 NUM_COLD = 2  # prompts of a workload that vLLM computes without its cache
-WARM_UP = "What is this about?"
 
 
 class Cold(NamedTuple):
@@ -389,9 +389,9 @@ def beside(asked: Sequence[Asked], cold: Sequence[Cold]) -> dict[str, Any]:
 def misses(fields: dict[str, Any], fired: Sequence[dict[str, Any]]) -> list[str]:
     """What is not as it should be, in words."""
     wrong = [
-        f"{name} is {fields[name]}, wanted more than {least:g}"
+        f"{name} is {fields[name]}, wanted {least:g} at least"
         for name, least in TARGETS.items()
-        if fields[name] is not None and not fields[name] > least
+        if fields[name] is not None and fields[name] < least
     ]
     worst = fields["worst_over_full"]
     if worst is not None and worst > MOST_OVER_FULL:

@@ -6,7 +6,7 @@ sent the text that the server under test answered, so that a chat can go on with
 
 import itertools
 import random
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ Message = dict[str, str]
 Hits = Sequence[Mapping[str, Any]]  # of POST /v1/kb/NAME/search
 Search = Callable[[str, str], Hits]  # knowledge base, question
 MAX_TOKENS = 12
+WARM_UP = "What is this about?"  # asked of every knowledge base before anything is measured
 SYSTEM_CHARS = 3000  # of the handbook in the chat's system prompt: about 700 tokens
 HANDBOOK = "You help people who run a cluster. Be brief. What you must know:\n\n"
 SAID = (
@@ -166,17 +167,21 @@ def novel_orders(data: Path, passages: Sequence[Record], kb: str, count: int) ->
         by_passage = squad_questions(data, passages)
         asked = [question for questions in by_passage.values() for question in questions[:2]]
         found = {question: tuple(hit["id"] for hit in search(kb, question)) for question in asked}
-        for question in never_repeated(found, count):
+        warmed = {hit["id"] for hit in search(kb, WARM_UP)[:1]}
+        for question in never_repeated(found, count, warmed):
             yield Step("novel", _user(question), kb=kb)
 
     return Workload("novel_orders", count, steps, kb)
 
 
-def never_repeated(found: Mapping[str, Sequence[str]], count: int) -> list[str]:
+def never_repeated(
+    found: Mapping[str, Sequence[str]], count: int, begun: Iterable[str] = ()
+) -> list[str]:
     """Questions in an order such that no list of chunks begins as an earlier one does, each with as
-    many chunks of earlier lists as can be had. Fewer than `count` if there are no more."""
+    many chunks of earlier lists as can be had; `begun` has first chunks of lists before all these.
+    Fewer than `count` if there are no more."""
     chosen: list[str] = []
-    firsts: set[str] = set()
+    firsts = set(begun)
     seen: set[str] = set()
     while len(chosen) < count:
         left = [q for q, ids in found.items() if ids and ids[0] not in firsts]
