@@ -37,14 +37,14 @@ class Owner:
         self.renewed.set()
 
     def keeper(self) -> ProfileKeeper:
-        client = self.runtime.client
-        return ProfileKeeper(self.decoder, CODEC, client, self.machine, self.renew, pause_s=0.0)
+        return ProfileKeeper(self.decoder, CODEC, self.runtime.client, self.machine, self.renew)
 
 
 @pytest.fixture
 def owner(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     monkeypatch.setattr("kvweave.app.auto.machine_profile.PREFILL_BUDGET_S", 0.3)
     monkeypatch.setattr("kvweave.app.auto.machine_profile.RECOMPUTE_BUDGET_S", 0.3)
+    monkeypatch.setattr("kvweave.app.auto.profile_keeper.PAUSE_S", 0.0)
     owner = Owner(world)
     yield owner
     owner.runtime.close()

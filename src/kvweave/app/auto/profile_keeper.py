@@ -42,7 +42,6 @@ class ProfileKeeper:
         client: EngineClient,
         machine: MachineProfile,
         renewed: Callable[[MachineProfile], None],
-        pause_s: float = PAUSE_S,
     ) -> None:
         """`renewed` is called with a new measurement, on the keeper's thread: its owner takes the
         prices over under its own lock. What `machine` is in doubt of is looked into at once."""
@@ -50,7 +49,6 @@ class ProfileKeeper:
         self._codec = codec
         self._client = client
         self._renewed = renewed
-        self._pause_s = pause_s
         self._measured_s = machine.measured_s
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -154,7 +152,7 @@ class ProfileKeeper:
         while not self._closing.is_set() and threading.main_thread().is_alive():
             if not self._client.answers.wait_for_none(LOOK_S):
                 continue
-            if self._closing.wait(self._pause_s):
+            if self._closing.wait(PAUSE_S):
                 break
             if self._client.answers.wait_for_none(0.0):
                 return True
