@@ -24,7 +24,7 @@ from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.library import Library
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.requests import Fusion, exact_request, fused_request
-from kvweave.calibrate.gate import CLOSE_CALL, Table
+from kvweave.calibrate.gate import Table
 from kvweave.calibrate.profiles import Profile
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -84,6 +84,7 @@ class AutoPlanner:
         tables: tuple[Table, ...] = ()
         if profile is not None:
             tables = profile.tables(decoder.revision, encoder.encoding_context, preamble)
+        self._gate = CalibratedGate(tables, preamble)
         self._strategies, unavailable = fusing_strategies(facts)
         tree = _tree(engine, library, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
@@ -94,7 +95,7 @@ class AutoPlanner:
             tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
-            gate=CalibratedGate(tables, preamble),
+            gate=self._gate,
             unavailable=unavailable,
             pending_bytes=library.store.pending_bytes,
             is_busy=lambda: engine.is_busy,
@@ -142,7 +143,7 @@ class AutoPlanner:
             use_tree = strategy.reuses == "exact"
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=use_tree)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
-        fusion = Fusion(strategy, ratio, True, _computed(plan), expected, CLOSE_CALL)
+        fusion = Fusion(strategy, ratio, True, _computed(plan), expected, self._gate.close_call)
         return fused_request(self._library, planned.prompt, sampling, eos_ids, fusion)
 
     def observer(self, planned: Planned, notes: AnswerNotes) -> Callable[[Ticket], None]:
