@@ -148,8 +148,8 @@ def test_a_history_asks_for_a_table_that_has_one_or_half_the_bound() -> None:
 
 def test_a_prompt_longer_than_all_that_were_measured_does_not_pass() -> None:
     gate = CalibratedGate([make_table("hops", *ratios(0.01))], "p")
-    assert gate.min_ratio("weave", 0.02, PromptShape(2200, 9)).ratio == 0.1
-    beyond = gate.min_ratio("weave", 0.02, PromptShape(2201, 9))
+    assert gate.min_ratio("weave", 0.02, PromptShape(2000, 9)).ratio == 0.1
+    beyond = gate.min_ratio("weave", 0.02, PromptShape(2001, 9))
     assert (beyond.ratio, beyond.reason) == (None, Reason.BEYOND_MEASURED)
 
 

@@ -89,7 +89,7 @@ def test_layers_then_tables_make_one_profile(
     assert profile.layers.num_samples == 4
     assert [table.encoding for table in profile.calibration] == ["isolated", "filler:2"]
     measured = profile.calibration[0].cells
-    assert len(measured) == 1 + 7 * 2
+    assert len(measured) == 2 + 7 * 2  # the order, plain reuse, and the rest at two ratios
     assert {cell.strategy for cell in measured} >= {"reuse", "qcfuse", "weave", "weave-deep"}
     assert all(cell.f1 is not None for cell in measured)
 
@@ -106,7 +106,7 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
     said = json.loads(ran.out)
     assert said["chosen"] == {"filler:4": None}  # what ingest prepares unless told otherwise
     assert said["profile"] == str(path)
-    assert [cell["strategy"] for cell in said["tables"][0]["cells"]] == ["reuse", "epic"]
+    assert [cell["strategy"] for cell in said["tables"][0]["cells"]] == ["order", "reuse", "epic"]
     assert said["tables"][0]["num_questions"] == 2
     assert path.is_file()
     assert profile_of(chat_model_folder) is None  # written there and not to the user's folder
@@ -133,13 +133,35 @@ def test_questions_are_asked_of_a_knowledge_base(
     with Weave.open(tmp_path / "other", model=str(chat_model_folder), device="cpu") as weave:
         encoder = weave.library.encoder  # of another knowledge base, prepared as by default
         preamble = digest_ids(encoder.preamble_ids)
-        assert profile.table(table.revision, encoder.encoding_context, preamble) == table
+        assert profile.tables(table.revision, encoder.encoding_context, preamble) == (table,)
+
+
+def test_a_quick_calibration_makes_its_own_questions_and_says_how_sure_it_is(
+    run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda name: WordEmbedder())
+    with open_kb(tmp_path / "kb", Tokenizer(chat_model_folder)) as kb:
+        ingest(kb, [make_folder(tmp_path / "docs", 30)], None)
+    asked = ["calibrate", "quick", "--kb", tmp_path / "kb", "--chunks", 3, "--limit", 20]
+    ran = run(*asked, "--model", chat_model_folder)
+    assert ran.code == 0, ran.err
+    assert "20 are made from headings and sentences of kb" in ran.err
+    assert "20 questions of made from the documents" in ran.out
+    assert "2.2 times as wide" in ran.out
+    profile = profile_of(chat_model_folder)
+    assert profile is not None
+    (table,) = profile.calibration
+    assert (table.kind, table.num_questions, table.has_history) == ("own", 20, False)
+    assert {cell.strategy for cell in table.cells} == {"order", "weave", "weave-deep"}
+    assert table.most_prompt_tokens >= table.mean_prompt_tokens > 0
+    assert table.close_call > 0
 
 
 def test_of_several_encodings_the_one_with_the_cheapest_choice_is_named(
     run: Run, chat_model_folder: Path, qa_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvweave.calibrate.gate.MAX_FLIPS", 1.0)  # a tiny model changes its mind
+    monkeypatch.setattr("kvweave.calibrate.tabulate.CLOSE_CALL", 0.0)  # and is never sure
     options = ["--strategies", "reuse,epic", "--ratios", "0.3", "--limit", 2, "--bound", 100]
     asked = ["calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, "--encodings"]
     said = json.loads(run(*asked, "isolated, filler:1", "--json").out)

@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 
 from kvweave.calibrate.case import Case
 from kvweave.calibrate.encodings import Nearest
+from kvweave.calibrate.made_questions import make_questions
 from kvweave.calibrate.questions import QuestionRecord, case_of_chunks
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import CorpusError
 from kvweave.text.tokenizer import Tokenizer
+
+BATCH = 500  # chunks read at a time
 
 
 class AskedKB:
@@ -29,6 +32,17 @@ class AskedKB:
     def chunk_tokens(self) -> int:
         """Tokens of a chunk at most."""
         return self._kb.settings.chunk_tokens
+
+    def made_questions(self, count: int) -> list[QuestionRecord]:
+        """Questions out of its own text. Raises CorpusError if it has none to ask about."""
+        chunks = (chunk for batch in self._kb.catalogue.all_chunks(BATCH) for chunk in batch)
+        made = make_questions(chunks, count)
+        if not made:
+            raise CorpusError(
+                f"{self._kb.folder} has no sentence to ask about; bring documents in with "
+                "`kvweave ingest`, or give --questions FILE"
+            )
+        return made
 
     def cases(self, records: Sequence[QuestionRecord], k: int) -> list[Case]:
         """Each question over its `k` best chunks; one that finds a single chunk is left out. Raises

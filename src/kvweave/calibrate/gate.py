@@ -19,7 +19,6 @@ CLOSE_CALL = 0.2
 ENOUGH_QUESTIONS = 100  # with fewer, intervals are too narrow for what they claim
 FEWEST_QUESTIONS = 20  # with fewer there is no interval worth its name
 ELSEWHERE = 0.5  # of the bound for what was measured behind another system prompt, or no history
-BEYOND = 1.1  # times the longest prompt that was measured: there the gate stays shut
 ORDER_CELL = "order"  # what full prefill of the chunks in another order costs: no way to fuse
 OWN = "own"  # the kind of questions that a user brought
 
@@ -74,6 +73,7 @@ class Table:
     mean_chunks: float = 0.0
     most_prompt_tokens: int = 0  # of the longest prompt; 0: not known
     has_history: bool = False  # whether something was said before the questions
+    close_call: float = 0.0  # nats; first tokens that led by less were computed exactly
 
     def widened(self) -> tuple[Cell, ...]:
         """Its cells with intervals that allow for few questions: below ENOUGH_QUESTIONS the upper

@@ -83,6 +83,7 @@ def tabulate(
         mean_chunks=float(np.mean([each.num_chunks for each in answered])),
         most_prompt_tokens=max(each.num_tokens for each in answered),
         has_history=origin.has_history,
+        close_call=CLOSE_CALL,
     )
 
 

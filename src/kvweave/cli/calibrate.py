@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave,weave-deep"
 RATIOS = "0.05,0.15,0.3,0.5"
+QUICK_STRATEGIES = "weave,weave-deep"
+QUICK_RATIOS = "0.3,0.4,0.5"
+QUICK_QUESTIONS = 24
 MIN_CONTEXT_TOKENS = 2000  # of a sample for critical layers
 
 file_type = click.Path(path_type=Path, dir_okay=False, exists=True)
@@ -81,7 +84,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         asked = _CalibrateOptions(
             **{field.name: options.pop(field.name) for field in fields(_CalibrateOptions)}
         )
-        _calibrate(asked, options)
+        records = _read(asked.source, with_passages=asked.qa_file is not None)
+        _calibrate(asked, records, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,31 +117,37 @@ class _CalibrateOptions:
         return source
 
 
-def _calibrate(asked: _CalibrateOptions, model: dict[str, str]) -> None:
-    """`model` has the options of the model."""
+def _calibrate(
+    asked: _CalibrateOptions, records: "list[QuestionRecord] | None", model: dict[str, str]
+) -> None:
+    """`model` has the options of the model. Without `records` the knowledge base is asked about its
+    own text."""
     from kvweave.calibrate.gate import BOUND
 
-    source = asked.source
     shares = _shares(asked.ratios)
     names = _strategy_names(asked.strategies)
     variants = _variants(asked.encodings, asked.kb_folder)
     bound = BOUND if asked.bound is None else asked.bound
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
-    records = _read(source, with_passages=asked.qa_file is not None)
 
     from kvweave.calibrate.experiment import Experiment, check_room, run_experiment, settings_for
     from kvweave.calibrate.subject import load_subject
 
     subject = load_subject(asked.profile_file, _say, **model)
-    if asked.qa_file is not None:
+    if asked.qa_file is not None and records is not None:
         records = _with_enough_passages(subject, records, asked)
-    records = records[: asked.limit]
     settings = settings_for(subject, names, shares)
     with open_asked_kb(asked.kb_folder, subject.tokenizer) as kb:
+        if records is None:
+            assert kb is not None, "`quick` asks one"
+            assert asked.limit is not None, "`quick` has one"
+            records, name = kb.made_questions(asked.limit), "made from the documents"
+        else:
+            records, name = records[: asked.limit], asked.source.name
         every = map(subject.case, records) if kb is None else kb.cases(records, asked.k)
         cases = subject.fitting(every, _say)
-        experiment = Experiment(source.name, cases, variants, settings, bound, kb)
+        experiment = Experiment(name, cases, variants, settings, bound, kb)
         check_room(subject, experiment)
         with progress_bar("questions", len(cases)) as advance:
             tables = run_experiment(subject, experiment, advance)
@@ -150,7 +160,7 @@ def _show(
 ) -> None:
     from kvweave.calibrate.gate import cheapest, choose
 
-    choices = {table.encoding: choose(table.cells, bound) for table in tables}
+    choices = {t.encoding: choose(t.widened() or t.cells, bound) for t in tables}
     if as_json:
         chosen = {name: None if c is None else asdict(c) for name, c in choices.items()}
         document = {
@@ -163,6 +173,71 @@ def _show(
         return
     show_tables(tables, choices, bound)
     click.secho(f"written to {path}", dim=True, err=True)
+
+
+@command.command("quick")
+@click.option(
+    "--kb",
+    "kb_folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    required=True,
+    help="The knowledge base to ask.",
+)
+@click.option(
+    "--questions",
+    "questions_file",
+    type=file_type,
+    help="Questions to ask of it (made from its own text).",
+)
+@click.option("--chunks", "k", type=click.IntRange(2, 100), default=5, help="How many to take (5).")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=20),
+    default=QUICK_QUESTIONS,
+    show_default=True,
+    help="Questions to ask.",
+)
+@click.option("--bound", type=float, default=None, help="Mean KL to stay below, nats (0.02).")
+@profile_option
+@json_option
+@model_options
+@pass_model
+def quick_command(
+    kb_folder: Path,
+    questions_file: Path | None,
+    k: int,
+    limit: int,
+    bound: float | None,
+    profile_file: Path | None,
+    as_json: bool,
+    **model: str,
+) -> None:
+    """Measure in minutes what `weave` costs on a knowledge base, with few questions.
+
+    Few questions give wide intervals, and the gate takes them wider still: the table opens it only
+    for what is clearly within the bound. Beside tables that came with the model it is one more kind
+    of questions; a calibration of 100 questions or more replaces it.
+    """
+    asked = _CalibrateOptions(
+        questions_file=questions_file,
+        kb_folder=kb_folder,
+        k=k,
+        qa_file=None,
+        strategies=QUICK_STRATEGIES,
+        ratios=QUICK_RATIOS,
+        encodings=None,
+        limit=limit,
+        context_tokens=None,
+        bound=bound,
+        profile_file=profile_file,
+        as_json=as_json,
+    )
+    records = None
+    if questions_file is None:
+        _say(f"no --questions: {limit} are made from headings and sentences of {kb_folder.name}")
+    else:
+        records = _read(questions_file, with_passages=False)
+    _calibrate(asked, records, model)
 
 
 @command.command("layers")

@@ -36,7 +36,7 @@ def show_tables(
     tables: "Sequence[Table]", choices: "Mapping[str, Cell | None]", bound: float
 ) -> None:
     """One table per encoding, each ending in its choice; then, of several, the cheapest."""
-    from kvweave.calibrate.gate import ENOUGH_QUESTIONS, cheapest, is_within
+    from kvweave.calibrate.gate import ENOUGH_QUESTIONS, FEWEST_QUESTIONS, cheapest, is_within
 
     console = _console()
     for table in tables:
@@ -44,7 +44,18 @@ def show_tables(
             f"[bold]{table.encoding}[/] · {table.num_questions} questions of {table.data} · "
             f"{table.mean_prompt_tokens:,.0f} tokens · {table.dtype}"
         )
-        headings = ["strategy", "ratio", "work", "KL", "KL ≤", "p95", "flips", "top-1", "gone"]
+        headings = [
+            "strategy",
+            "ratio",
+            "work",
+            "KL",
+            "KL ≤",
+            "p95",
+            "flips",
+            "close",
+            "top-1",
+            "gone",
+        ]
         gold = table.num_with_answers > 0
         headings += ["NLL gap", "F1", "EM"] if gold else ["NLL gap"]
         grid = _grid(headings)
@@ -58,6 +69,7 @@ def show_tables(
                 f"{cell.kl_high:.4f}",
                 f"{cell.kl_p95:.3f}",
                 f"{cell.flips:.0%}",
+                f"{cell.close:.0%}",
                 f"{cell.top1:.0%}",
                 "" if cell.recovered is None else f"{cell.recovered:.0%}",
                 "" if gap is None else f"{gap:+.3f}",
@@ -72,7 +84,14 @@ def show_tables(
                 f"everything recomputed: KL {table.noise:.1e} at most[/]"
             )
         console.print(_words(choices[table.encoding], bound))
-        if table.num_questions < ENOUGH_QUESTIONS:
+        if FEWEST_QUESTIONS <= table.num_questions < ENOUGH_QUESTIONS:
+            console.print(
+                f"[yellow]{table.num_questions} questions: intervals of KL are taken "
+                f"{(ENOUGH_QUESTIONS / table.num_questions) ** 0.5:.1f} times as wide, and fewer "
+                f"than {3 / table.num_questions:.0%} of first tokens changing is all that no flip "
+                f"among them proves (95 %); {ENOUGH_QUESTIONS} questions say more[/]"
+            )
+        elif table.num_questions < ENOUGH_QUESTIONS:
             console.print(
                 f"[yellow]{table.num_questions} questions are few; take {ENOUGH_QUESTIONS} or more "
                 "before you trust this[/]"

@@ -25,7 +25,7 @@ from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.kv_behind import KVBehind
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.requests import Fusion, exact_request, fused_request
-from kvweave.calibrate.gate import CLOSE_CALL, Table
+from kvweave.calibrate.gate import Table
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
@@ -85,6 +85,7 @@ class AutoPlanner:
             self._doubt = NOT_CALIBRATED
         if self._doubt is not None:
             log.warning("%s", self._doubt)
+        self._gate = CalibratedGate(tables, preamble)
         self._strategies, unavailable = fusing_strategies(facts)
         tree = _tree(engine, kv, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
@@ -95,7 +96,7 @@ class AutoPlanner:
             tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
-            gate=CalibratedGate(tables, preamble),
+            gate=self._gate,
             unavailable=unavailable,
             pending_bytes=kv.store.pending_bytes,
             is_busy=lambda: engine.is_busy,
@@ -141,7 +142,7 @@ class AutoPlanner:
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
         # which of two nearly equal tokens is drawn is chance anyway
-        close_call = CLOSE_CALL if sampling.temperature == 0 else 0.0
+        close_call = self._gate.close_call if sampling.temperature == 0 else 0.0
         fusion = Fusion(strategy, ratio, True, _computed(plan), expected, close_call)
         return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
 

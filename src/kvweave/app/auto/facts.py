@@ -7,7 +7,6 @@ lies by what the store says.
 from collections.abc import Mapping, Sequence
 
 from kvweave.calibrate.gate import (
-    BEYOND,
     ELSEWHERE,
     FEWEST_QUESTIONS,
     ORDER_CELL,
@@ -134,6 +133,12 @@ class CalibratedGate:
         self._with_history = deciding([t for t in usable if t.has_history]) or self._tables
         self._cells = {id(table): table.widened() for table in usable}
 
+    @property
+    def close_call(self) -> float:
+        """What is served must be what was measured: the lead in nats below which a first token is
+        computed exactly."""
+        return max((t.close_call for t in (*self._tables, *self._with_history)), default=0.0)
+
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         tables = self._deciding(shape)
         measured = [self._of(table, strategy) for table in tables]
@@ -166,7 +171,7 @@ class CalibratedGate:
 
     def _is_beyond(self, tables: Sequence[Table], shape: PromptShape) -> bool:
         longest = [table.most_prompt_tokens for table in tables]
-        return all(longest) and shape.num_tokens > BEYOND * max(longest)
+        return all(longest) and shape.num_tokens > max(longest)
 
     def _share(self, table: Table, shape: PromptShape) -> float:
         """The part of the bound that a table is held to."""
