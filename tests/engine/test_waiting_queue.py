@@ -82,8 +82,9 @@ class History:
 
     def __init__(self) -> None:
         self.cached: dict[Asked, int] = {}
+        self.coming: set[Asked] = set()  # those that wait for what another computes
         self.queue: WaitingQueue[Asked] = WaitingQueue(
-            lambda asked: (self.cached[asked], 10), self.WINDOW
+            lambda asked: (self.cached[asked], 10), self.WINDOW, self.coming.__contains__
         )
         self.overtaken: dict[Asked, int] = {}  # of those that are not held
         self.ran: list[Asked] = []
@@ -111,10 +112,10 @@ class History:
     def run(self) -> None:
         asked = self.queue.best()
         if asked is None:
-            assert not len(self.queue)
+            assert self.coming.issuperset(self.queue.sequences())
             return
         if asked.progress.held:
-            assert not self.overtaken, "a guess before a real one"
+            assert self.coming.issuperset(self.overtaken), "a guess before a real one"
         else:
             del self.overtaken[asked]
             for other in self.overtaken:
@@ -122,6 +123,10 @@ class History:
             assert all(times <= self.WINDOW for times in self.overtaken.values()), "starving"
         self.queue.remove(asked)
         self.ran.append(asked)
+
+    def follow(self, pick: int) -> None:
+        if len(self.queue):
+            self.coming ^= {self.queue.sequences()[pick % len(self.queue)]}
 
     def preempt(self, pick: int) -> None:
         """One that ran waits again; a held one would be parked."""
@@ -135,7 +140,7 @@ class History:
 
 EVENTS = st.one_of(
     st.tuples(st.just("push"), st.integers(0, 50), st.booleans()),
-    st.tuples(st.sampled_from(["release", "cancel", "preempt"]), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["release", "cancel", "preempt", "follow"]), st.integers(0, 99)),
     st.just(("run",)),
     st.just(("run",)),
 )
@@ -144,10 +149,12 @@ EVENTS = st.one_of(
 @settings(max_examples=300)
 @given(st.lists(EVENTS, max_size=120))
 def test_the_bound_holds_in_every_history(events: list[tuple[object, ...]]) -> None:
-    """Held, released, cancelled and preempted ones among those that wait."""
+    """Held, released, cancelled and preempted ones among those that wait, and some that wait for
+    what others compute."""
     history = History()
     for name, *how in events:
         getattr(history, str(name))(*how)
+    history.coming.clear()
     while len(history.queue):
         history.run()
 
@@ -197,6 +204,25 @@ def test_one_that_lost_its_pages_goes_first_unless_another_starves() -> None:
         assert pop(queue) == "back"
     queue.push(back)
     assert [pop(queue), pop(queue)] == ["patient", "back"]
+
+
+def test_who_waits_for_what_another_computes_does_not_starve() -> None:
+    queue: WaitingQueue[Asked] = WaitingQueue(lambda a: (1, 1), 3, lambda a: a.name == "follower")
+    queue.push(Asked("follower"))
+    assert queue.best() is None
+    left = []
+    for turn in range(4):
+        queue.push(Asked(f"other{turn}"))
+        left.append(pop(queue))
+    assert left == ["other0", "other1", "other2", "follower"]
+
+
+def test_those_who_wait_for_others_hide_none_behind_them() -> None:
+    queue: WaitingQueue[Asked] = WaitingQueue(lambda a: (1, 1), 3, lambda a: a.name == "follower")
+    for _ in range(9):
+        queue.push(Asked("follower"))
+    queue.push(Asked("other"))
+    assert pop(queue) == "other"
 
 
 def test_nothing_to_compute_is_no_division_by_zero() -> None:

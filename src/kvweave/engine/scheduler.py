@@ -17,12 +17,14 @@ the background leave before all others, then speculations.
 
 Of the sequences that wait, the one that the cache serves best goes first (RAGCache): running it now
 costs little and keeps its prefix in use; put off, it may find the prefix evicted. Matters only when
-requests really queue.
+requests really queue. One whose next exact tokens another computes now waits until they are
+shared, and holds up no one: so many requests over the same documents compute them once.
 """
 
 from bisect import bisect_right, insort_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
@@ -136,6 +138,11 @@ class PageSource(Protocol[S_contra]):
         """Tokens of it that are cached, and that must be computed."""
         ...
 
+    def is_coming(self, sequence: S_contra) -> bool:
+        """Whether a running sequence computes what this one, which waits, would have to compute
+        next, and will share it. False as soon as that one stops, so that none waits for ever."""
+        ...
+
     def admit(self, sequence: S_contra) -> bool:
         """Give it pages for all it knows. False, and nothing changed: not now."""
         ...
@@ -171,14 +178,21 @@ class WaitingQueue(Generic[S]):
     are no part of that: they overtake none, and all others overtake them; once released, one stands
     where it came. One that lost its pages goes before others as long as none of them starves.
 
-    `lengths(sequence)` says how many of its tokens are cached and how many must be computed now; it
-    is called again for every choice, because the cache changes while sequences wait.
+    `lengths(sequence)` says how many of its tokens are cached and how many must be computed now,
+    `is_coming(sequence)` whether it had better wait for another that computes the next of them.
+    Both are called again for every choice, because the cache changes while sequences wait.
     """
 
-    def __init__(self, lengths: Callable[[S], tuple[int, int]], window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        lengths: Callable[[S], tuple[int, int]],
+        window: int = WINDOW,
+        is_coming: Callable[[S], bool] = lambda sequence: False,
+    ) -> None:
         if window < 1:
             raise ConfigError(f"WaitingQueue.window must be at least 1, got {window}")
         self._lengths = lengths
+        self._is_coming = is_coming
         self._window = window
         self._queue: list[_Waiting[S]] = []
 
@@ -196,17 +210,19 @@ class WaitingQueue(Generic[S]):
         insort_right(self._queue, _Waiting(sequence), key=lambda w: w.sequence.progress.arrival)
 
     def best(self) -> S | None:
-        """The one that should run next; None: none waits. Changes nothing."""
+        """The one that should run next; None: none waits, or all for what others compute."""
         real = [waiting for waiting in self._queue if not waiting.sequence.progress.held]
         if any(waiting.overtaken >= self._window for waiting in real):
             return real[0].sequence  # overtakes none: in this order all come to their turn
         for waiting in real:
             if waiting.sequence.progress.preempted:
                 return waiting.sequence
-        candidates = (real or self._queue)[: self._window]
-        if not candidates:
-            return None
-        return max(candidates, key=lambda w: order_priority(*self._lengths(w.sequence))).sequence
+        held = (waiting for waiting in self._queue if waiting.sequence.progress.held)
+        for group in (real, held):
+            ready = (waiting for waiting in group if not self._is_coming(waiting.sequence))
+            if candidates := list(islice(ready, self._window)):
+                return max(candidates, key=self._priority).sequence
+        return None
 
     def remove(self, sequence: S, *, counts: bool = True) -> None:
         """It runs now, ahead of those that came before it; without `counts` it just leaves."""
@@ -215,6 +231,9 @@ class WaitingQueue(Generic[S]):
             for waiting in self._queue[:place]:
                 waiting.overtaken += not waiting.sequence.progress.held
         del self._queue[place]
+
+    def _priority(self, waiting: _Waiting[S]) -> float:
+        return order_priority(*self._lengths(waiting.sequence))
 
 
 def order_priority(cached_tokens: int, compute_tokens: int) -> float:
@@ -245,7 +264,7 @@ class Scheduler(Generic[S]):
         self._page_tokens = cfg.page_tokens
         self._pages = pages
         self._loader = loader
-        self.waiting: WaitingQueue[S] = WaitingQueue(pages.lengths)
+        self.waiting: WaitingQueue[S] = WaitingQueue(pages.lengths, is_coming=pages.is_coming)
         self.running: list[S] = []
         self.parked: list[S] = []  # speculations whose pages others needed
         self.background: list[S] = []  # those that wait for idle time, first come first
