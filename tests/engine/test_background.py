@@ -1,8 +1,7 @@
 """Requests in idle time, forced answers, and what the model thought of each token."""
 
 import random
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import RecordedDecode
 from kvweave.model.rows import Rows
-from worlds.engine import SMALL, alone, ids, plain, tokens, with_chunks
+from worlds.engine import SMALL, alone, ids, plain, tokens, until, with_chunks
 from worlds.fused import CHUNKS, QUESTION, World, answer, at_rest
 from worlds.recordings import without_kernels
 from worlds.serving import GatedDecoder
@@ -35,15 +34,6 @@ class WatchedSteps(GatedDecoder):
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         self.rows.append([len(rows.token_ids) for rows in batch])
         return super().forward(batch)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for the engine thread."""
-    for _ in range(10_000):
-        if condition():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("it never happened")
 
 
 def in_background(request: EngineRequest) -> EngineRequest:

@@ -1,4 +1,4 @@
-"""Fused requests in the engine: woven as alone, loaded beside others, and never in the tree."""
+"""Fused requests in the engine: woven as alone, and loaded beside others."""
 
 import random
 import threading
@@ -17,12 +17,20 @@ from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.kv.residency import Miss
-from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.model.paged_kv import KVPool
 from worlds.engine import SMALL, VOCABULARY, alone, ids, plain, with_chunks
-from worlds.fused import CHUNKS, PREAMBLE, QUESTION, RNG, World, answer, at_rest, shuffled
+from worlds.fused import (
+    CHUNKS,
+    PREAMBLE,
+    QUESTION,
+    RNG,
+    World,
+    answer,
+    at_rest,
+    shared_rows,
+    shuffled,
+)
 from worlds.serving import GatedDecoder
 from worlds.tiny_models import make_model_folder
 
@@ -40,22 +48,6 @@ def world(float_decoder: Decoder, tmp_path: Path) -> Iterator[World]:
     world = World(float_decoder, tmp_path)
     yield world
     world.store.close()
-
-
-def shared_rows(engine: Engine, pool: KVPool) -> dict[bytes, torch.Tensor]:
-    """Everything the tree would give out, by path."""
-
-    def copy() -> dict[bytes, torch.Tensor]:
-        page = pool.page_tokens
-        found = {}
-        for node in engine.tree:
-            table = list(node.pages[DEVICE].handle)
-            rows = node.end - (node.end - node.num_tokens) // page * page
-            both = torch.stack([pool.keys[:, table], pool.values[:, table]])
-            found[node.key] = both.flatten(2, 3)[:, :, :rows].clone()
-        return found
-
-    return engine.run_alone(copy)
 
 
 @pytest.mark.parametrize("strategy", ["reuse", "weave", "cacheblend", "kvshare", "epic"])

@@ -24,10 +24,15 @@ class World:
         self.free = pages
         self.arrivals = 0
         self.outside: set[Seq] = set()  # those that have to load something before they wait
+        self.leaders: dict[Seq, Seq] = {}  # who computes what another would
         self.scheduler: Scheduler[Seq] = Scheduler(cfg, self, self)
 
     def lengths(self, sequence: Seq) -> tuple[int, int]:
         return sequence.cached, sequence.progress.known - sequence.cached
+
+    def is_coming(self, sequence: Seq) -> bool:
+        leader = self.leaders.get(sequence)
+        return leader in self.scheduler.running and leader.progress.needed > 1
 
     def admit(self, sequence: Seq) -> bool:
         return self.grow(sequence, -(-sequence.progress.known // CFG.page_tokens))
@@ -385,3 +390,21 @@ def test_a_fused_prompt_in_the_background_has_its_own_step_while_none_else_has_o
     world.scheduler.remove(new)
     assert world.step() == [(idle, 0)]
     assert world.step() == [(idle, 1)]
+
+
+def test_who_waits_for_the_tokens_of_another_holds_up_no_one() -> None:
+    world = World()
+    first, second, third = world.add(20), world.add(6), world.add(6)
+    world.leaders[second] = first
+    assert world.step() == [(first, 16)]
+    assert world.step() == [(first, 4), (third, 6)]
+    assert world.step() == [(first, 1), (third, 1), (second, 6)]
+
+
+def test_who_waits_for_one_that_is_gone_goes_on() -> None:
+    world = World()
+    first, second = world.add(20), world.add(6)
+    world.leaders[second] = first
+    assert world.step() == [(first, 16)]
+    world.scheduler.remove(first)
+    assert world.step() == [(second, 6)]

@@ -1,7 +1,8 @@
 """A small world for tests of the engine: a tiny model in float64, requests, and the oracle."""
 
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -60,3 +61,12 @@ def alone(decoder: Decoder, request: EngineRequest) -> list[Choice]:
 
 def tokens(ticket: Ticket) -> list[int]:
     return [choice.token_id for choice in ticket]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for the engine thread."""
+    for _ in range(10_000):
+        if condition():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it never happened")

@@ -4,6 +4,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, FusedPart, Ticket
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
@@ -15,7 +17,9 @@ from kvweave.fuse.taper import Taper
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.keys import KeyContext
 from kvweave.kv.store import KVStore
+from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder
+from kvweave.model.paged_kv import KVPool
 from kvweave.model.rows import Rows
 from kvweave.types import Chunk, ChunkId
 from worlds.engine import ids, with_chunks
@@ -88,3 +92,19 @@ def at_rest(engine: Engine, world: World) -> None:
     engine.run_alone(engine.check_integrity)
     assert world.store.num_pinned() == 0
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+
+
+def shared_rows(engine: Engine, pool: KVPool) -> dict[bytes, torch.Tensor]:
+    """Everything the tree would give out, by path."""
+
+    def copy() -> dict[bytes, torch.Tensor]:
+        page = pool.page_tokens
+        found = {}
+        for node in engine.tree:
+            table = list(node.pages[DEVICE].handle)
+            rows = node.end - (node.end - node.num_tokens) // page * page
+            both = torch.stack([pool.keys[:, table], pool.values[:, table]])
+            found[node.key] = both.flatten(2, 3)[:, :, :rows].clone()
+        return found
+
+    return engine.run_alone(copy)

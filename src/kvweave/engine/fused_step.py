@@ -11,7 +11,8 @@ between them.
 
 A fused request takes a step of its own, into pages that belong to it alone. Streamed or whole, that
 is its prefill; joined, it is stitching and choosing the rows that the common steps then compute.
-Nothing of it is ever offered to the tree: its rows are approximate.
+Its rows are approximate from the first reused chunk on, and nothing of that is ever offered to the
+tree; chunks in front that are computed behind exact ones are (`EngineSequence.num_exact_parts`).
 """
 
 import time

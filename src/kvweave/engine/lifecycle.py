@@ -177,7 +177,7 @@ class Lifecycle:
         sequence.progress.advance(num_rows)
         if was_sparse and sequence.progress.sparse is None:
             self.counts.add(f"fused_{PrefillMode.JOINED}")
-        self._pages.offer(sequence)
+        self._offer(sequence)
         sequence.ticket.timeline.stepped(seconds, shared)
         if result.logits is None:
             return
@@ -212,13 +212,20 @@ class Lifecycle:
         if prefilled is None:
             sequence.apart_s += seconds
             sequence.join(prepared)
+            self._offer(sequence)
             return
         sequence.finish_prompt()
+        self._offer(sequence)
         self.counts.add(f"fused_{mode}")
         if sequence.ticket.record is None:
             sequence.ticket.record = sequence.fuse_record
         if sequence.progress.known == sequence.prompt_len:  # else preempted while it answered
             self._answer(sequence, prefilled.logits)
+
+    def _offer(self, sequence: EngineSequence) -> None:
+        taken = self._pages.offer(sequence)
+        if sequence.request.fused is not None:
+            self.counts.add("fused_offered", taken)
 
     def _mode(self, sequence: EngineSequence, stored: StoredPrompt) -> PrefillMode:
         return prefill_mode_of(

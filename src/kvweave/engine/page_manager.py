@@ -11,7 +11,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.sequence import EngineSequence
-from kvweave.kv.tree import TreeLease
+from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 
@@ -47,7 +47,7 @@ class PageManager:
         self._pool = pool
         self._allocator = allocator
         self._prefixes = prefixes
-        self._num_running = 0  # sequences that may want a page more
+        self._holding: set[EngineSequence] = set()  # those that run, and may want a page more
 
     def empty_kv(self) -> PagedKV:
         """KV of a sequence that has no pages yet."""
@@ -74,12 +74,39 @@ class PageManager:
             cached = self._prefixes.tree.match_tokens(sequence.path)
         return cached, sequence.progress.known - cached
 
+    def is_coming(self, sequence: EngineSequence) -> bool:
+        """Whether a running request computes the next part of this one's path that the tree does
+        not have, and will offer it: worth waiting for."""
+        request, path = sequence.request, sequence.path
+        if request.fused is not None or not request.use_tree or sequence.unshared:
+            return False
+        num_there = len(self._prefixes.tree.match([chunk.id for chunk in path]).nodes)
+        wanted = path[: num_there + 1]
+        if num_there == len(path) or not any(self._brings(one, wanted) for one in self._holding):
+            return False
+        if not sequence.awaited:
+            sequence.awaited = sum(chunk.num_tokens for chunk in wanted)
+        return True
+
+    def _brings(self, leader: EngineSequence, path: Sequence[ChunkRef]) -> bool:
+        """Whether a running request will offer the last part of `path`. A guess or a request in the
+        background would, but may stand still meanwhile."""
+        progress = leader.progress
+        if progress.held or progress.background or leader.lease is None:
+            return False
+        if leader.request.fused is not None or leader.offered >= len(path):
+            return False
+        if leader.path[: len(path)] != path:
+            return False
+        left = path[leader.offered :]
+        return not any(self._prefixes.is_gone(chunk, leader.as_of) for chunk in left)
+
     def admit(self, sequence: EngineSequence) -> bool:
         """Pages for all it knows, and one for each of the others to grow; False: not now."""
         place = self._admit_run if sequence.progress.own_step else self._admit_shared
         if place(sequence):
             return True
-        if self._num_running:
+        if self._holding:
             return False
         # A leased path keeps a page more than its reader uses; in a pool that the reader fills up
         # that page is the one it lacks.
@@ -96,7 +123,7 @@ class PageManager:
         page = self._pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
         wanted = -(-sequence.progress.known // page) - whole
-        if not self._make_free(wanted + self._num_running):
+        if not self._make_free(wanted + len(self._holding)):
             if lease is not None:
                 lease.release()
             return False
@@ -116,7 +143,7 @@ class PageManager:
     def _admit_run(self, sequence: EngineSequence) -> bool:
         """A fused request gets pages side by side, and they are its own: a dense buffer."""
         count = -(-sequence.progress.known // self._pool.page_tokens)
-        free = count + self._num_running
+        free = count + len(self._holding)
         lease = self._match(sequence)[0] if sequence.request.use_tree else None
         pages = None
         if self._prefixes.reclaim(
@@ -129,6 +156,7 @@ class PageManager:
             return False
         sequence.kv = PagedKV(self._pool, pages)
         sequence.lease, sequence.progress.num_pages = lease, count
+        sequence.offered = 0 if lease is None else len(lease.nodes) - 1
         self._admitted(sequence, 0)
         return True
 
@@ -136,7 +164,7 @@ class PageManager:
         if not sequence.progress.preempted:
             sequence.cached = cached
             sequence.ticket.timeline.admitted_s = time.perf_counter()
-        self._num_running += 1
+        self._holding.add(sequence)
 
     def grow(self, sequence: EngineSequence, num_pages: int) -> bool:
         """More pages; False: there are none."""
@@ -149,25 +177,33 @@ class PageManager:
         sequence.progress.num_pages += len(pages)
         return True
 
-    def offer(self, sequence: EngineSequence) -> None:
-        """Offer the tree the chunks whose last row was computed since. Exact ones only."""
-        is_exact = sequence.request.fused is None
-        assert is_exact or sequence.lease is None, "fused KV stays out of the tree"
-        while sequence.lease is not None and sequence.offered < len(sequence.path):
+    def offer(self, sequence: EngineSequence) -> int:
+        """Offer the tree the chunks whose last row was computed since. Exact ones only: a fused
+        prompt's, up to the first that is reused. Returns how many it took."""
+        taken = 0
+        if sequence.lease is None:
+            return taken
+        num_exact = sequence.num_exact_parts
+        while sequence.offered < num_exact:
             chunk = sequence.path[sequence.offered]
             start = sequence.lease.num_tokens
             if sequence.progress.computed < start + chunk.num_tokens:
-                return
+                return taken
             sequence.offered += 1
             gone = self._prefixes.is_gone(chunk, sequence.as_of)  # and so is what stands behind it
             if gone or not self._prefixes.offer(sequence.lease, chunk, start, sequence.kv):
                 sequence.offered = len(sequence.path)
+            else:
+                taken += 1
+        if sequence.request.fused is not None:  # its pages are its own: the lease has done its work
+            sequence.release_lease()
+        return taken
 
     def retire(self, sequence: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""
         if sequence.kv.page_table:
             self._allocator.release(sequence.kv.page_table)
-            self._num_running -= 1
+            self._holding.remove(sequence)
         sequence.release_lease()
         sequence.kv = self.empty_kv()
         sequence.progress.num_pages = 0

@@ -17,12 +17,14 @@ the background leave before all others, then speculations.
 
 Of the sequences that wait, the one that the cache serves best goes first (RAGCache): running it now
 costs little and keeps its prefix in use; put off, it may find the prefix evicted. Matters only when
-requests really queue.
+requests really queue. One whose next exact tokens another computes now waits until they are
+shared, and holds up no one: so many requests over the same documents compute them once.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
@@ -136,6 +138,11 @@ class PageSource(Protocol[S_contra]):
         """Tokens of it that are cached, and that must be computed."""
         ...
 
+    def is_coming(self, sequence: S_contra) -> bool:
+        """Whether a running sequence computes what this one, which waits, would have to compute
+        next, and will share it. False as soon as that one stops, so that none waits for ever."""
+        ...
+
     def admit(self, sequence: S_contra) -> bool:
         """Give it pages for all it knows. False, and nothing changed: not now."""
         ...
@@ -161,21 +168,31 @@ class ByteSource(Protocol[S_contra]):
 @dataclass(slots=True)
 class _Waiting(Generic[S]):
     sequence: S
-    overtaken: int = 0
+    overtaken: int = 0  # times one that came later went first; none counts while it is held
 
 
 class WaitingQueue(Generic[S]):
     """Sequences that wait for their turn, in order of arrival. Owned by the scheduler.
 
-    At most `window` of them overtake any other, so that none starves. A speculation never overtakes
-    others. `lengths(sequence)` says how many of its tokens are cached and how many must be computed
-    now; it is called again for every choice, because the cache changes while sequences wait.
+    At most `window` sequences that came later overtake any other, so that none starves. Held ones
+    are no part of that: they overtake none, and all others overtake them; once released, one stands
+    where it came. One that lost its pages goes before others as long as none of them starves.
+
+    `lengths(sequence)` says how many of its tokens are cached and how many must be computed now,
+    `is_coming(sequence)` whether it had better wait for another that computes the next of them.
+    Both are called again for every choice, because the cache changes while sequences wait.
     """
 
-    def __init__(self, lengths: Callable[[S], tuple[int, int]], window: int = WINDOW) -> None:
+    def __init__(
+        self,
+        lengths: Callable[[S], tuple[int, int]],
+        window: int = WINDOW,
+        is_coming: Callable[[S], bool] = lambda sequence: False,
+    ) -> None:
         if window < 1:
             raise ConfigError(f"WaitingQueue.window must be at least 1, got {window}")
         self._lengths = lengths
+        self._is_coming = is_coming
         self._window = window
         self._queue: list[_Waiting[S]] = []
 
@@ -188,30 +205,35 @@ class WaitingQueue(Generic[S]):
     def sequences(self) -> list[S]:
         return [waiting.sequence for waiting in self._queue]
 
-    def push(self, sequence: S, *, first: bool = False) -> None:
-        """At the end, or in front of all others: one that had begun already."""
-        if first:
-            self._queue.insert(0, _Waiting(sequence, overtaken=self._window))
-        else:
-            self._queue.append(_Waiting(sequence))
+    def push(self, sequence: S) -> None:
+        """Behind all that came before it."""
+        insort_right(self._queue, _Waiting(sequence), key=lambda w: w.sequence.progress.arrival)
 
-    def best(self) -> S:
-        """The one that should run next. IndexError when none waits. Changes nothing."""
-        front = self._queue[0]
-        if front.overtaken >= self._window and not front.sequence.progress.held:
-            return front.sequence
-        return max(self._queue[: self._window], key=lambda w: self._rank(w.sequence)).sequence
+    def best(self) -> S | None:
+        """The one that should run next; None: none waits, or all for what others compute."""
+        real = [waiting for waiting in self._queue if not waiting.sequence.progress.held]
+        if any(waiting.overtaken >= self._window for waiting in real):
+            return real[0].sequence  # overtakes none: in this order all come to their turn
+        for waiting in real:
+            if waiting.sequence.progress.preempted:
+                return waiting.sequence
+        held = (waiting for waiting in self._queue if waiting.sequence.progress.held)
+        for group in (real, held):
+            ready = (waiting for waiting in group if not self._is_coming(waiting.sequence))
+            if candidates := list(islice(ready, self._window)):
+                return max(candidates, key=self._priority).sequence
+        return None
 
     def remove(self, sequence: S, *, counts: bool = True) -> None:
         """It runs now, ahead of those that came before it; without `counts` it just leaves."""
         place = [waiting.sequence for waiting in self._queue].index(sequence)
-        if counts:
+        if counts and not sequence.progress.held:
             for waiting in self._queue[:place]:
-                waiting.overtaken += 1
+                waiting.overtaken += not waiting.sequence.progress.held
         del self._queue[place]
 
-    def _rank(self, sequence: S) -> tuple[bool, float]:
-        return not sequence.progress.held, order_priority(*self._lengths(sequence))
+    def _priority(self, waiting: _Waiting[S]) -> float:
+        return order_priority(*self._lengths(waiting.sequence))
 
 
 def order_priority(cached_tokens: int, compute_tokens: int) -> float:
@@ -242,15 +264,15 @@ class Scheduler(Generic[S]):
         self._page_tokens = cfg.page_tokens
         self._pages = pages
         self._loader = loader
-        self.waiting: WaitingQueue[S] = WaitingQueue(pages.lengths)
+        self.waiting: WaitingQueue[S] = WaitingQueue(pages.lengths, is_coming=pages.is_coming)
         self.running: list[S] = []
         self.parked: list[S] = []  # speculations whose pages others needed
         self.background: list[S] = []  # those that wait for idle time, first come first
         self.preemptions = 0
 
     def add(self, sequence: S) -> None:
-        """It waits for its turn, in front of all others if it had begun before. One that has to
-        load something first stays outside and is added again when it has."""
+        """It waits for its turn. One that has to load something first stays outside and is added
+        again when it has."""
         if self._loader.load_first(sequence, others_ready=self.is_busy):
             return
         progress = sequence.progress
@@ -258,7 +280,7 @@ class Scheduler(Generic[S]):
             self.background.append(sequence)
             self.background.sort(key=lambda one: one.progress.arrival)
         else:
-            self.waiting.push(sequence, first=progress.preempted > 0)
+            self.waiting.push(sequence)
 
     def begin_again(self, sequence: S) -> None:
         """What was computed of a running sequence is thrown away; it is the next to be let in."""
@@ -357,9 +379,8 @@ class Scheduler(Generic[S]):
         """Let one more sequence in, if there is room for it; those in the background may have to
         leave for it, then speculations, unless it is one."""
         busy = sum(not one.progress.held for one in self._foreground())
-        if not self.waiting or busy >= self._cfg.max_running:
+        if busy >= self._cfg.max_running or (new := self.waiting.best()) is None:
             return None
-        new = self.waiting.best()
         while not self._pages.admit(new):
             giving_way = [
                 one

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -10,7 +11,8 @@ from kvweave.engine.sampling import Choice, Sampler
 from kvweave.engine.scheduler import Progress, SparseRows
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.prepared import Prepared
-from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.record import TREE, FuseRecord
+from kvweave.fuse.request import State
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.paged_kv import PagedKV
 from kvweave.model.rows import EarlyExit, Rows
@@ -32,6 +34,7 @@ class EngineSequence:
     path: tuple[ChunkRef, ...] = ()  # its preamble and chunks in the knowledge tree
     lease: TreeLease | None = None  # on the part of the path that it reads, or offers behind
     offered: int = 0  # chunks of the path that the tree has or was offered
+    awaited: int = 0  # tokens up to where it first waited for another to compute its path
     cached: int = 0  # tokens it took from the tree
     counted: bool = False  # the tree counted its access
     unshared: bool = False  # it needs the whole pool: no lease
@@ -41,6 +44,23 @@ class EngineSequence:
     apart_s: float = 0.0  # its steps that were no common ones
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
     answered: int = 0  # tokens given out
+
+    @property
+    def num_exact_parts(self) -> int:
+        """Parts of its path, from the front, whose KV is exact once it is computed: these alone may
+        enter the tree. Of a fused prompt, what came from there and chunks that are computed right
+        behind it: their rows see exact rows only, run through every layer and are not moved. The
+        store's bytes are none of them, wherever they stand: a codec rounded them."""
+        part = self.request.fused
+        if part is None:
+            return len(self.path)
+        if self.fuse_record is None or part.strategy.mask != "exact":
+            return 0
+        exact = takewhile(
+            lambda chunk: chunk.tier == TREE or chunk.state is State.COMPUTED,
+            self.fuse_record.chunks,
+        )
+        return bool(self.request.preamble) + sum(1 for _ in exact)
 
     def rows(self, num_rows: int) -> Rows:
         """Its next rows; the last one gives logits if nothing known is left behind it."""
@@ -66,13 +86,11 @@ class EngineSequence:
         """Its fused prompt is stitched into its pages; the rows that are left run with others."""
         self.prepared = prepared
         self.progress.join(SparseRows(prepared.rows, prepared.bonds))
-        self.release_lease()
 
     def finish_prompt(self) -> None:
         """Its fused prompt is in its pages."""
         self.progress.computed = self.prompt_len
         self.progress.own_step = False
-        self.release_lease()
 
     def release_lease(self) -> None:
         """Read and offer no more of the tree. Harmless without a lease."""

@@ -16,9 +16,11 @@ NAMES = (
     "tokens_answered",
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
     *(f"background_{how}" for how in ("finished", "aborted", "failed")),  # counted here alone
+    "prefixes_shared",  # requests held back while another computed their path, which they then read
     "fused_begun",  # prefills of fused prompts, also those that failed or were given up
     *(f"fused_{mode}" for mode in PrefillMode),  # of them, those that were completed, by mode
     "fused_close_calls",  # of the completed ones, those computed exactly in the end
+    "fused_offered",  # parts of their paths, exact ones in front, that the tree took or had
     "speculation_right",
     "speculation_wrong",
     "speculation_saved_tokens",
@@ -83,6 +85,8 @@ class EngineCounts:
         assert record is not None, "a prompt that is through has a record"
         for source, number in record.counts.items():
             self.add(f"tokens_{source}", number)
+        if 0 < sequence.awaited <= sequence.cached:
+            self.add("prefixes_shared")
 
     def released(self, sequence: EngineSequence) -> None:
         """A speculation was right: what it had computed by now need not be waited for."""
