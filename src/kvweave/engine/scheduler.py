@@ -283,11 +283,11 @@ class Scheduler(Generic[S]):
             self.waiting.push(sequence)
 
     def begin_again(self, sequence: S) -> None:
-        """What was computed of a running sequence is thrown away; it is the next to be let in."""
+        """What was computed of a running sequence is thrown away; it waits in its old place."""
         self.running.remove(sequence)
         self._pages.retire(sequence)
         sequence.progress.computed, sequence.progress.sparse = 0, None
-        self.waiting.push(sequence, first=True)
+        self.add(sequence)
 
     def release(self, sequence: S) -> None:
         """A held sequence becomes an ordinary one."""
