@@ -146,11 +146,14 @@ def test_a_history_asks_for_a_table_that_has_one_or_half_the_bound() -> None:
     assert verdict(mine, talk, shape=TALK) == 0.2
 
 
-def test_a_prompt_longer_than_all_that_were_measured_does_not_pass() -> None:
+def test_a_long_prompt_beyond_all_that_were_measured_does_not_pass() -> None:
     gate = CalibratedGate([make_table("hops", *ratios(0.01))], "p")
-    assert gate.min_ratio("weave", 0.02, PromptShape(2000, 9)).ratio == 0.1
-    beyond = gate.min_ratio("weave", 0.02, PromptShape(2001, 9))
+    assert gate.min_ratio("weave", 0.02, PromptShape(4096, 9)).ratio == 0.1
+    beyond = gate.min_ratio("weave", 0.02, PromptShape(4097, 9))
     assert (beyond.ratio, beyond.reason) == (None, Reason.BEYOND_MEASURED)
+    longer = replace(make_table("hops", *ratios(0.01)), most_prompt_tokens=5000)
+    assert verdict(longer, shape=PromptShape(5000, 20)) == 0.1
+    assert verdict(longer, shape=PromptShape(5001, 20)) is None
 
 
 def test_another_order_passes_the_same_gate() -> None:

@@ -124,17 +124,23 @@ def test_a_bound_that_no_ratio_meets_closes_the_gate(world: World, weave: Weave)
     assert answer.text == ask(weave, "full").text
 
 
-@pytest.mark.parametrize("other", [{"filler": (1, 2)}, {"preamble": (1, 2)}])
-def test_a_table_measured_behind_other_text_opens_no_gate(
-    world: World, weave: Weave, other: dict[str, tuple[int, ...]]
-) -> None:
+def test_a_table_measured_behind_another_filler_opens_no_gate(world: World, weave: Weave) -> None:
     world.set_machine()
-    world.calibrate(("epic", 0.1, 0.01), **other)  # type: ignore[arg-type]
+    world.calibrate(("epic", 0.1, 0.01), filler=(1, 2))
     assert reasons(ask(weave))["epic"] is Reason.NOT_CALIBRATED
 
 
+def test_a_table_measured_behind_another_preamble_is_held_to_half_the_bound(
+    world: World, weave: Weave
+) -> None:
+    world.set_machine()
+    world.calibrate(("epic", 0.1, 0.01), preamble=(1, 2))
+    assert reasons(ask(weave, bound=0.019))["epic"] is Reason.HALF_BOUND_NOT_MET
+    assert reasons(ask(weave, bound=0.02))["epic"] is Reason.CHEAPEST
+
+
 def test_a_table_of_few_questions_opens_no_gate(world: World, weave: Weave) -> None:
-    world.calibrate(("epic", 0.1, 0.01), num_questions=99)
+    world.calibrate(("epic", 0.1, 0.01), num_questions=19)
     world.set_machine()
     answer = ask(weave)
     assert reasons(answer)["epic"] is Reason.NOT_CALIBRATED

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from kvweave.calibrate.gate import (
     ELSEWHERE,
     FEWEST_QUESTIONS,
+    LENGTH_MATTERS,
     ORDER_CELL,
     Cell,
     Table,
@@ -119,7 +120,7 @@ class CalibratedGate:
 
     The user's own questions, where there are enough, decide alone (`gate.deciding`). What was
     measured behind another system prompt, or without a history where there is one, is held to half
-    the bound. Prompts longer than all that were measured do not pass. Tables of few questions count
+    the bound. Long prompts, longer than all that were measured, do not pass. Tables of few questions count
     with wider intervals, and those of very few not at all. Pure: any thread.
     """
 
@@ -171,7 +172,7 @@ class CalibratedGate:
 
     def _is_beyond(self, tables: Sequence[Table], shape: PromptShape) -> bool:
         longest = [table.most_prompt_tokens for table in tables]
-        return all(longest) and shape.num_tokens > max(longest)
+        return all(longest) and shape.num_tokens > max(LENGTH_MATTERS, *longest)
 
     def _share(self, table: Table, shape: PromptShape) -> float:
         """The part of the bound that a table is held to."""
