@@ -30,6 +30,8 @@ class Reason(StrEnum):
     GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
     NOT_CALIBRATED = "not calibrated for this model"
     BOUND_NOT_MET = "quality bound not met below ratio 1"
+    AUDITED = "the audit found it over the bound"
+    AUDIT_ROOM = "the audit found room for a smaller ratio"
     TOO_FEW_HITS = "too few stored tokens to be worth it"
     NEEDS_MISSING = "stored chunks lack what the strategy needs"
     NO_MEMORY = "not enough device memory for recomputed rows"

@@ -14,6 +14,9 @@ from kvweave.app.answer.conversations import Conversations, ConversationScope, T
 from kvweave.app.answer.router import NO_LIBRARY, Router
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
 from kvweave.app.answer.token_stream import Submission, TokenStream
+from kvweave.app.audit.audit_log import FILE as AUDIT_FILE
+from kvweave.app.audit.audit_log import AuditLog, AuditSubject
+from kvweave.app.audit.auditor import AuditConfig, Auditor
 from kvweave.app.auto.measurements import Measurements
 from kvweave.app.library.document_memory import DocumentMemory, DocumentMemoryConfig
 from kvweave.app.library.kv_behind import PreambleKey
@@ -55,6 +58,7 @@ class AnswerSettings:
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what questions leave open
     # what is remembered of documents, where there is no knowledge base
     documents: DocumentMemoryConfig = field(default_factory=DocumentMemoryConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)  # of fused answers, in idle time
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations | ConversationScope = field(default_factory=Conversations)
@@ -68,6 +72,7 @@ class AnswerSettings:
             speculation=SpeculationConfig(**given(config.speculation)),
             usual=QuestionDefaults.of(config.quality),
             documents=DocumentMemoryConfig(library.remembered_bytes, library.promotion),
+            audit=AuditConfig.of(config.quality),
         )
 
 
@@ -87,7 +92,12 @@ class Answerer:
             self.documents = DocumentMemory(runtime, settings.documents)
         codec = CODEC if library is None else library.encoder.context.codec
         self.measured = Measurements(runtime, codec, settings.profile)
-        self.router = Router(runtime, library or self.documents, self.measured)
+        subject = AuditSubject(runtime.decoder.revision, _encoding(library))
+        found = None if library is None else library.kb.folder / AUDIT_FILE
+        self.auditor = Auditor(
+            runtime.client, settings.audit, lambda: AuditLog(subject, found), self._catch_up
+        )
+        self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
         self._speculation: Speculation | None = None
         if library is not None:
             device = runtime.decoder.device
@@ -97,6 +107,7 @@ class Answerer:
 
     def settle(self) -> None:
         """Begin nothing more."""
+        self.auditor.close()
         if self.documents is not None:
             self.documents.settle()
 
@@ -113,6 +124,8 @@ class Answerer:
         question = asked.filled(self._settings.usual)
         as_of = self._client.generation()
         named, talk = self.router.named(question.reuse, question.ratio), self._talk(question)
+        if named is not None:
+            named = named._replace(is_usual=asked.reuse is None and asked.ratio is None)
 
         def submission(chunks: Sequence[tuple[int, ...]]) -> Submission:
             notes = AnswerNotes(retrieve_ms=(time.perf_counter() - called_s) * 1e3)
@@ -214,6 +227,13 @@ class Answerer:
 
     def _tenant_of(self, question: Question) -> str:
         return question.tenant or self._settings.tenant
+
+
+def _encoding(library: Library | None) -> str:
+    """What kind of chunk KV there is."""
+    if library is None:
+        return "documents"
+    return f"{library.encoder.encoding_context} {library.encoder.context.codec}"
 
 
 def _documents(documents: Sequence[Document | str]) -> list[Document]:
