@@ -25,7 +25,7 @@ def run(*options: str) -> str:
 
 
 def find(kb: Path) -> None:
-    found = AuditLog(AuditSubject("model", "filler:4 int8"), kb / FILE)
+    found = AuditLog(AuditSubject("model", "filler:4 int8"), path=kb / FILE)
     for i in range(10):
         found.add("weave", 0.15, 0.1, flipped=i == 0)
     found.add("weave", 0.3, 0.001, flipped=False)

@@ -16,16 +16,16 @@ OTHER = AuditSubject("model b", "filler:4 int8")
 def test_what_was_found_is_found_again_by_the_same_subject_alone(tmp_path: Path) -> None:
     path = tmp_path / "audit.json"
     for subject, kl in ((MINE, 0.5), (OTHER, 0.001)):
-        found = AuditLog(subject, path)
+        found = AuditLog(subject, path=path)
         for _ in range(10):
             found.add("weave", 0.15, kl, flipped=False)
         found.move("weave", 0.02, 0.15, 0.3)
         found.save()
-    again = AuditLog(MINE, path)
+    again = AuditLog(MINE, path=path)
     assert again.figures("weave", 0.15).kl == pytest.approx(0.5)
     assert again.is_over("weave", 0.15, 0.02)
     assert not again.move("weave", 0.02, 0.15, 0.3), "it had moved there before"
-    assert not AuditLog(OTHER, path).is_over("weave", 0.15, 0.02)
+    assert not AuditLog(OTHER, path=path).is_over("weave", 0.15, 0.02)
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -52,19 +52,19 @@ def test_a_damaged_file_costs_one_warning_and_starts_anew(
     path = tmp_path / "audit.json"
     path.write_text(damage)
     with caplog.at_level(logging.WARNING):
-        found = AuditLog(MINE, path)
+        found = AuditLog(MINE, path=path)
         found.add("weave", 0.15, 0.1, flipped=True)
         found.save()
     assert len(caplog.records) == 1
     assert str(path) in caplog.text
-    assert AuditLog(MINE, path).figures("weave", 0.15).flips == 1
+    assert AuditLog(MINE, path=path).figures("weave", 0.15).flips == 1
 
 
 def test_a_folder_that_cannot_be_written_costs_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    found = AuditLog(MINE, tmp_path / "file" / "audit.json")
+    found = AuditLog(MINE, path=tmp_path / "file" / "audit.json")
     for _ in range(3):
         found.add("weave", 0.15, 0.1, flipped=False)
         found.save()
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
 
 
 def test_many_threads_add_up(tmp_path: Path) -> None:
-    found = AuditLog(MINE, tmp_path / "audit.json")
+    found = AuditLog(MINE, path=tmp_path / "audit.json")
 
     def work() -> None:
         for _ in range(20):
@@ -85,4 +85,4 @@ def test_many_threads_add_up(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert AuditLog(MINE, tmp_path / "audit.json").total("weave", 0.15) == 80
+    assert AuditLog(MINE, path=tmp_path / "audit.json").total("weave", 0.15) == 80

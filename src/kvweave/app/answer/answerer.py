@@ -7,6 +7,7 @@ question ─► prompt ─► router ─► engine ─► text
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvweave.app.answer.answer_stream import AnswerStream
@@ -31,6 +32,7 @@ from kvweave.config import WeaveConfig, given
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError
+from kvweave.metrics import Metrics
 from kvweave.text.prompt import (
     SYSTEM,
     Document,
@@ -92,11 +94,8 @@ class Answerer:
             self.documents = DocumentMemory(runtime, settings.documents)
         codec = CODEC if library is None else library.encoder.context.codec
         self.measured = Measurements(runtime, codec, settings.profile)
-        subject = AuditSubject(runtime.decoder.revision, _encoding(library))
-        found = None if library is None else library.kb.folder / AUDIT_FILE
-        self.auditor = Auditor(
-            runtime.client, settings.audit, lambda: AuditLog(subject, found), self._catch_up
-        )
+        open_log = partial(_open_audit_log, runtime, library)
+        self.auditor = Auditor(runtime.client, settings.audit, open_log, self._catch_up)
         self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
         self._speculation: Speculation | None = None
         if library is not None:
@@ -229,11 +228,14 @@ class Answerer:
         return question.tenant or self._settings.tenant
 
 
-def _encoding(library: Library | None) -> str:
-    """What kind of chunk KV there is."""
+def _open_audit_log(runtime: ModelRuntime, library: Library | None, metrics: Metrics) -> AuditLog:
+    """With the knowledge base; in memory where there is none."""
+    revision = runtime.decoder.revision
     if library is None:
-        return "documents"
-    return f"{library.encoder.encoding_context} {library.encoder.context.codec}"
+        return AuditLog(AuditSubject(revision, "documents"), metrics)
+    encoder = library.encoder
+    encoding = f"{encoder.encoding_context} {encoder.context.codec}"
+    return AuditLog(AuditSubject(revision, encoding), metrics, library.kb.folder / AUDIT_FILE)
 
 
 def _documents(documents: Sequence[Document | str]) -> list[Document]:

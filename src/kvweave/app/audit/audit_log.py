@@ -84,9 +84,11 @@ class AuditLog:
     that write one file do not add up: the last one's figures stay.
     """
 
-    def __init__(self, subject: AuditSubject, path: Path | None = None) -> None:
+    def __init__(
+        self, subject: AuditSubject, metrics: Metrics | None = None, path: Path | None = None
+    ) -> None:
         self.subject = subject
-        self.metrics = Metrics()  # by strategy and ratio; gate moves
+        self.metrics = metrics or Metrics()  # by strategy and ratio; gate moves
         self._path = path
         self._lock = threading.RLock()
         self._cells: dict[tuple[str, float], _AuditCell] = {}

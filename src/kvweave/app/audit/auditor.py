@@ -27,6 +27,7 @@ from kvweave.calibrate.trials import judge
 from kvweave.config import QualitySettings
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import EngineClosed
+from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +87,12 @@ class Auditor:
         self,
         client: EngineClient,
         cfg: AuditConfig,
-        open_log: Callable[[], AuditLog],
+        open_log: Callable[[Metrics], AuditLog],
         catch_up: Callable[[], None],
     ) -> None:
         """`open_log` is called once, on first use. `catch_up` hears of deletions by other
         processes; an answer whose chunks were deleted is not audited."""
+        self.metrics = Metrics()
         self._client = client
         self._cfg = cfg
         self._open_log = open_log
@@ -113,7 +115,7 @@ class Auditor:
         """What was found so far."""
         with self._opening:
             if self._log is None:
-                self._log = self._open_log()
+                self._log = self._open_log(self.metrics)
             return self._log
 
     def watch(self, made: Submission, bound: float, *, is_planned: bool = True) -> Submission:
@@ -187,7 +189,7 @@ class Auditor:
             finally:
                 case.ticket.distributions.clear()
                 if why is not None:
-                    self.log.metrics.count("audit_dropped_total", why=why)
+                    self.metrics.count("audit_dropped_total", why=why)
                 with self._idle:
                     self._outstanding -= 1
                     self._idle.notify_all()

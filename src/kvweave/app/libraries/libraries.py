@@ -233,12 +233,12 @@ class Libraries:
     def metrics(self) -> Iterator[tuple[LibraryKey, Metrics]]:
         """The counters of every open knowledge base's store and audit, brought up to date; what is
         audited of documents without one has no name."""
-        yield LibraryKey("", ""), self._weave.auditor.log.metrics
+        yield LibraryKey("", ""), self._weave.auditor.metrics
         with self._open_cache.all_open() as weaves:
             for place, weave in weaves:
                 weave.library.store.update_gauges()
                 yield place, weave.library.store.metrics
-                yield place, weave.auditor.log.metrics
+                yield place, weave.auditor.metrics
 
     def counts(self) -> OpenCounts:
         """Knowledge bases open and in use."""
