@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"kernels", "model", "kv", "kv/format", "kv/tree", "fuse", "fuse/encode"},
     "app": {
         *("text", "corpus", "model", "model/files", "calibrate", "engine", "fuse", "ingest"),
-        *("plan", "app/answer", "app/library"),
+        *("plan", "app/answer", "app/audit", "app/library"),
     },
     "app/library": {
         *("text", "corpus", "model", "model/files", "kv", "kv/format", "kv/tiers"),
@@ -53,18 +53,21 @@ ROOMS: dict[str, set[str]] = {
     "app/auto": {
         *("text", "corpus", "kernels", "model", "kv", "kv/format", "kv/tree", "fuse"),
         *("fuse/encode", "fuse/selectors", "fuse/transfer", "calibrate", "plan", "engine"),
-        *("app", "app/library"),
+        *("app", "app/audit", "app/library"),
     },
+    "app/audit": {"corpus", "calibrate", "plan", "engine", "app", "app/answer"},
     "app/answer": {
         *("text", "corpus", "fuse", "kv/tree", "calibrate", "plan", "engine"),
-        *("app", "app/library", "app/auto"),
+        *("app", "app/audit", "app/library", "app/auto"),
     },
-    "app/libraries": {"corpus", "ingest", "kv", "plan", "app", "app/answer", "app/library"},
+    "app/libraries": {
+        *("corpus", "ingest", "kv", "plan", "app", "app/answer", "app/audit", "app/library"),
+    },
     "serve": {"app", "app/libraries"},
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
-        *("calibrate", "ingest", "plan", "app", "app/answer", "app/library", "app/libraries"),
-        *("serve", "app/auto"),
+        *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),
+        *("app/library", "app/libraries", "serve"),
     },
 }
 CORE = ["kernels", "model", "kv", "fuse", "engine"]

@@ -181,6 +181,8 @@ class QualitySettings(ConfigSection):
     bound: Annotated[float, Range(0, MOST)] = 0.02  # auto: mean KL in nats per token it may cost
     # may chunks move to where more is exact? auto: where calibration measured that it costs little
     order: Literal["as_found", "free", "auto"] = "auto"
+    audit_share: Share = 0.05  # of fused answers, computed exactly in idle time; 0: none
+    audit_per_minute: Count0 = 30  # audits at most, of each knowledge base
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
+from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.auto.auto_planner import AutoPlanner
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.library.kv_behind import PreambleKey
@@ -50,7 +52,9 @@ class World:
     tokenizer: Tokenizer
     tier: TierConfig | None = None
 
-    def open(self) -> Weave:
+    def open(self, settings: AnswerSettings | None = None) -> Weave:
+        """Unless `settings` say so, nothing is audited: tests count what is computed."""
+        settings = settings or AnswerSettings(audit=AuditConfig(share=0.0))
         kb = open_kb(self.folder, self.tokenizer, chunk_tokens=256)
         tiers: tuple[TierConfig, ...] = (
             HostTierConfig(1 << 26),
@@ -58,7 +62,8 @@ class World:
         )
         tiers = (self.tier,) if self.tier else tiers
         runtime = ModelRuntime(self.decoder, self.tokenizer, "tiny")
-        return Weave(runtime, library_of(kb, runtime, KVOptions("filler:1", tiers=tiers)))
+        library = library_of(kb, runtime, KVOptions("filler:1", tiers=tiers))
+        return Weave(runtime, library, settings)
 
     def calibrate(
         self,

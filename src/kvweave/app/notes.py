@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from kvweave.app.audit.figures import AuditNote
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.plan.retrieval import SpeculationRecord
@@ -14,6 +15,7 @@ class AnswerNotes:
     record: FuseRecord | None = None  # how the prompt was prefilled
     decision: Decision | None = None  # why so; None unless the planner chose
     speculation: SpeculationRecord | None = None  # what was guessed while searching
+    audit: AuditNote | None = None  # of a fused one that may be audited
     retrieve_ms: float = 0.0
     why: str | None = None  # no more is reused, and what to do about it
 

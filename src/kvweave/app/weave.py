@@ -43,6 +43,7 @@ from kvweave.text.detokenizer import texts_of
 from kvweave.text.prompt import SYSTEM, Document, Prompt, chat_prompt, plain_prompt
 
 if TYPE_CHECKING:
+    from kvweave.app.audit.auditor import Auditor
     from kvweave.app.library.library import OpenEmbedder
     from kvweave.calibrate.profiles import Profile
     from kvweave.fuse.strategy import ModelFacts
@@ -345,6 +346,11 @@ class Weave:
         if self._library is None:
             raise ConfigError(NO_LIBRARY)
         return self._library
+
+    @property
+    def auditor(self) -> "Auditor":
+        """Computes a share of fused answers exactly in idle time, and knows what that found."""
+        return self._answerer.auditor
 
     @property
     def runtime(self) -> ModelRuntime:

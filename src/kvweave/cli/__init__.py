@@ -12,6 +12,7 @@ from kvweave.errors import KVWeaveError
 # command → module that holds a click command named `command`
 COMMANDS: dict[str, str] = {
     "ask": "kvweave.cli.ask",
+    "audit": "kvweave.cli.audit",
     "cache": "kvweave.cli.cache",
     "calibrate": "kvweave.cli.calibrate",
     "config": "kvweave.cli.config",

@@ -3,7 +3,7 @@
 import io
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from kvweave.cli.options import (
     system_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
-from kvweave.config import EffectiveConfig, ModelChoice, given
+from kvweave.config import EffectiveConfig, ModelChoice, WeaveConfig, given
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
 
     sampling = Sampling(**given(config.sampling), stop=asked.stop)
     # Everything the user typed has been judged; now the slow part.
-    weave = open_weave(config=config, kb=asked.kb_folder)
+    weave = open_weave(config=_unaudited(config), kb=asked.kb_folder)
     answering = weave.stream(
         asked.question,
         documents=documents if asked.kb_folder is None else None,
@@ -156,6 +156,11 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         click.echo(missing, err=True)
     if asked.stats:
         click.echo(click.style(_stats(answer), dim=True), err=True)
+
+
+def _unaudited(config: WeaveConfig) -> WeaveConfig:
+    """The process ends with its answer: there is no idle time to audit it in."""
+    return replace(config, quality=replace(config.quality, audit_share=0.0))
 
 
 def _reuse(effective: EffectiveConfig, asked: AskArguments) -> tuple[str | None, float | None]:
@@ -239,7 +244,8 @@ def _explain_document(answer: "Answer") -> dict[str, Any] | None:
     plan = {} if decided is None else {"plan": decision_document(decided)}
     guessed = answer.speculation
     speculation = {} if guessed is None else {"speculation": guessed.document()}
-    return {**as_document(answer.explain), **plan, **speculation}
+    audit = {} if answer.audit is None else {"audit": answer.audit.document()}
+    return {**as_document(answer.explain), **plan, **speculation, **audit}
 
 
 def _explained(weave: "Weave", answer: "Answer") -> str:

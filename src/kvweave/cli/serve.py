@@ -182,6 +182,7 @@ def make_limits(server: ServerSettings) -> "Limits":
 def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig":
     """Where knowledge bases are: under the root, and at `folders` as --kb names them."""
     from kvweave.app.answer.speculation import SpeculationConfig
+    from kvweave.app.audit.auditor import AuditConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library_kv import KVOptions
     from kvweave.app.question import QuestionDefaults
@@ -196,6 +197,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         kv=KVOptions.of(config),
         speculation=SpeculationConfig(**given(config.speculation)),
         usual=QuestionDefaults.of(config.quality),
+        audit=AuditConfig.of(config.quality),
         promotion=config.library.promotion,
         open_most=config.server.open_kbs,
         **host,

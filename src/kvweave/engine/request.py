@@ -128,6 +128,7 @@ class Ticket(Iterator[Choice]):
         # [V] float32 on the host, log-probabilities of the vocabulary: one for each of the first
         # `request.watched` tokens, there when its token is. The engine thread appends.
         self.distributions: list[Tensor] = []
+        self.watched_ids: list[int] = []  # those tokens; kept when they are read, too
         self._changed = threading.Condition()
         self._choices: deque[Choice] = deque()
         self._error: BaseException | None = None
@@ -186,6 +187,8 @@ class Ticket(Iterator[Choice]):
         with self._changed:
             if self.timeline.first_token_s is None:
                 self.timeline.first_token_s = time.perf_counter()
+            if len(self.watched_ids) < self.request.watched:
+                self.watched_ids.append(choice.token_id)
             self._choices.append(choice)
             self._changed.notify_all()
 

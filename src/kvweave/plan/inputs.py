@@ -46,6 +46,8 @@ class Verdict(NamedTuple):
 
     ratio: float | None  # smallest that passes; None: none does
     reason: Reason = Reason.BOUND_NOT_MET  # why none does
+    # ratios that calibration allows and that are not taken
+    passed: tuple[tuple[float, Reason], ...] = ()
 
 
 class Gate(Protocol):

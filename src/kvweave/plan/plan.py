@@ -36,6 +36,8 @@ class Reason(StrEnum):
         "not met"
     )
     BEYOND_MEASURED = "longer than any prompt that was calibrated"
+    AUDITED = "the audit found it over the bound"
+    AUDIT_ROOM = "the audit found room for a smaller ratio"
     TOO_FEW_HITS = "too few stored tokens to be worth it"
     NEEDS_MISSING = "stored chunks lack what the strategy needs"
     NO_MEMORY = "not enough device memory for recomputed rows"

@@ -164,6 +164,7 @@ class Planner:
     def _allowed(self, request: PlanRequest) -> tuple[list[AllowedStrategy], list[Option]]:
         """What the gate lets through, and why not the others."""
         allowed: list[AllowedStrategy] = []
+        passed: list[Option] = []
         refused: dict[str, Reason] = {}
         if request.reuse is Reuse.OFF:
             return [], []
@@ -173,6 +174,8 @@ class Planner:
                 refused[strategy.name] = Reason.FORBIDDEN
                 continue
             verdict = self.gate.min_ratio(strategy.name, request.quality_bound, shape)
+            name = f"fused {strategy.name}"
+            passed += [Option(name, None, 0, 0, why, ratio) for ratio, why in verdict.passed]
             if verdict.ratio is None:
                 refused[strategy.name] = verdict.reason
             elif verdict.ratio >= 1:
@@ -181,7 +184,7 @@ class Planner:
                 allowed.append(AllowedStrategy(strategy, verdict.ratio))
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
-        return allowed, declined
+        return allowed, [*declined, *passed]
 
 
 def _shape(request: PlanRequest, preamble_tokens: int) -> PromptShape:

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvweave.app.audit.figures import AuditNote
 from kvweave.app.notes import AnswerNotes
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
@@ -44,6 +45,7 @@ class Answer:
     explain: FuseRecord | None = None  # how the prompt was prefilled; None if all was computed
     decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
+    audit: AuditNote | None = None  # of a fused answer; None unless its strategy is audited
 
 
 class Tokens(Protocol):
@@ -177,4 +179,5 @@ class _Made:
             explain=notes.record,
             decision=notes.decision,
             speculation=notes.speculation,
+            audit=notes.audit,
         )

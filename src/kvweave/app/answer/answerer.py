@@ -7,6 +7,7 @@ question ─► prompt ─► router ─► engine ─► text
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvweave.app.answer.answer_stream import AnswerStream
@@ -14,6 +15,9 @@ from kvweave.app.answer.conversations import Conversations, ConversationScope, T
 from kvweave.app.answer.router import NO_LIBRARY, Router
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
 from kvweave.app.answer.token_stream import Submission, TokenStream
+from kvweave.app.audit.audit_log import FILE as AUDIT_FILE
+from kvweave.app.audit.audit_log import AuditLog, AuditSubject
+from kvweave.app.audit.auditor import AuditConfig, Auditor
 from kvweave.app.auto.measurements import Measurements
 from kvweave.app.library.document_memory import DocumentMemory, DocumentMemoryConfig
 from kvweave.app.library.kv_behind import PreambleKey
@@ -28,6 +32,7 @@ from kvweave.config import WeaveConfig, given
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError
+from kvweave.metrics import Metrics
 from kvweave.plan.search_pace import Paces
 from kvweave.text.prompt import (
     SYSTEM,
@@ -59,6 +64,7 @@ class AnswerSettings:
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what questions leave open
     # what is remembered of documents, where there is no knowledge base
     documents: DocumentMemoryConfig = field(default_factory=DocumentMemoryConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)  # of fused answers, in idle time
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations | ConversationScope = field(default_factory=Conversations)
@@ -73,6 +79,7 @@ class AnswerSettings:
             speculation=SpeculationConfig(**given(config.speculation)),
             usual=QuestionDefaults.of(config.quality),
             documents=DocumentMemoryConfig(library.remembered_bytes, library.promotion),
+            audit=AuditConfig.of(config.quality),
         )
 
 
@@ -93,7 +100,9 @@ class Answerer:
             self.documents = DocumentMemory(runtime, settings.documents)
         codec = CODEC if library is None else library.encoder.context.codec
         self.measured = Measurements(runtime, codec, settings.profile)
-        self.router = Router(runtime, library or self.documents, self.measured)
+        open_log = partial(_open_audit_log, runtime, library)
+        self.auditor = Auditor(runtime.client, settings.audit, open_log, self._catch_up)
+        self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
         self._speculation: Speculation | None = None
         if library is not None:
             device = runtime.decoder.device
@@ -108,6 +117,7 @@ class Answerer:
 
     def settle(self) -> None:
         """Begin nothing more."""
+        self.auditor.close()
         self.measured.settle()
         if self.documents is not None:
             self.documents.settle()
@@ -125,6 +135,8 @@ class Answerer:
         question = asked.filled(self._settings.usual)
         as_of = self._client.generation()
         named, talk = self.router.named(question.reuse, question.ratio), self._talk(question)
+        if named is not None:
+            named = named._replace(is_usual=asked.reuse is None and asked.ratio is None)
 
         def submission(chunks: Sequence[tuple[int, ...]]) -> Submission:
             notes = AnswerNotes(retrieve_ms=(time.perf_counter() - called_s) * 1e3)
@@ -226,6 +238,16 @@ class Answerer:
 
     def _tenant_of(self, question: Question) -> str:
         return question.tenant or self._settings.tenant
+
+
+def _open_audit_log(runtime: ModelRuntime, library: Library | None, metrics: Metrics) -> AuditLog:
+    """With the knowledge base; in memory where there is none."""
+    revision = runtime.decoder.revision
+    if library is None:
+        return AuditLog(AuditSubject(revision, "documents"), metrics)
+    encoder = library.encoder
+    encoding = f"{encoder.encoding_context} {encoder.context.codec}"
+    return AuditLog(AuditSubject(revision, encoding), metrics, library.kb.folder / AUDIT_FILE)
 
 
 def _documents(documents: Sequence[Document | str]) -> list[Document]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvweave.app.answer.token_stream import OnFirst, Submission
+from kvweave.app.audit.auditor import Auditor
 from kvweave.app.auto.measurements import Measurements
 from kvweave.app.library.kv_behind import KVBehind, KVSource, PreambleKey
 from kvweave.app.notes import AnswerNotes
@@ -49,15 +50,21 @@ class NamedStrategy(NamedTuple):
 
     strategy: Strategy
     ratio: float
+    is_usual: bool = False  # by the configuration: the question names none
 
 
 class Router:
     """Makes prompts into submissions, with one model and a source of chunk KV. Any thread."""
 
     def __init__(
-        self, runtime: ModelRuntime, source: KVSource | None, measured: Measurements
+        self,
+        runtime: ModelRuntime,
+        source: KVSource | None,
+        measured: Measurements,
+        auditor: Auditor,
     ) -> None:
         """`source` None: no chunk KV is kept."""
+        self._auditor = auditor
         self._decoder = runtime.decoder
         self._tokenizer = runtime.tokenizer
         self._client = runtime.client
@@ -124,7 +131,8 @@ class Router:
     def _open_planner(self, kv: KVBehind, tenant: str) -> "AutoPlanner":
         from kvweave.app.auto.auto_planner import AutoPlanner
 
-        return AutoPlanner(kv, self._measured, self._client.engine, tenant)
+        engine, audited = self._client.engine, self._auditor.log
+        return AutoPlanner(kv, self._measured, engine, audited, tenant)
 
     def _kv(self, prompt: Prompt) -> KVBehind | None:
         if self._source is None or not prompt.chunks:
@@ -166,7 +174,10 @@ class Router:
             return self._exact(prompt, question, kv, notes)
         fusion = Fusion(strategy, named.ratio, use_tree=True)
         request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
-        return Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
+        made = Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
+        if not named.is_usual:
+            return made
+        return self._auditor.watch(made, question.allowed, is_planned=False)
 
     def _reordered(
         self, prompt: Prompt, question: Question, strategy: Strategy, kv: KVBehind | None
@@ -190,7 +201,8 @@ class Router:
         request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
         notes.why = planner.hint(chosen)
         observe = planner.observer(chosen, notes)
-        return Submission(chosen.prompt, request, notes, (observe,))
+        made = Submission(chosen.prompt, request, notes, (observe,))
+        return self._auditor.watch(made, question.allowed)
 
 
 def _noted(notes: AnswerNotes) -> OnFirst:

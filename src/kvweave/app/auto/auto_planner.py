@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvweave.app.audit.audit_log import AuditLog
+from kvweave.app.audit.audited_gate import AuditedGate, measured_ratios
 from kvweave.app.auto.facts import (
     CalibratedGate,
     StoredChunkPeek,
@@ -60,11 +62,16 @@ class AutoPlanner:
     """Plans over chunk KV behind one preamble. Any thread, but for the constructor."""
 
     def __init__(
-        self, kv: KVBehind, measured: Measurements, engine: Engine, tenant: str = ""
+        self,
+        kv: KVBehind,
+        measured: Measurements,
+        engine: Engine,
+        audited: AuditLog,
+        tenant: str = "",
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the preamble of `kv`, which
         stays there from now on if documents are ingested behind it. Prices are those of `measured`,
-        moved by what answers take."""
+        moved by what answers take; the gate is calibration's, moved by what was `audited`."""
         decoder, self._doubt = measured.decoder, measured.doubt
         num_layers = decoder.spec.num_layers
         profile = measured.profile if self._doubt is None else None
@@ -87,6 +94,7 @@ class AutoPlanner:
             log.warning("%s", self._doubt)
         self._gate = CalibratedGate(tables, preamble)
         self._strategies, unavailable = fusing_strategies(facts)
+        ladders = measured_ratios(tables)
         tree = _tree(engine, kv, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
         self._tiers = TierProbes(
@@ -96,7 +104,7 @@ class AutoPlanner:
             tree,
             CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
             self._peek,
-            gate=self._gate,
+            gate=AuditedGate(self._gate, ladders, audited),
             unavailable=unavailable,
             pending_bytes=kv.store.pending_bytes,
             is_busy=lambda: engine.is_busy,

@@ -4,6 +4,7 @@ Strategies by what their selectors need, the gate by what calibration measured, 
 lies by what the store says.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from kvweave.calibrate.gate import (
@@ -35,6 +36,7 @@ from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Reason
 from kvweave.types import ChunkId
 
+MOST_VERDICTS = 1024  # of a gate that are remembered
 # A codec that gives back every bit, by the model's dtype; "raw" does for all.
 _SAME_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -120,8 +122,8 @@ class CalibratedGate:
 
     The user's own questions, where there are enough, decide alone (`gate.deciding`). What was
     measured behind another system prompt, or without a history where there is one, is held to half
-    the bound. Long prompts, longer than all that were measured, do not pass. Tables of few questions count
-    with wider intervals, and those of very few not at all. Pure: any thread.
+    the bound. Long prompts, longer than all that were measured, do not pass. Tables of few
+    questions count with wider intervals, and those of very few not at all. Pure: any thread.
     """
 
     def __init__(self, tables: Sequence[Table], preamble: str) -> None:
@@ -133,6 +135,8 @@ class CalibratedGate:
         # own questions rarely have a history: those that come with the model speak for it then
         self._with_history = deciding([t for t in usable if t.has_history]) or self._tables
         self._cells = {id(table): table.widened() for table in usable}
+        self._longest = {told: self._longest_allowed(told) for told in (False, True)}
+        self._verdicts: dict[tuple[str, float, bool, bool], Verdict] = {}
 
     @property
     def close_call(self) -> float:
@@ -141,11 +145,22 @@ class CalibratedGate:
         return max((t.close_call for t in (*self._tables, *self._with_history)), default=0.0)
 
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
+        """Remembers what it found: it is asked for every strategy of every request."""
+        is_beyond = shape.num_tokens > self._longest[shape.has_history]
+        key = (strategy, bound, shape.has_history, is_beyond)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            if len(self._verdicts) >= MOST_VERDICTS:  # bounds come from requests
+                self._verdicts.clear()
+            verdict = self._verdicts[key] = self._judge(strategy, bound, shape)
+        return verdict
+
+    def _judge(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         tables = self._deciding(shape)
         measured = [self._of(table, strategy) for table in tables]
         if not measured or not all(measured):
             return Verdict(None, Reason.NOT_CALIBRATED)
-        if self._is_beyond(tables, shape):
+        if shape.num_tokens > self._longest[shape.has_history]:
             return Verdict(None, Reason.BEYOND_MEASURED)
         shares = [self._share(table, shape) for table in tables]
         passing = [
@@ -170,9 +185,11 @@ class CalibratedGate:
     def _of(self, table: Table, strategy: str) -> dict[float, Cell]:
         return {cell.ratio: cell for cell in self._cells[id(table)] if cell.strategy == strategy}
 
-    def _is_beyond(self, tables: Sequence[Table], shape: PromptShape) -> bool:
+    def _longest_allowed(self, has_history: bool) -> float:
+        """Tokens of a prompt beyond which the gate stays shut."""
+        tables = self._deciding(PromptShape(0, 0, has_history))
         longest = [table.most_prompt_tokens for table in tables]
-        return all(longest) and shape.num_tokens > max(LENGTH_MATTERS, *longest)
+        return max(LENGTH_MATTERS, *longest) if longest and all(longest) else math.inf
 
     def _share(self, table: Table, shape: PromptShape) -> float:
         """The part of the bound that a table is held to."""

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar, Unpack
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
@@ -81,6 +82,7 @@ class LibrariesConfig:
     kv: KVOptions = field(default_factory=KVOptions)  # of each; system and tenant are its own
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what requests leave open
+    audit: AuditConfig = field(default_factory=AuditConfig)  # of each, in idle time
     promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
     open_most: int = 4  # at a time; the one that was not used for longest makes way
     host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
@@ -175,6 +177,7 @@ class Libraries:
             tenant,
             config.speculation,
             usual=config.usual,
+            audit=config.audit,
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
             paces=Paces(self._search_paces.setdefault(place, SearchPace()), self._prefill_pace),
@@ -233,11 +236,14 @@ class Libraries:
         return self._embedders.get(self.config.embedder).embed(texts, as_query=as_query)
 
     def metrics(self) -> Iterator[tuple[LibraryKey, Metrics]]:
-        """The counters of every open knowledge base's store, brought up to date."""
+        """The counters of every open knowledge base's store and audit, brought up to date; what is
+        audited of documents without one has no name."""
+        yield LibraryKey("", ""), self._weave.auditor.metrics
         with self._open_cache.all_open() as weaves:
             for place, weave in weaves:
                 weave.library.store.update_gauges()
                 yield place, weave.library.store.metrics
+                yield place, weave.auditor.metrics
 
     def counts(self) -> OpenCounts:
         """Knowledge bases open and in use."""

@@ -160,9 +160,8 @@ class StateCollector(Collector):
                 if key not in families:
                     kind = CounterMetricFamily if sample.is_counter else GaugeMetricFamily
                     name = f"kvweave_{sample.name.removesuffix('_total')}"
-                    families[key] = kind(
-                        name, "Of a chunk KV store, see docs/store.md", labels=names
-                    )
+                    page = "audit" if sample.name.startswith("audit_") else "store"
+                    families[key] = kind(name, f"See docs/{page}.md", labels=names)
                 families[key].add_metric(values, sample.value)
         yield from families.values()
 

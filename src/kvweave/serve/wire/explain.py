@@ -67,6 +67,8 @@ class Explain(Outgoing):
     states: list[tuple[str, int, int]]  # runs of tokens of one state: state, start, end
     decision: DecisionOut | None  # null unless reuse is "auto"
     speculation: dict[str, int | float | None] | None = None  # what was guessed while searching
+    # of a fused answer: whether it is computed exactly later, and what that found of others
+    audit: dict[str, bool | int | float | None] | None = None
     timeline_ms: Timeline
 
 
@@ -109,6 +111,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         states=[(str(state), start, end) for state, start, end in record.runs()],
         decision=_decision(answer),
         speculation=None if answer.speculation is None else answer.speculation.document(),
+        audit=None if answer.audit is None else answer.audit.document(),
         timeline_ms=_timeline(answer, queue_s),
     )
 
