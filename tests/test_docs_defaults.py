@@ -57,7 +57,22 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 QUOTED = [
     *quoted(
+        "audit.md",
+        ("(`quality.audit_share`, {:g} %; 0: none)", "config:QualitySettings().audit_share * 100"),
+        ("`quality.audit_per_minute` ({}) begin", "config:QualitySettings().audit_per_minute"),
+        ("with fewer than {} audits", "app.audit.audit_log:ENOUGH"),
+        ("of its first {} tokens", "app.audit.auditor:WATCHED_TOKENS"),
+        ("the last {} answers of each", "app.audit.audit_log:WINDOW"),
+        ("flips, in {} audits", "app.audit.audited_gate:ROOMY"),
+        ("used half the bound at most", "app.audit.audited_gate:ROOM == 1 / 2"),
+        ("four answers at most wait", "app.audit.auditor:MOST_OUTSTANDING == 4"),
+    ),
+    *quoted(
         "planner.md",
+        ("and four such paths wait at a time", "app.auto.path_feeder:MOST == 4"),
+        ("The {} prompts used last are kept up", "app.library.kv_behind:MOST_PREAMBLES"),
+        ("take half of the model's context at most", "app.answer.answerer:HISTORY_SHARE == 2"),
+        ("process lives ({} GiB,", "config:LibrarySettings().remembered_bytes >> 30"),
         (
             "must win by {:g} % and by {:g} ms, or the exact way",
             "plan.pricing:MIN_GAIN_SHARE * 100",
@@ -105,7 +120,7 @@ QUOTED = [
     ),
     *quoted(
         "engine.md",
-        ("at most {} requests overtake any other", "engine.scheduler:WINDOW"),
+        ("at most {} requests that came later overtake any other", "engine.scheduler:WINDOW"),
         ("At most an eighth of the pool's bytes", "engine.offload:POOL_SHARE == 8"),
         ("and {} GiB, is on its way", "engine.offload:MOST_BYTES >> 30"),
         (
@@ -184,8 +199,8 @@ QUOTED = [
         ),
         ("(`--bound`, {} nats per token)", "calibrate.gate:BOUND"),
         ("changes at most {:g} % of first tokens", "calibrate.gate:MAX_FLIPS * 100"),
-        ("and {:g} % is the most", "calibrate.gate:MAX_FLIPS * 100"),
-        ("Take {} questions or more", "calibrate.gate:ENOUGH_QUESTIONS"),
+        ("most {:g} % of first tokens", "calibrate.gate:MAX_FLIPS * 100"),
+        ("decides alone from {} questions on", "calibrate.gate:ENOUGH_QUESTIONS"),
         ("(tables of fewer than {} questions", "calibrate.gate:ENOUGH_QUESTIONS"),
         ("whose choice at {} nats costs", "calibrate.gate:BOUND"),
         ("below a tenth of `--bound`", "calibrate.measure:NOISE_SHARE == 1 / 10"),
