@@ -272,7 +272,7 @@ class SlowTree:
         if victims is None:
             return False
         rank = self.worth(item, "host")
-        if not self.below(path) and any(self.items[v].rank["host"] > rank for v in victims):
+        if any(self.items[v].rank["host"] > rank for v in victims):
             return False
         for victim in victims:
             self.clock["host"] = max(self.clock["host"], self.items[victim].rank["host"])

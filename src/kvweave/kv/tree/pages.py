@@ -147,12 +147,12 @@ class NodePages:
 
     def swap_out(self, node: Node) -> bool:
         """Copy a device node to host, pushing out what host ranks lowest. False: no room, or room
-        of what is worth more: then nothing is copied and nothing leaves. A node that others hang
-        below is worth what they are."""
+        of what is worth more: then nothing is copied and nothing leaves. What hangs below does not
+        speak for a node: a cheap one in front of a dear one would push out what is dearer yet."""
         budget = self.budgets[HOST]
         pages = node.pages[DEVICE]
         victims = budget.victims(pages.size_bytes - budget.free_bytes, _on_host_alone)
-        if victims is None or not (node.children or self._outranks(node, victims)):
+        if victims is None or not self._outranks(node, victims):
             return False
         copy = self._owner.copy_out(pages)
         if copy is None:  # no room is made for what does not come
