@@ -15,6 +15,7 @@ from kvweave.app.audit.auditor import AuditConfig, AuditSampler
 from kvweave.app.question import QuestionDefaults
 from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.trials import TrialScore, judge
+from kvweave.config import QualitySettings
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.plan.plan import Reason
@@ -223,6 +224,10 @@ def test_distributions_are_dropped_after_the_audit(
     assert [ticket.request.background for ticket in tickets] == [False, True]
     assert [ticket.request.watched > 0 for ticket in tickets] == [True, True]
     assert not any(isinstance(d, torch.Tensor) for t in tickets for d in t.distributions)
+
+
+def test_the_configuration_has_the_same_defaults() -> None:
+    assert AuditConfig.of(QualitySettings()) == AuditConfig()
 
 
 def test_the_sample_is_a_share_of_all_and_meets_no_rhythm() -> None:

@@ -215,7 +215,7 @@ class Auditor:
             if exact is None or not self._wait_for(exact) or exact.is_cancelled:
                 return "closed"
             if len(exact.distributions) < num_tokens:
-                next(exact, None)  # raises what ended it
+                deque(exact, maxlen=0)  # raises what ended it
                 return "failed"
             full = torch.stack(exact.distributions)
             score = judge(full, torch.stack(ticket.distributions[:num_tokens]), answer)
