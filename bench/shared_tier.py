@@ -5,7 +5,9 @@ common but one Valkey server. Documents (the pages under docs/, or --documents) 
 which computes their chunk KV. Then B starts and gets the same documents; all its questions go
 through HTTP with default settings.
 
-    first_ms        from B's first question to its first token: search, plan, load from Valkey, fuse
+    first_ms        from B's first fused question to its first token: search, plan, load from
+                    Valkey, fuse. Where the default is not to fuse it (`declined` says why), the
+                    same question is asked with reuse "weave"
     later_ms        the median of the other questions, by then partly from B's host memory
     full_ms         the median of the same questions with reuse "full", in turns with the above
     encoded_chunks  chunk KV that B has computed in all: must be 0
@@ -116,6 +118,11 @@ def measure(args: argparse.Namespace, pages: list[Path], folder: Path) -> dict[s
         second = stack.enter_context(serving(folder / "b", args.model, url))
         ingest_b_s = upload(second, pages)
         first_ms, explain = ask(second, QUESTIONS[0])
+        declined = None
+        if not explain["tokens"]["reused"]:
+            options = (explain["decision"] or {}).get("options", [])
+            declined = {option["name"]: option["reason"] for option in options}
+            first_ms, explain = ask(second, QUESTIONS[0], reuse="weave")
         fused_ms, full_ms = [], []
         for question in QUESTIONS[1 : args.questions]:
             fused_ms.append(ask(second, question)[0])
@@ -128,6 +135,7 @@ def measure(args: argparse.Namespace, pages: list[Path], folder: Path) -> dict[s
             "ingest_a_s": round(ingest_a_s, 2),
             "ingest_b_s": round(ingest_b_s, 2),
             "strategy": explain["strategy"],
+            "declined": declined,
             "tokens": explain["tokens"],
             "tiers": tiers,
             "loaded_bytes": explain["loaded_bytes"],

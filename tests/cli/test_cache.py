@@ -1,6 +1,7 @@
 """`kvweave cache` on a small store: what people see, and what it refuses."""
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -12,9 +13,10 @@ from click.testing import CliRunner, Result
 
 from kvweave.cli.cache import command
 from kvweave.errors import ConfigError, TierError
-from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.config import DiskTierConfig, RedisTierConfig
 from kvweave.kv.format.header import header_checksum
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.disk import DiskReader, DiskTier
 from kvweave.kv.tiers.quarantine import Quarantine
 from worlds.kv import CHUNK_BYTES, make_chunk, make_context, make_key
@@ -180,3 +182,38 @@ def test_an_object_that_cannot_be_opened_does_not_end_verify(
     monkeypatch.setattr(DiskTier, "open", refuse)
     found = run_json("verify", "--store", tmp_path, exit_code=1)
     assert (found["ok"], found["unreadable"]) == (2, 1)
+
+
+def test_a_knowledge_base_knows_where_its_chunk_kv_lies(tmp_path: Path) -> None:
+    make_store(tmp_path / "kb" / "kv")
+    assert run_json("stat", "--store", tmp_path / "kb")["objects"] == 3
+    make_store(tmp_path / "fast" / "uid", 2)
+    places = {"disks": [str(tmp_path / "fast" / "uid")], "remotes": {}}
+    (tmp_path / "kb" / "kv" / "places.json").write_text(json.dumps(places))
+    with pytest.raises(ConfigError, match=r"in several folders; give one of .*fast/uid"):
+        run("stat", "--store", tmp_path / "kb")
+    shutil.rmtree(tmp_path / "kb" / "kv" / "objects")
+    assert run_json("stat", "--store", tmp_path / "kb")["objects"] == 2
+
+
+def test_a_shared_tier_of_the_settings_is_looked_at_checked_and_cleaned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redis_url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no redis tier is set; set store\.redis_url"):
+        run("ls", "--store", "redis")
+    monkeypatch.setenv("KVWEAVE_STORE_REDIS_URL", redis_url)
+    tier = open_tier(RedisTierConfig(redis_url))
+    for key in [each.key for each in tier.scan()]:
+        tier.delete(key)
+    for number in range(3):
+        tier.write(make_key(number), [make_chunk(number).view])
+    assert run_json("ls", "--store", "redis")["total"] == 3
+    assert "3 objects" in run("stat", "--store", "redis").output
+    assert run_json("verify", "--store", "redis")["ok"] == 3
+    assert run_json("rm", "--store", "redis", make_key(1).hex())["deleted"] == 1
+    with pytest.raises(ConfigError, match="does not say how old"):
+        run("gc", "--store", "redis", "--max-age-days", 1)
+    assert run_json("gc", "--store", "redis", "--max-bytes", 0)["deleted"] == 2
+    assert list(tier.scan()) == []
+    tier.close()

@@ -1,26 +1,33 @@
-"""`kvweave cache`: look at a folder of chunk KV, check it, clean it.
+"""`kvweave cache`: look at a place of chunk KV, check it, clean it.
 
-Works on the files alone: no model, no torch unless bytes are verified. Safe beside a running
-server, which takes what disappears for an ordinary miss.
+Works on the objects alone: no model, no torch unless bytes are verified or a server has them. Safe
+beside a running server, which takes what disappears for an ordinary miss.
 """
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvweave.cli.options import json_option
+from kvweave.config import load_config
 from kvweave.errors import ConfigError, TierCorrupt, TierError, TierForeign
 from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.header import PRELUDE_BYTES, Header, needed_header_bytes, parse_header
 from kvweave.kv.keys import ChunkKey, context_of
-from kvweave.kv.tiers.base import StoredObject
+from kvweave.kv.tiers.base import StoredObject, Tier
 from kvweave.kv.tiers.disk import DiskTier
 
+REMOTE = ("redis", "s3")  # tiers that settings name
+
 store_option = click.option(
-    "--store", type=click.Path(path_type=Path), required=True, help="Folder of chunk KV."
+    "--store",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder of chunk KV or of a knowledge base; redis or s3 for the tier of your settings.",
 )
 
 
@@ -35,7 +42,7 @@ def command() -> None:
 @click.option("--limit", default=50, show_default=True, help="Newest objects to list, 0 for all.")
 def ls(store: Path, as_json: bool, limit: int) -> None:
     """List objects, newest first."""
-    tier = _open_folder(store)
+    tier = _open_store(store)
     newest = sorted(tier.scan(), key=lambda o: -o.written_s)
     rows = [_describe(tier, each) for each in newest[: limit or None]]
     if as_json:
@@ -61,7 +68,7 @@ def ls(store: Path, as_json: bool, limit: int) -> None:
 @json_option
 def stat(store: Path, as_json: bool) -> None:
     """Objects and bytes per context: one model, preamble, tenant and codec each."""
-    tier = _open_folder(store)
+    tier = _open_store(store)
     groups: dict[str, dict[str, Any]] = {}
     for each in tier.scan():
         name = context_of(each.key).hex()
@@ -73,9 +80,9 @@ def stat(store: Path, as_json: bool) -> None:
         "objects": sum(g["objects"] for g in groups.values()),
         "bytes": sum(g["bytes"] for g in groups.values()),
         "contexts": groups,
-        "quarantined": len(tier.quarantined()),
-        "quarantined_bytes": tier.quarantined_bytes(),
-        "temporaries": len(tier.temporaries()),
+        "quarantined": len(tier.quarantined()) if isinstance(tier, DiskTier) else 0,
+        "quarantined_bytes": _quarantined_bytes(tier),
+        "temporaries": len(tier.temporaries()) if isinstance(tier, DiskTier) else 0,
     }
     if as_json:
         click.echo(json.dumps(summary))
@@ -104,7 +111,7 @@ def verify(store: Path, as_json: bool, repair: bool) -> None:
     """Read every byte of every object and check it. Exit code 1 if something is damaged."""
     from kvweave.kv.format.objects import verify_object
 
-    tier = _open_folder(store)
+    tier = _open_store(store)
     counts = {"ok": 0, "damaged": 0, "foreign": 0, "unreadable": 0, "quarantined": 0}
     problems: list[dict[str, str]] = []
     for each in tier.scan():
@@ -154,8 +161,10 @@ def gc(
     dry_run: bool,
 ) -> None:
     """Free space: leftovers of dead writers and quarantine always, objects by the options."""
-    tier = _open_folder(store, sweep=not dry_run)  # opening removes what dead writers left
+    tier = _open_store(store, sweep=not dry_run)  # opening removes what dead writers left
     newest_first = sorted(tier.scan(), key=lambda o: -o.written_s)
+    if max_age_days is not None and tier.name == "redis":
+        raise ConfigError("a redis server does not say how old objects are; set store.redis_ttl_s")
     oldest_s = 0.0 if max_age_days is None else time.time() - max_age_days * 86400
     doomed: list[StoredObject] = []
     kept_bytes = 0
@@ -171,11 +180,12 @@ def gc(
             doomed.append(each)
         else:
             kept_bytes += each.size_bytes
-    quarantine_bytes = tier.quarantined_bytes()
+    quarantine_bytes = _quarantined_bytes(tier)
     if not dry_run:
         for each in doomed:
             tier.delete(each.key)
-        tier.clear_quarantine()
+        if isinstance(tier, DiskTier):
+            tier.clear_quarantine()
     result = {
         "deleted": len(doomed),
         "freed_bytes": sum(each.size_bytes for each in doomed) + quarantine_bytes,
@@ -195,20 +205,49 @@ def gc(
 @click.argument("keys", nargs=-1, required=True)
 def rm(store: Path, as_json: bool, keys: tuple[str, ...]) -> None:
     """Delete objects by key, or by the first digits of one if only one object has them."""
-    tier = _open_folder(store)
+    tier = _open_store(store)
     found = [_resolve(tier, text) for text in keys]  # all or nothing: refuse before deleting
     deleted = sum(tier.delete(key) for key in found)
     click.echo(json.dumps({"deleted": deleted}) if as_json else f"deleted {deleted}")
 
 
-def _open_folder(store: Path, *, sweep: bool = False) -> DiskTier:
-    """The tier in a folder, which must be one: a typo must not make a new store."""
-    if not (store / "objects").is_dir():
+def _open_store(store: Path, *, sweep: bool = False) -> Tier:
+    """The tier in a folder, which must be one: a typo must not make a new store. Or the one that
+    the settings name."""
+    if str(store) in REMOTE and not store.exists():
+        return _open_remote(str(store))
+    folders = _folders_of(store)
+    if not folders:
         raise ConfigError(f"{store} holds no chunk KV; give the folder `kvweave ingest` wrote to")
-    return DiskTier(DiskTierConfig(store), sweep=sweep)
+    if len(folders) > 1:
+        named = ", ".join(map(str, folders))
+        raise ConfigError(f"{store} has chunk KV in several folders; give one of {named}")
+    return DiskTier(DiskTierConfig(folders[0]), sweep=sweep)
 
 
-def _resolve(tier: DiskTier, text: str) -> ChunkKey:
+def _folders_of(store: Path) -> list[Path]:
+    """Folders of chunk KV: this one, or those of the knowledge base that it is."""
+    candidates = [store, store / "kv"]
+    with suppress(OSError, ValueError, KeyError):  # else all of it lies in the knowledge base
+        candidates += map(Path, json.loads((store / "kv" / "places.json").read_text())["disks"])
+    return [folder for folder in candidates if (folder / "objects").is_dir()]
+
+
+def _open_remote(name: str) -> Tier:
+    from kvweave.app.library.store_tiers import remote_tiers
+    from kvweave.kv.tiers import open_tier
+
+    found = [cfg for cfg in remote_tiers(load_config().config.store) if cfg.kind == name]
+    if not found:
+        raise ConfigError(f"no {name} tier is set; set store.{name}_url, or give a folder")
+    return open_tier(found[0])
+
+
+def _quarantined_bytes(tier: Tier) -> int:
+    return tier.quarantined_bytes() if isinstance(tier, DiskTier) else 0
+
+
+def _resolve(tier: Tier, text: str) -> ChunkKey:
     """The one key whose hexadecimal form, or whose content part, starts with `text`."""
     names = {each.key: each.key.hex() for each in tier.scan()}
     text = text.rstrip("…").lower()
@@ -219,7 +258,7 @@ def _resolve(tier: DiskTier, text: str) -> ChunkKey:
     return matches[0]
 
 
-def _header_of(tier: DiskTier, key: ChunkKey) -> Header | None:
+def _header_of(tier: Tier, key: ChunkKey) -> Header | None:
     """The header of an object; None if it went away. Raises as `parse_header` does."""
     reader = tier.open(key)
     if reader is None:
@@ -237,7 +276,7 @@ def _header_of(tier: DiskTier, key: ChunkKey) -> Header | None:
         reader.close()
 
 
-def _describe(tier: DiskTier, stored: StoredObject) -> dict[str, Any]:
+def _describe(tier: Tier, stored: StoredObject) -> dict[str, Any]:
     row: dict[str, Any] = {
         "key": stored.key.hex(),
         "context": context_of(stored.key).hex(),
@@ -255,7 +294,7 @@ def _describe(tier: DiskTier, stored: StoredObject) -> dict[str, Any]:
     return row
 
 
-def _is_foreign(tier: DiskTier, stored: StoredObject) -> bool:
+def _is_foreign(tier: Tier, stored: StoredObject) -> bool:
     try:
         _header_of(tier, stored.key)
     except TierForeign:
@@ -288,6 +327,8 @@ def _mib(size_bytes: int) -> str:
 
 
 def _ago(written_s: float) -> str:
+    if not written_s:
+        return "–"  # a server does not say
     elapsed_s = max(0.0, time.time() - written_s)
     for unit, seconds in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if elapsed_s >= seconds:
