@@ -120,8 +120,8 @@ class CalibratedGate:
 
     The user's own questions, where there are enough, decide alone (`gate.deciding`). What was
     measured behind another system prompt, or without a history where there is one, is held to half
-    the bound. Long prompts, longer than all that were measured, do not pass. Tables of few questions count
-    with wider intervals, and those of very few not at all. Pure: any thread.
+    the bound. Long prompts, longer than all that were measured, do not pass. Tables of few
+    questions count with wider intervals, and those of very few not at all. Pure: any thread.
     """
 
     def __init__(self, tables: Sequence[Table], preamble: str) -> None:
