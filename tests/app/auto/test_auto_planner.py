@@ -136,7 +136,8 @@ def test_a_table_measured_behind_another_preamble_is_held_to_half_the_bound(
     world.set_machine()
     world.calibrate(("epic", 0.1, 0.01), preamble=(1, 2))
     assert reasons(ask(weave, bound=0.019))["epic"] is Reason.HALF_BOUND_NOT_MET
-    assert reasons(ask(weave, bound=0.02))["epic"] is Reason.CHEAPEST
+    passed = reasons(ask(weave, bound=0.02))["epic"]  # whose exact path the tree has by now
+    assert passed is Reason.TOO_FEW_HITS
 
 
 def test_a_table_of_few_questions_opens_no_gate(world: World, weave: Weave) -> None:
