@@ -8,6 +8,7 @@ vLLM's cold prefill.
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,22 @@ def start_vllm(python: Path, model: str, folder: Path) -> RunningServer:
     command += ["--host", "127.0.0.1", "--port", str(port)]
     process = ServerProcess("vllm", command, env, folder / "vllm.log", folder)
     server = RunningServer(process, f"http://127.0.0.1:{port}")
+    try:
+        _wait_for_health(server)
+    except BaseException:  # the bench may be stopped meanwhile
+        server.close()
+        raise
+    return server
+
+
+def _wait_for_health(server: RunningServer) -> None:
     until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s:
-        if not process.is_alive:
-            break
-        try:
+    while server.process.is_alive and time.monotonic() < until_s:
+        with suppress(httpx.TransportError):  # it does not listen yet
             if server.http.get("/health").status_code == 200:
-                return server
-        except httpx.TransportError:
-            pass
+                return
         time.sleep(0.5)
-    server.close()
-    raise process.fail("did not start")
+    raise server.process.fail("did not start")
 
 
 class PromptIds:
