@@ -204,8 +204,10 @@ class Auditor:
         num_tokens = min(len(ticket.distributions), len(ticket.watched_ids))
         if record is None or not num_tokens:
             return "unanswered"
-        if not record.counts["reused"]:
-            return "nothing reused"  # what was stored is gone: this one was exact
+        name, ratio = part.strategy.name, part.ratio
+        if not record.counts["reused"]:  # exact in the end: calibration counts such answers, too
+            self.log.add(name, ratio, 0.0, flipped=False)
+            return None
         self._catch_up()
         if self._is_deleted(ticket.request):
             return "deleted"
@@ -222,7 +224,6 @@ class Auditor:
         finally:
             if exact is not None:
                 exact.distributions.clear()
-        name, ratio = part.strategy.name, part.ratio
         self.log.add(name, ratio, score.kl_mean, flipped=score.first_flips)
         self.log.save()
         if not case.is_planned:
