@@ -29,6 +29,19 @@ def test_what_was_found_is_found_again_by_the_same_subject_alone(tmp_path: Path)
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_question_is_open_until_there_are_enough_audits_or_they_are_sure() -> None:
+    found = AuditLog(MINE)
+    assert found.is_open_question("weave", 0.15, 0.02)
+    for _ in range(8):
+        found.add("weave", 0.15, 0.021, flipped=False)
+    assert found.is_open_question("weave", 0.15, 0.02), "over the bound, as it seems"
+    assert not found.is_open_question("weave", 0.15, 0.05)
+    for _ in range(20):
+        found.add("weave", 0.15, 0.2, flipped=False)
+    assert found.is_over("weave", 0.15, 0.02)
+    assert not found.is_open_question("weave", 0.15, 0.02)
+
+
 def test_the_newest_answers_count(tmp_path: Path) -> None:
     found = AuditLog(MINE)
     for kl in (1.0, 0.0):

@@ -145,6 +145,14 @@ class AuditLog:
             cell = self._cells.get((strategy, ratio))
             return cell is not None and cell.is_over(bound)
 
+    def is_open_question(self, strategy: str, ratio: float, bound: float) -> bool:
+        """Whether there are few audits, or they look bad and that is not sure."""
+        figures = self.figures(strategy, ratio)
+        looks_bad = figures.kl > bound or figures.flip_share > MAX_FLIPS
+        if figures.answers < ENOUGH:
+            return True
+        return looks_bad and not self.is_over(strategy, ratio, bound)
+
     def move(self, strategy: str, bound: float, calibrated: float, ratio: float | None) -> bool:
         """The gate takes this ratio from now on. False: it did so before."""
         key = (strategy, bound, calibrated)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from kvweave.app.answer.token_stream import Submission
-from kvweave.app.audit.audit_log import ENOUGH, AuditLog
+from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.figures import AuditNote
 from kvweave.app.runtime import EngineClient
 from kvweave.calibrate.trials import judge
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 WATCHED_TOKENS = 16  # of an answer at most: each is a float per word of the vocabulary
 MOST_OUTSTANDING = 4  # answers that wait to be audited
-NEW_TIMES = 4  # a ratio with few audits is chosen so much more often
+OPEN_TIMES = 4  # what is not known to be within the bound, nor over it, is chosen more often
 LOOK_S = 0.2  # how often one who waits looks whether all is over
 CLOSE_WAIT_S = 10.0  # more than a step takes
 
@@ -124,8 +124,9 @@ class Auditor:
         part = made.request.fused
         if part is None:
             return made
-        figures = self.log.figures(part.strategy.name, part.ratio)
-        is_chosen = self._choose(figures.answers)
+        name, ratio = part.strategy.name, part.ratio
+        figures = self.log.figures(name, ratio)
+        is_chosen = self._choose(self.log.is_open_question(name, ratio, bound))
         made.notes.audit = AuditNote(is_chosen, figures)
         if not is_chosen:
             return made
@@ -151,10 +152,10 @@ class Auditor:
         if self._log is not None:
             self._log.save()
 
-    def _choose(self, num_audited: int) -> bool:
-        """Whether an answer of a ratio that was audited so often is to be audited."""
+    def _choose(self, is_open_question: bool) -> bool:
+        """Whether an answer is to be audited; one more likely that may settle something."""
         share, now_s = self._cfg.share, time.monotonic()
-        rate = min(1.0, share * (NEW_TIMES if num_audited < ENOUGH else 1))
+        rate = min(1.0, share * (OPEN_TIMES if is_open_question else 1))
         with self._lock:
             if self._is_closed or not self._sampler.draw(rate):
                 return False
