@@ -116,7 +116,7 @@ MECHANISMS = (
         r"kvweave_left_out_chunks_total",
         ("conversations",),
         True,
-        lambda explain: len(explain.get("left_out") or ()),
+        lambda explain: explain.get("left_out") or 0,
     ),
     Mechanism(
         "speculation",
@@ -127,7 +127,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "audit",
-        r"kvweave_audited_total(\{.*\})?",
+        r"kvweave_audit_answers_total(\{.*\})?",
         ("conversations", "skewed_stream", "novel_orders"),
         False,
         lambda explain: 0.0,  # it comes after the answer

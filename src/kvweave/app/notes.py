@@ -17,9 +17,10 @@ class AnswerNotes:
     speculation: SpeculationRecord | None = None  # what was guessed while searching
     audit: AuditNote | None = None  # of a fused one that may be audited
     retrieve_ms: float = 0.0
+    left_out: int = 0  # chunks that were found and not sent: the history holds them
     why: str | None = None  # no more is reused, and what to do about it
 
     def keep(self, record: FuseRecord) -> None:
         """The prompt is prefilled, and this is how. Heard once, before the first token."""
         stages = replace(record.stages, retrieve=self.retrieve_ms)
-        self.record = replace(record, stages=stages, why=self.why)
+        self.record = replace(record, stages=stages, why=self.why, left_out=self.left_out)

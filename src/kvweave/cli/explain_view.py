@@ -44,6 +44,7 @@ def as_document(record: "FuseRecord") -> dict[str, Any]:
         "tokens": record.counts,
         "work": round(record.work, 4),
         "loaded_bytes": record.loaded_bytes,
+        "left_out": record.left_out,
         "chunks": [
             {
                 "start": chunk.start,

@@ -51,6 +51,7 @@ class FuseRecord:
     stages: Stages
     arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
     why: str | None = None  # why no more was reused, and what to do about it
+    left_out: int = 0  # chunks that were found and not sent: the history holds them
     way: str | None = None  # how an engine computed a fused prompt; see engine/fused_step.py
 
     @property

@@ -141,6 +141,7 @@ class Answerer:
         def submission(chunks: Sequence[tuple[int, ...]]) -> Submission:
             notes = AnswerNotes(retrieve_ms=(time.perf_counter() - called_s) * 1e3)
             prompt = replace(self._prompt(chunks, question, talk), as_of=as_of)
+            notes.left_out = len(prompt.left_out)
             made = self.router.submission(prompt, question, named, notes)
             # in the order that the engine was given: a plan may have moved them
             return made.also(lambda _: talk.sent(question.question, made.prompt.chunks, as_of))

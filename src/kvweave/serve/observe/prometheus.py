@@ -47,6 +47,8 @@ class ServerMetrics:
             "prepare_failures", "What failed before the server was ready, see the log"
         )
         self._strategies = count("strategies", "Answers by how they were prefilled", "strategy")
+        self._ordered = count("ordered", "Answers whose chunks were moved, by what for", "by")
+        self._left_out = count("left_out_chunks", "Chunks not sent: the history holds them")
         self._staged = count("staged_searches", "Answers whose search had stages to guess at")
         self._guesses = count("guesses", "Prompts begun before the search was over", "outcome")
         for outcome in ("right", "wrong"):
@@ -79,11 +81,14 @@ class ServerMetrics:
             self._guesses.labels("right").inc(right)
             self._guesses.labels("wrong").inc(guessed.guesses - right)
         record = answer.explain
+        if answer.decision is not None and answer.decision.plan.ordered_by != "given":
+            self._ordered.labels(answer.decision.plan.ordered_by).inc()
         if record is None:
             self._strategies.labels("full").inc()
             self._prompt.labels("computed").inc(answer.prompt_tokens)
             return
         self._strategies.labels(record.strategy).inc()
+        self._left_out.inc(record.left_out)
         for source, count in record.counts.items():
             self._prompt.labels(source).inc(count)
         for chunk in record.chunks:

@@ -62,6 +62,7 @@ class Explain(Outgoing):
     tokens: dict[str, int]  # by state: exact, reused, recomputed, computed
     work: float  # rows computed ÷ rows of a full prefill
     loaded_bytes: dict[str, int]  # by tier
+    left_out: int = 0  # chunks that were found and not sent: the history holds them
     way: str | None = None  # of fused prompts: joined, streamed or whole; see docs/engine.md
     chunks: list[ChunkOut]
     states: list[tuple[str, int, int]]  # runs of tokens of one state: state, start, end
@@ -96,6 +97,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         tokens=record.counts,
         work=round(record.work, 4),
         loaded_bytes=record.loaded_bytes,
+        left_out=record.left_out,
         way=record.way,
         chunks=[
             ChunkOut(
