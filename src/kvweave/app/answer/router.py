@@ -41,7 +41,7 @@ WITH_RATIO = "weave"  # what a ratio alone means; see bench/results/quality-h200
 NO_CHUNKS = "the prompt has no chunks"
 NO_MEMORY = "no knowledge base is open, and documents are not remembered"
 NOTHING_STORED = "none of these chunks has stored KV behind this system prompt"
-NOT_MEASURED = "this machine was never measured; `kvweave measure` does that, once"
+NOT_MEASURED = "this machine was never measured; idle time does that, or `kvweave measure` at once"
 NO_LIBRARY = "no knowledge base is open; use Weave.open('./kb') or --kb DIR"
 
 
@@ -148,7 +148,10 @@ class Router:
         may_move = question.permission is OrderPermission.FREE
         if not (may_move or kv.has_kv(prompt.chunks)):
             return NOTHING_STORED
-        return None if self._measured.is_measured else NOT_MEASURED
+        if self._measured.is_measured:
+            return None
+        self._measured.measure_when_idle()
+        return NOT_MEASURED
 
     def _exact(
         self, prompt: Prompt, question: Question, kv: KVBehind | None, notes: AnswerNotes

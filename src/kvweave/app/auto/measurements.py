@@ -41,6 +41,7 @@ class Measurements:
         self._machine: MachineProfile | None = None
         self._keeper: ProfileKeeper | None = None
         self._is_measured = False
+        self._keeping = threading.Lock()
         self.lock = threading.Lock()  # guards what answers move: prices
 
     def settle(self) -> None:
@@ -94,11 +95,22 @@ class Measurements:
         """What things cost here; read and moved under `lock`. On the engine thread: the first time
         it may measure."""
         if self._machine is None:
-            self._machine = machine = self._open()
-            self._keeper = ProfileKeeper(
-                self.decoder, self._codec, self._client, machine, self._renew
-            )
+            self._machine = self._open()
+            self._keep(self._machine)
         return self._machine
+
+    def measure_when_idle(self) -> None:
+        """Have a machine that never was measured measured, in idle time and in small pieces. Waits
+        for nothing."""
+        if not self.is_measured:
+            self._keep(None)
+
+    def _keep(self, machine: MachineProfile | None) -> None:
+        with self._keeping:
+            if self._keeper is None:
+                self._keeper = ProfileKeeper(
+                    self.decoder, self._codec, self._client, machine, self._renew
+                )
 
     def took(self, predicted_s: float, actual_s: float) -> None:
         """An answer took so long that had the engine for itself. Several that were far off put the
@@ -110,6 +122,8 @@ class Measurements:
         with self.lock:
             if self._machine is not None:
                 self._machine.renew(measured)
+            else:  # where it cannot be kept in a file
+                self._client.measured[self._codec] = measured
 
     def _open(self) -> MachineProfile:
         measured, codec = self._client.measured, self._codec

@@ -40,22 +40,25 @@ class ProfileKeeper:
         decoder: Decoder,
         codec: str,
         client: EngineClient,
-        machine: MachineProfile,
+        machine: MachineProfile | None,
         renewed: Callable[[MachineProfile], None],
     ) -> None:
         """`renewed` is called with a new measurement, on the keeper's thread: its owner takes the
-        prices over under its own lock. What `machine` is in doubt of is looked into at once."""
+        prices over under its own lock. What `machine` is in doubt of is looked into at once, and
+        so is one that never was measured: None."""
         self._decoder = decoder
         self._codec = codec
         self._client = client
         self._renewed = renewed
-        self._measured_s = machine.measured_s
+        self._measured_s = 0.0 if machine is None else machine.measured_s
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._off = 0  # answers in a row; below 0: that took less than predicted
         self._rests_until_s = 0.0
-        if machine.doubts:
+        if machine is None:
+            self.doubt("it never was")
+        elif machine.doubts:
             self.doubt(machine.doubts[0])
 
     def took(self, predicted_s: float, actual_s: float) -> None:
@@ -81,7 +84,7 @@ class ProfileKeeper:
                 return
             if time.monotonic() < self._rests_until_s:
                 return
-            log.info("this machine is measured again in idle time: %s", reason)
+            log.info("this machine is measured in idle time: %s", reason)
             self._thread = threading.Thread(target=self._work, name="profile-keeper")
             self._thread.start()
 
