@@ -107,10 +107,9 @@ def test_the_same_text_under_two_tenants_is_computed_for_each(guarded: str) -> N
     def exact(key: str) -> int:
         return int(explained(key, "same", "prefix")["tokens"]["exact"])
 
-    assert exact("sk-acme-1") == 0
-    mine = exact("sk-acme-2")
-    assert mine > len(note["text"].split()), "the tree has the tenant's own chunk"
-    assert exact("sk-other") == 0, "not even the preamble"
+    first, mine = exact("sk-acme-1"), exact("sk-acme-2")
+    assert mine - first > len(note["text"].split()), "the tree has the tenant's own chunk"
+    assert exact("sk-other") < mine - len(note["text"].split()), "and no other's"
     assert exact("sk-other") == mine
 
     def whys(key: str, kb: str) -> list[str | None]:

@@ -27,11 +27,11 @@ from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.app.library.kv_sync import KVSync
+    from kvweave.app.runtime import ModelRuntime
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
     from kvweave.fuse.encode.save_log import Saves
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
-    from kvweave.model.decoder import Decoder
 
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
 MAX_LISTED = 20  # of skipped files, for people
@@ -218,16 +218,16 @@ def _encoding(
         sync = kv.sync(SyncJob(encodes=True, refresh=asked.refresh_neighbours))  # may refuse
         kv.prepare_to_encode()
         yield kv.encoder, sync
-    _measure(runtime.decoder, options.codec)
+    _measure(runtime, options.codec)
 
 
-def _measure(decoder: "Decoder", codec: str) -> None:
+def _measure(runtime: "ModelRuntime", codec: str) -> None:
     """Measure this machine, unless it was: the first question need not wait for it, nor do without
     the chunk KV that is there now."""
     from kvweave.app.auto.machine_profile import find_machine, new_machine
 
-    if find_machine(decoder, codec) is None:
-        new_machine(decoder, codec)
+    if find_machine(runtime.decoder, codec) is None:
+        new_machine(runtime.decoder, codec)
 
 
 def _say(line: str) -> None:

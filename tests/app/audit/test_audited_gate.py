@@ -7,11 +7,12 @@ import pytest
 from kvweave.app.audit.audit_log import AuditLog, AuditSubject
 from kvweave.app.audit.audited_gate import AuditedGate
 from kvweave.app.auto.facts import CalibratedGate
-from kvweave.plan.inputs import Verdict
+from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.plan import Reason
 
 BOUND = 0.02
 LADDER = [0.05, 0.15, 0.3]
+SHAPE = PromptShape(1000, 5)
 
 
 class Calibration:
@@ -25,8 +26,8 @@ class Calibration:
         self.asked.append(about)
         return Verdict(self.ratio)
 
-    def may_reorder(self, bound: float) -> bool:
-        return True
+    def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
+        return Verdict(0.0)
 
 
 @pytest.fixture
@@ -44,14 +45,14 @@ def audit(found: AuditLog, ratio: float, kl: float, times: int = 40, flips: int 
 
 
 def ratio(gate: AuditedGate) -> float | None:
-    return gate.min_ratio("weave", BOUND).ratio
+    return gate.min_ratio("weave", BOUND, SHAPE).ratio
 
 
 def test_without_audits_it_is_calibration_s(found: AuditLog) -> None:
-    assert gate_of(found).min_ratio("weave", BOUND) == Verdict(0.15)
-    assert gate_of(found, None).min_ratio("weave", BOUND) == Verdict(None)
-    closed = AuditedGate(CalibratedGate(None), {}, found)
-    assert closed.min_ratio("weave", BOUND).reason is Reason.NOT_CALIBRATED
+    assert gate_of(found).min_ratio("weave", BOUND, SHAPE) == Verdict(0.15)
+    assert gate_of(found, None).min_ratio("weave", BOUND, SHAPE) == Verdict(None)
+    closed = AuditedGate(CalibratedGate((), ""), {}, found)
+    assert closed.min_ratio("weave", BOUND, SHAPE).reason is Reason.NOT_CALIBRATED
 
 
 def test_a_ratio_over_the_bound_gives_way_to_the_next_and_the_plan_can_say_so(
@@ -64,18 +65,18 @@ def test_a_ratio_over_the_bound_gives_way_to_the_next_and_the_plan_can_say_so(
     with caplog.at_level(logging.WARNING):
         audit(found, 0.15, 0.1, times=1)
         for _ in range(3):
-            verdict = gate.min_ratio("weave", BOUND)
+            verdict = gate.min_ratio("weave", BOUND, SHAPE)
     assert verdict == Verdict(0.3, passed=((0.15, Reason.AUDITED),))
     assert len(caplog.records) == 1
     assert found.metrics.value("audit_gate_moves_total", strategy="weave") == 1
-    assert gate.min_ratio("weave", 0.5).ratio == 0.15, "who allows more, gets more"
+    assert gate.min_ratio("weave", 0.5, SHAPE).ratio == 0.15, "who allows more, gets more"
 
 
 def test_a_strategy_of_which_every_ratio_is_over_is_refused(found: AuditLog) -> None:
     gate = gate_of(found)
     audit(found, 0.15, 0.1)
     audit(found, 0.3, 0.1)
-    verdict = gate.min_ratio("weave", BOUND)
+    verdict = gate.min_ratio("weave", BOUND, SHAPE)
     assert (verdict.ratio, verdict.reason) == (None, Reason.AUDITED)
 
 
@@ -115,7 +116,7 @@ def test_a_pessimistic_table_is_undercut_by_one_ratio(found: AuditLog) -> None:
     audit(found, 0.3, 0.001, times=39)
     assert ratio(gate) == 0.3
     audit(found, 0.3, 0.001, times=1)
-    verdict = gate.min_ratio("weave", BOUND)
+    verdict = gate.min_ratio("weave", BOUND, SHAPE)
     assert verdict == Verdict(0.15, passed=((0.3, Reason.AUDIT_ROOM),))
     audit(found, 0.15, 0.001)
     assert ratio(gate) == 0.15, "and by no more than one"
@@ -133,11 +134,11 @@ def test_half_the_bound_is_no_room_and_a_bad_try_is_not_repeated(found: AuditLog
     assert ratio(gate) == 0.3
 
 
-def test_what_else_the_gate_inside_wants_to_know_is_passed_on(found: AuditLog) -> None:
+def test_what_the_gate_inside_wants_to_know_is_passed_on(found: AuditLog) -> None:
     inside = Calibration(0.15)
     gate = AuditedGate(inside, {"weave": LADDER}, found)
-    gate.min_ratio("weave", BOUND, ("long", 3))
-    gate.min_ratio("weave", BOUND, ("long", 3))
-    gate.min_ratio("weave", BOUND, ("short", 1))
-    assert inside.asked == [(("long", 3),), (("short", 1),)], "each once"
-    assert gate.may_reorder(BOUND)
+    longer = SHAPE._replace(num_tokens=3000)
+    gate.min_ratio("weave", BOUND, SHAPE)
+    gate.min_ratio("weave", BOUND, longer)
+    assert inside.asked == [(SHAPE,), (longer,)]
+    assert gate.may_reorder(BOUND, SHAPE).ratio == 0.0

@@ -116,6 +116,7 @@ def test_a_table_that_lies_is_found_out_within_200_requests(
             assert answer.decision is not None
             if answer.decision.plan.strategy is None:
                 break
+            weave.runtime.client.forget(None)  # or the audits themselves make its few paths exact
         assert asked < 200
         reasons = {o.name: o.reason for o in answer.decision.plan.options}
         assert reasons["fused reuse"] is Reason.AUDITED

@@ -241,7 +241,7 @@ def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled
     assert new["tokens"] == chunk["tokens"], "nothing is known of another conversation"
     unnamed = user("How do I drain a node, then?")
     said["content"] = turn(unnamed)["choices"][0]["message"]["content"]
-    kept = turn([*unnamed, said, *user("And how again?")])["explain"]["chunks"]
+    kept = turn([*unnamed, said, *user("And how do I drain a node again?")])["explain"]["chunks"]
     assert len(kept) == 2, "one without a name is known by what was said"
 
 

@@ -33,6 +33,14 @@ def note(word: str) -> dict[str, str]:
     return {"title": "Note", "text": f"The node {word} has pods of its own."}
 
 
+def _target(link: Path) -> str:
+    """Where a link of /proc points; "" if its file was closed meanwhile."""
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
 class HeldEmbedder(WordEmbedder):
     """Embeds passages when it is let."""
 
@@ -63,11 +71,11 @@ class Held:
         """Temporary files that are open; they have no names, and so leave nothing behind."""
         assert not list(self._spools.iterdir())
         links = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-        return sum(link.is_symlink() and str(self._spools) in os.readlink(link) for link in links)
+        return sum(str(self._spools) in _target(link) for link in links)
 
     def spooled_bytes(self) -> int:
         links = (Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-        mine = (x for x in links if x.is_symlink() and str(self._spools) in os.readlink(x))
+        mine = (x for x in links if str(self._spools) in _target(x))
         return sum(x.stat().st_size for x in mine)
 
     def connect(self, head: str) -> socket.socket:
