@@ -14,6 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_quiet() -> Iterator[None]:
+    """Chunks that come back are stored as soon as no answer is in the making."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvweave.app.library.promotion.QUIET_S", 0.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer and a chat template; shared, so only for reading."""

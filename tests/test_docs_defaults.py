@@ -72,6 +72,7 @@ QUOTED = [
         ("and four such paths wait at a time", "app.auto.path_feeder:MOST == 4"),
         ("The {} prompts used last are kept up", "app.library.kv_behind:MOST_PREAMBLES"),
         ("take half of the model's context at most", "app.answer.answerer:HISTORY_SHARE == 2"),
+        ("of more than {} tokens is not stored", "app.library.promotion:MOST_TOKENS"),
         ("process lives ({} GiB,", "config:LibrarySettings().remembered_bytes >> 30"),
         (
             "must win by {:g} % and by {:g} ms, or the exact way",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
-from kvweave.config import QualitySettings
+from kvweave.config import WeaveConfig, given
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import NAMES
@@ -27,7 +27,7 @@ class AskOptions(TypedDict, total=False):
     documents: Sequence[Document | str] | None
     sampling: Sampling | None
     system: str | None
-    k: int
+    k: int | None
     reuse: str | None
     ratio: float | None
     bound: float | None
@@ -62,7 +62,7 @@ class Question:
     documents: Sequence[Document | str] | None = None  # None: the nearest chunks there are
     sampling: Sampling | None = None  # None: the likeliest token each time
     system: str | None = None  # in place of the Weave's own system prompt
-    k: int = TOP_K  # chunks to take from the knowledge base
+    k: int | None = None  # chunks to take from the knowledge base; None: TOP_K
     reuse: str | None = None  # a strategy, or "auto"; None: see `answer/router.py`
     ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
     bound: float | None = None  # "auto": nats per token that reuse may cost; None: BOUND
@@ -94,6 +94,11 @@ class Question:
         return self.sampling or Sampling()
 
     @property
+    def num_chunks(self) -> int:
+        """Chunks to take from the knowledge base."""
+        return TOP_K if self.k is None else self.k
+
+    @property
     def permission(self) -> OrderPermission:
         """Whether chunks may move."""
         return OrderPermission(ORDER if self.order is None else self.order)
@@ -110,7 +115,15 @@ class Question:
             reuse, ratio = usual.reuse, usual.ratio
         bound = usual.bound if self.bound is None else self.bound
         order = usual.order if self.order is None else self.order
-        return replace(self, reuse=reuse, ratio=ratio, bound=bound, order=order)
+        return replace(
+            self,
+            reuse=reuse,
+            ratio=ratio,
+            bound=bound,
+            order=order,
+            k=usual.k if self.k is None else self.k,
+            sampling=usual.sampling if self.sampling is None else self.sampling,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +134,16 @@ class QuestionDefaults:
     ratio: float | None = None
     bound: float = BOUND
     order: str = ORDER
+    k: int = TOP_K
+    sampling: Sampling | None = None  # None: the likeliest token each time
 
     @classmethod
-    def of(cls, settings: QualitySettings) -> "QuestionDefaults":
+    def of(cls, config: WeaveConfig) -> "QuestionDefaults":
         """What a configuration says. Raises ConfigError for a `reuse` that cannot be."""
-        reuse, ratio = parse_reuse(settings.reuse)
-        return cls(reuse, ratio, settings.bound, settings.order)
+        quality, drawn = config.quality, given(config.sampling)
+        reuse, ratio = parse_reuse(quality.reuse)
+        sampling = Sampling(**drawn) if drawn else None
+        return cls(reuse, ratio, quality.bound, quality.order, config.library.k, sampling)
 
 
 def parse_reuse(text: str | None) -> tuple[str | None, float | None]:

@@ -51,10 +51,9 @@ def fused_request(
     encoder = kv.encoder
     parts = (*prompt.history, *prompt.chunks)
     # of the history, chunks of earlier turns may be stored; what was said never is
+    said = zip(prompt.history, kv.stored(prompt.history), strict=True)
     computed = {
-        place: str(Reason.HISTORY)
-        for place, ids in enumerate(prompt.history)
-        if not kv.has_kv([ids])
+        place: str(Reason.HISTORY) for place, (_, is_stored) in enumerate(said) if not is_stored
     }
     computed |= fusion.computed
     part = FusedPart(

@@ -1,6 +1,8 @@
 """A loaded model and the engine that computes with it, shared by every Weave over that model."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,6 +123,7 @@ class ActiveAnswers:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num = 0
+        self._ended_s = -math.inf  # when the last one did, by time.monotonic
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -132,7 +135,21 @@ class ActiveAnswers:
         finally:
             with self._changed:
                 self._num -= 1
+                self._ended_s = time.monotonic()
                 self._changed.notify_all()
+
+    def wait_for_quiet(self, quiet_s: float, timeout_s: float) -> bool:
+        """Wait until there was none for so long. False: it takes longer."""
+        give_up_s = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                now_s = time.monotonic()
+                left_s = quiet_s - (now_s - self._ended_s) if not self._num else math.inf
+                if left_s <= 0:
+                    return True
+                if now_s >= give_up_s:
+                    return False
+                self._changed.wait(min(left_s, give_up_s - now_s))
 
     def wait_for_none(self, timeout_s: float) -> bool:
         """Wait until there is none. False: there still is one."""

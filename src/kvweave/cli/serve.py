@@ -146,6 +146,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     # before the model: a taken port should not cost a load
     with _listen(server_config.host, server_config.port) as listener:
         weave = open_weave(config=config)
+        weave.check_strategy(places.usual.reuse, places.usual.ratio)
         libraries = Libraries(weave, places)
         # without knowledge bases no request can ask for reuse, and nothing need be measured
         measuring = Prepare("measuring this machine for reuse 'auto', once", weave.measure)
@@ -196,7 +197,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         embedder=config.library.embedder,
         kv=KVOptions.of(config),
         speculation=SpeculationConfig(**given(config.speculation)),
-        usual=QuestionDefaults.of(config.quality),
+        usual=QuestionDefaults.of(config),
         audit=AuditConfig.of(config.quality),
         promotion=config.library.promotion,
         open_most=config.server.open_kbs,

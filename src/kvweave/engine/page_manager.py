@@ -106,8 +106,8 @@ class PageManager:
         place = self._admit_run if sequence.progress.own_step else self._admit_shared
         if place(sequence):
             return True
-        if self._holding:
-            return False
+        if self._holding or sequence.progress.background:
+            return False  # background work takes what is left, and waits where nothing is
         # A leased path keeps a page more than its reader uses; in a pool that the reader fills up
         # that page is the one it lacks.
         sequence.unshared = True

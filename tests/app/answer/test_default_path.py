@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from kvweave import Weave
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.router import NO_CHUNKS
 from kvweave.app.library.document_memory import DocumentMemoryConfig
+from kvweave.app.question import QuestionDefaults
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer, AnswerStream
 from kvweave.errors import RequestError
@@ -26,7 +28,8 @@ Model = tuple[Decoder, Tokenizer]
 
 
 @pytest.fixture
-def plain(model: Model) -> Any:
+def plain(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))  # a machine that was never measured
     with Weave(ModelRuntime(*model, "tiny")) as weave:
         yield weave
 
@@ -92,6 +95,35 @@ def test_a_memory_that_is_off_keeps_nothing(model: Model) -> None:
         for _ in range(2):
             answer = weave.ask("What?", documents=DOCUMENTS, sampling=GREEDY)
         assert counts(answer)["exact"] > 0, "exact KV costs nothing and stays"
+
+
+def test_documents_of_another_who_asked_the_same_are_not_taken_into_a_history(
+    plain: Weave,
+) -> None:
+    asked: dict[str, Any] = {"sampling": GREEDY}
+    plain.ask("What is it?", documents=DOCUMENTS[:1], **asked)
+    plain.ask("What is it?", documents=DOCUMENTS[1:2], **asked)
+    said = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "Mine."}]
+    answer = plain.ask("And now?", documents=DOCUMENTS[:1], history=said, **asked)
+    assert answer.explain is not None
+    prompt = plain.runtime.tokenizer.decode(answer.explain.token_ids)
+    assert DOCUMENTS[0][:60] in prompt
+    assert DOCUMENTS[1][:60] not in prompt
+
+
+def test_planners_of_system_prompts_that_are_gone_go_too(world: World, weave: Weave) -> None:
+    world.set_machine()
+    for number in range(20):
+        weave.ask(QUESTION, sampling=GREEDY, reuse="auto", system=f"Rule {number}.", k=1)
+    assert len(weave._answerer.router._planners) <= 16
+
+
+def test_a_configured_reuse_holds_for_chats_too(model: Model) -> None:
+    settings = AnswerSettings(usual=QuestionDefaults(reuse="full", k=2))
+    with Weave(ModelRuntime(*model, "tiny"), settings=settings) as weave:
+        for _ in range(2):
+            answer = said(weave.chat([{"role": "user", "content": "Hello " * 60}], sampling=GREEDY))
+        assert counts(answer)["exact"] == 0
 
 
 # ── conversations and plain prompts ──────────────────────────────────────────

@@ -159,7 +159,7 @@ def test_a_chunk_deleted_while_it_is_being_stored_is_not_left_behind(
     if when == "before it is saved":
         encoder.run_alone = interrupted
     else:
-        monkeypatch.setattr(weave.runtime.client.answers, "wait_for_none", deleted_first)
+        monkeypatch.setattr(weave.runtime.client.answers, "wait_for_quiet", deleted_first)
     seen.saw(
         weave.library.encoder, [token_ids], at_once={name}, as_of=weave.engine.tombstones.generation
     )

@@ -77,8 +77,10 @@ class AnswerSettings:
         return cls(
             SYSTEM if system is None else system,
             speculation=SpeculationConfig(**given(config.speculation)),
-            usual=QuestionDefaults.of(config.quality),
-            documents=DocumentMemoryConfig(library.remembered_bytes, library.promotion),
+            usual=QuestionDefaults.of(config),
+            documents=DocumentMemoryConfig(
+                library.remembered_bytes, library.promotion, config.store.codec or CODEC
+            ),
             audit=AuditConfig.of(config.quality),
         )
 
@@ -98,7 +100,9 @@ class Answerer:
         self.documents: DocumentMemory | None = None
         if library is None and settings.documents.is_on:
             self.documents = DocumentMemory(runtime, settings.documents)
-        codec = CODEC if library is None else library.encoder.context.codec
+        codec = settings.documents.codec
+        if library is not None:
+            codec = library.encoder.context.codec
         self.measured = Measurements(runtime, codec, settings.profile)
         open_log = partial(_open_audit_log, runtime, library)
         self.auditor = Auditor(runtime.client, settings.audit, open_log, self._catch_up)
@@ -163,10 +167,11 @@ class Answerer:
 
     def plain(self, prompt: Prompt, drawn: PlainOptions, called_s: float) -> AnswerStream:
         """The answer to a prompt without chunks."""
-        sampling, ids = drawn.sampling or Sampling(), prompt.token_ids
+        usual = self._settings.usual
+        sampling, ids = drawn.sampling or usual.sampling or Sampling(), prompt.token_ids
         self._client.check(ids)
         prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
-        use_tree = drawn.reuse != "full"
+        use_tree = (drawn.reuse or usual.reuse) != "full"
         request = exact_request(prompt, sampling, self._tokenizer.eos_ids, use_tree=use_tree)
         notes = AnswerNotes()
 
@@ -182,7 +187,7 @@ class Answerer:
         self._catch_up()
         question = asked.filled(self._settings.usual)
         if question.documents is None and self._library is not None:
-            found = self.search(question.question, question.k)
+            found = self.search(question.question, question.num_chunks)
             chunks = [hit.chunk.token_ids for hit in found]
         else:
             chunks = self._given(question)
@@ -214,6 +219,10 @@ class Answerer:
         past, name = past_messages(question.history), question.conversation_id
         is_gone = self._client.is_gone
         conversations = self._settings.conversations
+        if not name and question.documents is not None:
+            # what was said does not tell whose documents stood there: those of another sender who
+            # asked the same are none of this one's
+            return Talk(tuple(past))
         most_tokens = self._max_context // HISTORY_SHARE
         return conversations.talk(self._tenant_of(question), name, past, is_gone, most_tokens)
 

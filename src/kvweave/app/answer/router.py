@@ -10,13 +10,13 @@ the answer's explain record says so.
 """
 
 import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
 
 from kvweave.app.answer.token_stream import OnFirst, Submission
 from kvweave.app.audit.auditor import Auditor
 from kvweave.app.auto.measurements import Measurements
-from kvweave.app.library.kv_behind import KVBehind, KVSource, PreambleKey
+from kvweave.app.library.kv_behind import MOST_PREAMBLES, KVBehind, KVSource, PreambleKey
 from kvweave.app.notes import AnswerNotes
 from kvweave.app.question import AUTO, Question
 from kvweave.app.requests import Fusion, exact_request, fused_request
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvweave.plan.plan import Plan
 
 WITH_RATIO = "weave"  # what a ratio alone means; see bench/results/quality-h200.json
+MOST_PLANNERS = MOST_PREAMBLES  # those not used for longest start anew
 NO_CHUNKS = "the prompt has no chunks"
 NO_MEMORY = "no knowledge base is open, and documents are not remembered"
 NOTHING_STORED = "none of these chunks has stored KV behind this system prompt"
@@ -71,8 +72,7 @@ class Router:
         self._source = source
         self._measured = measured
         self._opening = threading.Lock()
-        # by tenant, as long as their chunk KV is
-        self._planners: WeakKeyDictionary[KVBehind, dict[str, AutoPlanner]] = WeakKeyDictionary()
+        self._planners: OrderedDict[tuple[KVBehind, str], AutoPlanner] = OrderedDict()
 
     def named(self, reuse: str | None, ratio: float | None) -> NamedStrategy | None:
         """The strategy that was named, ready for this model; None: it is still to be chosen."""
@@ -123,10 +123,13 @@ class Router:
         """What chooses for "auto". The first call waits for the engine and may measure the
         machine, with the decoder."""
         with self._opening:
-            planners = self._planners.setdefault(kv, {})
-            if tenant not in planners:
-                planners[tenant] = self._client.run_alone(lambda: self._open_planner(kv, tenant))
-            return planners[tenant]
+            key = (kv, tenant)
+            if key not in self._planners:
+                self._planners[key] = self._client.run_alone(lambda: self._open_planner(*key))
+                if len(self._planners) > MOST_PLANNERS:
+                    self._planners.popitem(last=False)
+            self._planners.move_to_end(key)
+            return self._planners[key]
 
     def _open_planner(self, kv: KVBehind, tenant: str) -> "AutoPlanner":
         from kvweave.app.auto.auto_planner import AutoPlanner
@@ -135,18 +138,18 @@ class Router:
         return AutoPlanner(kv, self._measured, engine, audited, tenant)
 
     def _kv(self, prompt: Prompt) -> KVBehind | None:
-        if self._source is None or not prompt.chunks:
+        if self._source is None or not (prompt.chunks or prompt.history):
             return None
         return self._source.behind(PreambleKey(prompt.tenant, prompt.preamble))
 
     def _why_exact(self, prompt: Prompt, question: Question, kv: KVBehind | None) -> str | None:
         """Why there is nothing to plan; None: the planner may choose."""
         if kv is None:
-            return NO_MEMORY if prompt.chunks else NO_CHUNKS
+            return NO_MEMORY if prompt.chunks or prompt.history else NO_CHUNKS
         if question.reuse == AUTO:
             return None
         may_move = question.permission is OrderPermission.FREE
-        if not (may_move or kv.has_kv(prompt.chunks)):
+        if not (may_move or kv.has_kv((*prompt.history, *prompt.chunks))):
             return NOTHING_STORED
         if self._measured.is_measured:
             return None
@@ -172,7 +175,7 @@ class Router:
         if strategy.reuses == "exact":
             return self._exact(prompt, question, kv, notes)
         if self._source is None:
-            raise ConfigError(NO_LIBRARY)
+            raise RequestError(f"reuse {strategy.name!r}: {NO_MEMORY}; leave it out")
         if kv is None:  # without chunks there is nothing but what is exact
             return self._exact(prompt, question, kv, notes)
         fusion = Fusion(strategy, named.ratio, use_tree=True)

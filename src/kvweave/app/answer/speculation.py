@@ -122,7 +122,8 @@ class Speculation:
         mode = asked.speculate or self._cfg.mode
         num_stages = self._num_stages(mode)
         if num_stages == 1:
-            made = submission_of(self._look_up(lambda: self._search(asked.question, asked.k)))
+            question, k = asked.question, asked.num_chunks
+            made = submission_of(self._look_up(lambda: self._search(question, k)))
             return made, TokenStream(self._client, made.request, (*made.on_first, self._learn))
         ready()
         got = self._look_up(lambda: self._speculate(asked, submission_of, num_stages, mode))
@@ -161,8 +162,8 @@ class Speculation:
         self, asked: Question, submission_of: SubmissionOf, most: int, mode: SpeculationMode
     ) -> RetrievalResult[Attempt]:
         vector = self._kb.embedder.embed_query(asked.question)
-        num_stages = self._kb.num_stages(asked.k, most)
-        stages = self._kb.search_staged(vector, asked.k, num_stages)
+        num_stages = self._kb.num_stages(asked.num_chunks, most)
+        stages = self._kb.search_staged(vector, asked.num_chunks, num_stages)
         engine, boundary_s, pace = self._client.engine, self._boundary_s, self._paces.search
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:

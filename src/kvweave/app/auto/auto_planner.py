@@ -48,6 +48,8 @@ from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
 
+WAS_CLOSE = "its first token was a close call: what was fused is thrown away, all is exact"
+
 
 class Planned(NamedTuple):
     """A plan, and the prompt in the order it wants."""
@@ -149,8 +151,8 @@ class AutoPlanner:
         if strategy.reuses != "all":  # what is computed is kept, whatever was found
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
-        # which of two nearly equal tokens is drawn is chance anyway
-        close_call = self._gate.close_call if sampling.temperature == 0 else 0.0
+        # also where tokens are drawn: what was measured counts such answers as exact
+        close_call = self._gate.close_call
         fusion = Fusion(strategy, ratio, True, _computed(plan), expected, close_call)
         return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
 
@@ -189,7 +191,10 @@ class AutoPlanner:
         actual_s = timeline.loading_s + timeline.computing_s
         check = PredictionCheck(plan.chosen.name, predicted_s, actual_s)
         notes.decision = Decision(plan, check)
-        if not timeline.shared and not timeline.preempted:
+        was_close = plan.strategy is not None and record.strategy != plan.strategy
+        if was_close:
+            notes.why = WAS_CLOSE
+        if not (timeline.shared or timeline.preempted or was_close):
             self._measured.took(predicted_s, actual_s)
         notes.keep(record)
         self._kv.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)

@@ -7,9 +7,10 @@ import threading
 from dataclasses import dataclass, replace
 
 from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
-from kvweave.app.library.library_kv import CODEC, key_context
+from kvweave.app.library.library_kv import CODEC, KVOptions, key_context
 from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.runtime import ModelRuntime
+from kvweave.config import StoreSettings
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
@@ -25,6 +26,7 @@ class DocumentMemoryConfig:
 
     capacity_bytes: int = GIB  # of host memory, taken as it fills; 0: nothing is remembered
     promotion: int = PROMOTION  # requests that bring a document before its KV is stored; 0: never
+    codec: str = CODEC  # how it is written
 
     @property
     def is_on(self) -> bool:
@@ -38,16 +40,13 @@ class DocumentMemory:
     def __init__(self, runtime: ModelRuntime, cfg: DocumentMemoryConfig) -> None:
         self._runtime = runtime
         self._cfg = cfg
+        self._options = KVOptions(store=StoreSettings(codec=cfg.codec))
         self._lock = threading.Lock()
         self._encoder: ChunkEncoder | None = None  # with the store, made on first use
         self._by_preamble = KVByPreamble(self._make)
         self.promotion = ChunkPromotion(
             runtime.max_context, runtime.client.answers, cfg.promotion, _never_deleted
         )
-
-    @property
-    def codec(self) -> str:
-        return CODEC
 
     def behind(self, key: PreambleKey) -> KVBehind:
         """What is remembered of a tenant's documents behind a preamble."""
@@ -81,7 +80,7 @@ class DocumentMemory:
                 self._encoder = ChunkEncoder(
                     decoder,
                     KVStore(replace(StoreConfig(), tiers=(host,))),
-                    key_context(decoder, tokenizer),
+                    key_context(decoder, tokenizer, self._options),
                     preparation,
                     Texts.of(tokenizer, preparation, split_template(tokenizer, SYSTEM)[1]),
                     run_alone=self._runtime.client.run_alone,

@@ -59,9 +59,14 @@ class KVBehind:
 
     def has_kv(self, chunks: Sequence[tuple[int, ...]]) -> bool:
         """Whether some tier has KV of one of these chunks."""
+        return any(self.stored(chunks))
+
+    def stored(self, chunks: Sequence[tuple[int, ...]]) -> list[bool]:
+        """Of each chunk, whether some tier has KV of it."""
         encoder = self.encoder
         keys = [key(ids) for ids in chunks for key in (encoder.key, encoder.exact_key)]
-        return any(peek.residency is not Residency.ABSENT for peek in self.store.peek(keys))
+        there = [peek.residency is not Residency.ABSENT for peek in self.store.peek(keys)]
+        return [one or other for one, other in zip(there[::2], there[1::2], strict=True)]
 
     def saw(
         self,

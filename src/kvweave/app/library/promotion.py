@@ -9,7 +9,9 @@ keeps the books.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvweave.app.runtime import ActiveAnswers
@@ -20,8 +22,11 @@ from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
 
-ALONE_WAIT_S = 30.0  # encoding waits so long for a moment without an answer
+QUIET_S = 5.0  # without an answer: who asks the next question at once should not wait for a chunk
+LOOK_S = 0.2  # how often one who waits looks whether it is to end
+ALONE_WAIT_S = 30.0  # encoding waits so long for that
 CLOSE_WAIT_S = 10.0  # more than a chunk takes
+MOST_TOKENS = 512  # of a chunk: while one is encoded no answer goes on
 MAX_WAITING = 64  # chunks to be encoded; more are left for the next time they are seen
 IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
 
@@ -87,8 +92,9 @@ class ChunkPromotion:
         with self._lock:
             self._closed = True
             thread = self._thread
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        with suppress(queue.Empty):  # its thread takes from it, too
+            while True:
+                self._queue.get_nowait()
         self._queue.put(None)
         if thread is not None:
             thread.join(CLOSE_WAIT_S)
@@ -98,7 +104,7 @@ class ChunkPromotion:
         behind = len(encoder.preamble_ids)
         if _has_filler(encoder):
             behind += len(encoder.texts.filler)
-        fits = behind + len(ids) <= self._max_context
+        fits = len(ids) <= MOST_TOKENS and behind + len(ids) <= self._max_context
         return fits and name not in self._waiting and len(self._waiting) < MAX_WAITING
 
     def _encode(self, encoder: ChunkEncoder, chunk: Chunk, as_of: int | None) -> None:
@@ -110,6 +116,13 @@ class ChunkPromotion:
         if self._was_deleted(chunk, as_of):  # meanwhile, before there was anything to delete
             encoder.store.delete([encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids)])
 
+    def _wait_for_quiet(self) -> None:
+        """Until nobody has asked for a while, or long enough; or at once, if it is to end."""
+        give_up_s = time.monotonic() + ALONE_WAIT_S
+        while not self._closed and time.monotonic() < give_up_s:
+            if self._answers.wait_for_quiet(QUIET_S, LOOK_S):
+                return
+
     def _was_deleted(self, chunk: Chunk, as_of: int | None) -> bool:
         return as_of is not None and self._is_gone(chunk.id, as_of)
 
@@ -118,7 +131,7 @@ class ChunkPromotion:
             encoder, chunk, as_of = item
             try:
                 if _is_absent(encoder, chunk):
-                    self._answers.wait_for_none(ALONE_WAIT_S)
+                    self._wait_for_quiet()
                     self._encode(encoder, chunk, as_of)
             except Exception:  # what the device raises: answers go on, and it must be seen
                 log.exception("the KV of chunk %s, which requests brought, is not stored", chunk.id)

@@ -10,6 +10,7 @@ from functools import partial
 from kvweave.app.libraries.libraries import LibraryKey, check_name
 from kvweave.app.question import PLAIN_REUSES, AskOptions
 from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
+from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
@@ -119,6 +120,10 @@ def _over_chunks(
     def start(sampling: Sampling) -> AnswerStream:
         question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)
         if request.kb is None:
+            try:
+                context.weave.check_strategy(asked.get("reuse"), asked.get("ratio"))
+            except ConfigError as error:
+                raise RequestError(str(error)) from error
             return context.weave.stream(question, **asked)
         return context.libraries.stream(LibraryKey(tenant, request.kb), question, **asked)
 
