@@ -141,7 +141,7 @@ TARGETS = {
     "conversation_speedup": 1.001,  # prefix caching is beaten
 }
 MOST_OVER_FULL = 1.05
-SETTLE_S = 3.0  # that idle work may take between two requests
+SETTLE_S = 12.0  # that idle work may take between two requests: who reads an answer takes longer
 REST_S = 5.0  # behind the last one, for what begins only when nothing was asked for a while
 LAST_SETTLE_S = 60.0
 NUM_COLD = 2  # prompts of a workload that vLLM computes without its cache

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvweave.plan.returns import PathReturns, is_worth_computing
+from kvweave.plan.returns import PathReturns, TurnShare, is_worth_computing
 from kvweave.types import ChunkId
 
 
@@ -64,3 +64,14 @@ def test_never_more_than_twice_what_foresight_would_pay() -> None:
                 paid += fused_s
         best = min(times * fused_s, exact_s + (times - 1) * known_s)
         assert paid <= 2 * best + 1e-9, times
+
+
+def test_first_turns_are_expected_to_go_on_where_conversations_are_common() -> None:
+    turns = TurnShare()
+    assert not turns.is_likely
+    for _ in range(3):
+        turns.push(True)
+    assert turns.is_likely
+    for _ in range(10):
+        turns.push(False)
+    assert not turns.is_likely

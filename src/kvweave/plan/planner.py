@@ -27,7 +27,7 @@ from kvweave.plan.pricing import (
     price_of,
     with_computed,
 )
-from kvweave.plan.returns import PathReturns, is_worth_computing
+from kvweave.plan.returns import PathReturns, TurnShare, is_worth_computing
 from kvweave.plan.trial import TRIALS, TrialBudget, find_rows_trial, find_trial, with_trial
 
 
@@ -57,6 +57,7 @@ class Planner:
     is_tree_full: Callable[[], bool] = _never  # then chunks that may move share more paths
     accesses: AccessTable = field(default_factory=AccessTable)
     returns: PathReturns = field(default_factory=PathReturns)
+    turns: TurnShare = field(default_factory=TurnShare)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # being loaded for others, by tier
     is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
@@ -123,12 +124,14 @@ class Planner:
             return 0
         path = [part.id for part in (*request.history, *plan.order)]
         # the next turn of a conversation begins with all of this one
-        num_returned = len(path) if request.history else self.returns.returned(path)
+        goes_on = bool(request.history) or self.turns.is_likely
+        num_returned = len(path) if goes_on else self.returns.returned(path)
         return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
 
     def finished(self, request: PlanRequest, plan: Plan) -> None:
         """The request was answered."""
         self.accesses.push([chunk.id for chunk in request.chunks])
+        self.turns.push(bool(request.history))
         self.returns.push([part.id for part in (*request.history, *plan.order)])
 
     def begun(self, plan: Plan) -> None:

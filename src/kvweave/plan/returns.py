@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from kvweave.plan.ordering import WINDOW
 from kvweave.types import ChunkId
 
+TURN_GAIN = 0.1  # weight of the newest request
+LIKELY_TURNS = 0.2  # share of later turns from which on a first one is expected to go on
+
 
 class PathReturns:
     """How many of the last requests began with a path. Not thread-safe; a few MB at most."""
@@ -46,6 +49,21 @@ class PathReturns:
         """How many of its leading parts an earlier request began with."""
         names = _names(path)
         return next((i for i, name in enumerate(names) if name not in self._counts), len(names))
+
+
+class TurnShare:
+    """How many of the last requests were later turns of conversations. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+
+    def push(self, has_history: bool) -> None:
+        self._share += TURN_GAIN * (has_history - self._share)
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether a request may well be followed by another turn."""
+        return self._share >= LIKELY_TURNS
 
 
 def is_worth_computing(exact_s: float, fused_s: float, known_s: float, returns: int) -> bool:

@@ -63,34 +63,15 @@ def test_the_same_words_said_twice_are_two_turns() -> None:
     assert [m.chunks for m in cut.messages] == [(B,), ()]
 
 
-def test_a_conversation_without_a_name_is_known_by_what_was_said() -> None:
-    talks = Conversations()
-    talks.talk("t", None, []).sent("why?", [A])
-    past = [user("why?"), assistant("so")]
-    second = talks.talk("t", None, past)
-    assert (second.held([A, B]), second.messages[0].chunks) == ([A], (A,))
-    second.sent("how?", [B])
-    past += [user("how?"), assistant("thus")]
-    third = talks.talk("t", None, past)
-    assert [m.chunks for m in third.messages] == [(A,), (), (B,), ()]
-    edited = talks.talk("t", None, [user("why?"), assistant("no"), *past[2:]])
-    assert edited.held([A, B]) == [], "an answer that was edited makes it another one"
-    assert talks.talk("u", None, past).held([A, B]) == []
-    again = talks.talk("t", None, past[:2])
-    assert again.held([A]) == [A], "a turn that is asked again finds what stood before it"
-    scoped = talks.part("kb").talk("t", None, past)
-    assert scoped.held([A, B]) == []
-
-
 def test_chunks_of_the_oldest_turns_are_given_up_where_they_take_too_much() -> None:
     talks = Conversations()
     past: list[PastMessage] = []
     for turn, chunk in enumerate((A, B)):
-        talks.talk("t", None, past).sent(f"{turn}?", [chunk])
+        talks.talk("t", "one", past).sent(f"{turn}?", [chunk])
         past += [user(f"{turn}?"), assistant("so")]
     most = len(A) + len(B)
-    assert talks.talk("t", None, past, most_tokens=most).held([A, B]) == [A, B]
-    cut = talks.talk("t", None, past, most_tokens=most - 1)
+    assert talks.talk("t", "one", past, most_tokens=most).held([A, B]) == [A, B]
+    cut = talks.talk("t", "one", past, most_tokens=most - 1)
     assert cut.messages[0].chunks == ()
     assert A not in cut.held([A, B]), "it is sent again where it is wanted"
 
@@ -104,6 +85,7 @@ def test_tenants_and_nameless_requests_share_nothing() -> None:
     nameless = talks.talk("t", None, past)
     nameless.sent("how?", [B])
     assert (nameless.held([A]), nameless.messages) == ([], tuple(past))
+    assert len(talks) == 1
 
 
 def test_conversations_are_bounded_by_number_and_by_tokens() -> None:

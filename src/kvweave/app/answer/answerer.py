@@ -219,10 +219,6 @@ class Answerer:
         past, name = past_messages(question.history), question.conversation_id
         is_gone = self._client.is_gone
         conversations = self._settings.conversations
-        if not name and question.documents is not None:
-            # what was said does not tell whose documents stood there: those of another sender who
-            # asked the same are none of this one's
-            return Talk(tuple(past))
         most_tokens = self._max_context // HISTORY_SHARE
         return conversations.talk(self._tenant_of(question), name, past, is_gone, most_tokens)
 

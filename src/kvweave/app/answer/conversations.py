@@ -49,30 +49,15 @@ class _Turn(NamedTuple):
 
 
 class _ConversationKey(NamedTuple):
-    """Where a conversation is known: by its name, or by all that was said in it."""
+    """Where a conversation is known."""
 
     tenant: str
     scope: str
-    name: str  # "": it has none
-    said: bytes = b""  # digest of its messages up to the user's last, where it has no name
-
-    @classmethod
-    def of(
-        cls, tenant: str, scope: str, name: str | None, past: Sequence[PastMessage]
-    ) -> "_ConversationKey":
-        """Of the next request behind `past`, whose last message is an answer."""
-        return cls(tenant, scope, name) if name else cls(tenant, scope, "", _said(past[:-1]))
-
-    def next(self, past: Sequence[PastMessage], question: str) -> "_ConversationKey":
-        """Of the request that will follow this question."""
-        if self.name:
-            return self
-        return self._replace(said=_said([*past, PastMessage("user", question)]))
+    name: str
 
     def __str__(self) -> str:
         """For those that know keys as text: no part can reach into another."""
-        parts = (self.tenant, self.scope, self.name, self.said.hex())
-        return "".join(f"{len(part)}:{part}" for part in parts)
+        return "".join(f"{len(part)}:{part}" for part in self)
 
 
 class Talk:
@@ -103,8 +88,7 @@ class Talk:
         """The turn went out: these chunks, found then, stood in front of this question, in this
         order."""
         if self._conversations is not None and self._key is not None:
-            key = self._key.next(self.messages, question)
-            self._conversations.add(key, self._turns, question, chunks, as_of)
+            self._conversations.add(self._key, self._turns, question, chunks, as_of)
 
 
 class Conversations:
@@ -133,11 +117,13 @@ class Conversations:
         most_tokens: int | None = None,
         scope: str = "",
     ) -> Talk:
-        """The next request of a conversation whose messages so far are `past`. One without a name
-        is known by all that was said in it. Where its chunks have more than `most_tokens`, those of
-        the oldest turns are given up until half of that is left: rarely, because what stands behind
-        them must be computed again."""
-        key = _ConversationKey.of(tenant, scope, name, past)
+        """The next request of a conversation whose messages so far are `past`. None has no name:
+        nothing is remembered. Where its chunks have more than `most_tokens`, those of the oldest
+        turns are given up until half of that is left: rarely, because what stands behind them must
+        be computed again."""
+        if not name:
+            return Talk(tuple(past))
+        key = _ConversationKey(tenant, scope, name)
         with self._lock:
             known = self._turns.get(key, ())
         aligned = _aligned(known, past)
@@ -244,13 +230,6 @@ def _give_up_oldest(found: dict[int, _Turn], most_tokens: int | None) -> None:
             break
         left -= found[place].num_tokens
         found[place] = found[place]._replace(chunks=())
-
-
-def _said(messages: Sequence[PastMessage]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for message in messages:
-        digest.update(message.role.encode() + _digest(message.content))
-    return digest.digest()
 
 
 def _digest(content: str) -> bytes:
