@@ -135,19 +135,21 @@ def conversations(talks: Sequence[Conversation], kb: str) -> Workload:
     """MTRAG conversations side by side, turn by turn, each turn with its own retrieval. Earlier
     answers are those of the data set: its later questions are about them."""
 
+    num_named = min(NUM_NAMED, len(talks[0].turns))
+
     def steps(_: Search) -> Steps:
         for turn in range(len(talks[0].turns)):
             for talk in talks:
                 past = [_turn_messages(said) for said in talk.turns[:turn]]
                 messages = [*itertools.chain(*past), *_user(talk.turns[turn][0])]
                 yield Step("conversation", messages, kb=kb)
-        for turn in range(NUM_NAMED):  # and one by name: what its history holds is not sent again
+        for turn in range(num_named):  # and one by name: what its history holds is not sent again
             past = [_turn_messages(said) for said in talks[0].turns[:turn]]
             messages = [*itertools.chain(*past), *_user(talks[0].turns[turn][0])]
             yield Step("named", messages, kb=kb, conversation_id=talks[0].name)
 
     arms = ("default", "full", "prefix", "vllm")
-    num_steps = sum(len(talk.turns) for talk in talks) + NUM_NAMED
+    num_steps = sum(len(talk.turns) for talk in talks) + num_named
     return Workload("conversations", num_steps, steps, kb, arms)
 
 

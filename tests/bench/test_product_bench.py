@@ -204,10 +204,12 @@ def test_conversations_talk_side_by_side_and_repeat_what_the_data_set_answered()
     ]
     workload = conversations(talks, "kb")
     steps = list(workload.steps(lambda kb, question: []))
-    assert [step.messages[-1]["content"] for step in steps] == ["x 1", "y 1", "x 2", "y 2"]
+    asked = [step.messages[-1]["content"] for step in steps]
+    assert asked == ["x 1", "y 1", "x 2", "y 2", "x 1", "x 2"]
     assert [m["content"] for m in steps[3].messages] == ["y 1", "answer 1", "y 2"]
     assert workload.num_steps == len(steps)
-    assert steps[3].body()["conversation_id"] == "y"
+    assert "conversation_id" not in steps[3].body()
+    assert steps[5].body()["conversation_id"] == "x"
     assert "reuse" not in steps[3].body(), "defaults alone"
 
 

@@ -207,6 +207,8 @@ def test_left_open_ask_reuses_where_that_is_known_to_be_good_and_says_why_not(
         assert ran.code == 0, ran.err
         return dict(json.loads(ran.out)["explain"])
 
+    for profile in (tmp_path / "home" / "profiles").glob("machine-*"):
+        profile.unlink()  # `ingest --kv` measured it
     first = explained()
     assert first["strategy"] == "prefix"
     assert "never measured" in first["why"]
