@@ -31,7 +31,7 @@ def remote_tiers(store: StoreSettings) -> tuple[RedisTierConfig | S3TierConfig, 
         match = _BUCKET.fullmatch(store.s3_url)
         if match is None:
             raise ConfigError(
-                f"store.s3_url {store.s3_url!r} names no bucket of 3 letters or more; write s3://BUCKET/PREFIX"
+                f"store.s3_url {store.s3_url!r} names no bucket; write s3://BUCKET/PREFIX"
             )
         s3 = S3TierConfig(match[1], endpoint_url=store.s3_endpoint, region=store.s3_region)
         below = (match[2] or "").strip("/")
