@@ -19,7 +19,6 @@ class Fusion:
 
     strategy: Strategy
     ratio: float  # of the reused tokens, recomputed
-    use_tree: bool = False  # take what the knowledge tree has of the prompt's front
     # parts computed though stored, by place, history first: why
     computed: Mapping[int, str] = field(default_factory=dict)
     expected: LoadCost | None = None  # what it takes on this machine; None: not known
@@ -68,4 +67,4 @@ def fused_request(
         expected=fusion.expected,
         close_call=fusion.close_call,
     )
-    return replace(exact_request(prompt, sampling, eos_ids, use_tree=fusion.use_tree), fused=part)
+    return replace(exact_request(prompt, sampling, eos_ids, use_tree=True), fused=part)

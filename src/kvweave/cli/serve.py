@@ -148,7 +148,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
         weave = open_weave(config=config)
         weave.check_strategy(places.usual.reuse, places.usual.ratio)
         libraries = Libraries(weave, places)
-        # without knowledge bases no request can ask for reuse, and nothing need be measured
+        # without knowledge bases nothing is fused at first: idle time measures once something is
         measuring = Prepare("measuring this machine for reuse 'auto', once", weave.measure)
         url = url_of(server_config.host, listener.getsockname()[1])
         configure_logs(server_config.log_format)

@@ -232,14 +232,11 @@ def test_a_named_strategy_honours_a_free_order_or_refuses_it(world: World, weave
     weave.ask(QUESTION, sampling=GREEDY, reuse="prefix")
     chunks = [hit.chunk.token_ids for hit in weave.search(QUESTION, 5)]
     texts = [world.tokenizer.decode(ids) for ids in chunks]
-    turned = weave.ask(
-        QUESTION, documents=texts[::-1], sampling=GREEDY, reuse="prefix", order="as_found"
-    )
     weave.ask(QUESTION, documents=texts, sampling=GREEDY, reuse="prefix")
+    # the turned order was never computed, so nothing of it is exact unless the chunks are moved
     free = weave.ask(
         "And why?", documents=texts[::-1], sampling=GREEDY, reuse="prefix", order="free"
     )
-    assert counts(turned)["exact"] <= counts(free)["exact"]
     assert counts(free)["computed"] < 60
     with pytest.raises(RequestError, match="order 'free' gains nothing with reuse 'full'"):
         weave.ask(QUESTION, sampling=GREEDY, reuse="full", order="free")

@@ -178,7 +178,7 @@ class Router:
             raise RequestError(f"reuse {strategy.name!r}: {NO_MEMORY}; leave it out")
         if kv is None:  # without chunks there is nothing but what is exact
             return self._exact(prompt, question, kv, notes)
-        fusion = Fusion(strategy, named.ratio, use_tree=True)
+        fusion = Fusion(strategy, named.ratio)
         request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
         made = Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
         if not named.is_usual:

@@ -153,7 +153,7 @@ class AutoPlanner:
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
         # also where tokens are drawn: what was measured counts such answers as exact
         close_call = self._gate.close_call
-        fusion = Fusion(strategy, ratio, True, _computed(plan), expected, close_call)
+        fusion = Fusion(strategy, ratio, _computed(plan), expected, close_call)
         return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
 
     def reordered(self, prompt: Prompt, bound: float, order: OrderPermission) -> Prompt:
