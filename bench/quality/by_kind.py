@@ -105,6 +105,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--encodings", default="filler:4")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
+    parser.add_argument(
+        "--order", action=argparse.BooleanOptionalAction, default=True, help="what moving costs"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop asking after this long")
     return parser.parse_args()
@@ -146,7 +149,9 @@ class Bench:
         self.tokenizer = Tokenizer(folder)
         self.decoder = load_decoder(folder, device=args.device, dtype=args.dtype)
         facts = ModelFacts(self.decoder.spec.num_layers)
-        self.settings = [ORDER, Setting(open_strategy("reuse", facts), 0.0)]
+        self.settings = [Setting(open_strategy("reuse", facts), 0.0)]
+        if args.order:
+            self.settings.insert(0, ORDER)
         for name in args.strategies.split(","):
             strategy = open_strategy(name, facts)
             self.settings += [Setting(strategy, float(r)) for r in args.ratios.split(",")]

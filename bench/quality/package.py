@@ -3,10 +3,12 @@
     python bench/quality/package.py values.jsonl.gz --cases carry/cases.pickle \\
         --profile src/kvweave/calibrate/packaged/smollm2-c4e24e8168d5.json
 
-Only sets that are not held out. The profile's layers stay, its tables of these kinds are replaced.
+Only sets that are not held out. Tables of these kinds are replaced; the layers stay, unless
+`--layers` names what quality/layers.py found. A model without a profile gets one.
 """
 
 import argparse
+import json
 import pickle
 import sys
 from collections.abc import Sequence
@@ -20,8 +22,9 @@ if __name__ == "__main__":
 from common.results import finish
 from kvweave.calibrate.case import Case, hash_cases
 from kvweave.calibrate.gate import Table, choose, worst_cells
+from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.calibrate.measure import ORDER, Setting
-from kvweave.calibrate.profiles import load_profile, save_profile
+from kvweave.calibrate.profiles import Profile, load_profile, save_profile
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
 from kvweave.fuse.encode.contexts import context_filler, digest_ids, parse_variant, variant_name
 from kvweave.fuse.strategy import ModelFacts, open_strategy
@@ -38,7 +41,9 @@ def main() -> None:
     parser.add_argument("values", type=Path)
     parser.add_argument("--cases", type=Path, required=True)
     parser.add_argument("--profile", type=Path, required=True, help="read, then written")
+    parser.add_argument("--layers", type=Path, help="what quality/layers.py found")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--name", help="of the model, in a profile that is new")
     parser.add_argument("--dtype", default="float32", help="that was measured in")
     parser.add_argument("--encoding", default="filler:4")
     args = parser.parse_args()
@@ -62,7 +67,13 @@ def main() -> None:
         for name, chosen in SETS.items()
         if not chosen.held_out
     ]
-    profile = load_profile(args.profile, decoder.weights.fingerprint, tokenizer.fingerprint)
+    weights, ids = decoder.weights.fingerprint, tokenizer.fingerprint
+    if args.profile.exists():
+        profile = load_profile(args.profile, weights, ids)
+    else:
+        profile = Profile(args.name or args.model, weights, ids)
+    if args.layers is not None:
+        profile = replace(profile, layers=LayerProfile(**json.loads(args.layers.read_text())))
     kinds = {table.kind for table in tables}
     kept = tuple(t for t in profile.calibration if t.kind not in kinds)
     save_profile(args.profile, replace(profile, calibration=(*kept, *tables)))

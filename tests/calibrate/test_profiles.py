@@ -198,14 +198,18 @@ def test_embedded_models_come_with_a_profile_that_loads(
 ) -> None:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
     packaged = sorted((Path(profiles.__file__).parent / "packaged").glob("*.json"))
-    assert [path.name.split("-")[0] for path in packaged] == ["smollm2"]
-    stored = json.loads(packaged[0].read_text())
-    profile = find_profile(stored["weights"], stored["tokenizer"])
-    assert profile is not None
-    assert profile.model == "smollm2"
-    assert profile.layers is not None
-    assert profile.facts(30).critical_layers
-    assert stored["format"] == profiles.FORMAT
+    names = []
+    for path in packaged:
+        stored = json.loads(path.read_text())
+        profile = find_profile(stored["weights"], stored["tokenizer"])
+        assert profile is not None
+        assert path.name == f"{profile.model}-{profile.weights[: profiles.SHORT]}.json"
+        assert profile.layers is not None
+        assert profile.facts(30).critical_layers
+        assert len({table.kind for table in profile.calibration}) == 6
+        assert stored["format"] == profiles.FORMAT
+        names.append(profile.model)
+    assert names == ["qwen2.5-coder-0.5b", "smollm2"]
 
 
 FILLER = (5, 6, 7)

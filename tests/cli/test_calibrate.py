@@ -89,7 +89,7 @@ def test_layers_then_tables_make_one_profile(
     assert profile.layers.num_samples == 4
     assert [table.encoding for table in profile.calibration] == ["isolated", "filler:2"]
     measured = profile.calibration[0].cells
-    assert len(measured) == 2 + 7 * 2  # the order, plain reuse, and the rest at two ratios
+    assert len(measured) == 2 + 8 * 2  # the order, plain reuse, and the rest at two ratios
     assert {cell.strategy for cell in measured} >= {"reuse", "qcfuse", "weave", "weave-deep"}
     assert all(cell.f1 is not None for cell in measured)
 
@@ -152,7 +152,9 @@ def test_a_quick_calibration_makes_its_own_questions_and_says_how_sure_it_is(
     assert profile is not None
     (table,) = profile.calibration
     assert (table.kind, table.num_questions, table.has_history) == ("own", 20, False)
-    assert {cell.strategy for cell in table.cells} == {"order", "weave", "weave-deep"}
+    assert {cell.strategy for cell in table.cells} == {
+        "order", "weave", "weave-deep", "weave-through"
+    }  # fmt: skip
     assert table.most_prompt_tokens >= table.mean_prompt_tokens > 0
     assert table.close_call > 0
 

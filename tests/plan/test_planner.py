@@ -424,6 +424,35 @@ def test_a_path_that_comes_back_is_computed_once_it_pays_and_the_plan_says_so() 
     assert other.strategy == "epic", "the same chunks, another path"
 
 
+def test_the_chance_of_a_close_call_is_paid_for() -> None:
+    """A fused answer that is thrown away costs a second prefill: where that happens often, fusing
+    does not pay although its own price is lower."""
+    stored, request = on_disk("a300", "b300"), ask("a300", "b300")
+    rarely = make_planner(stored=stored, gate=OpenGate(epic=0.5, close=0.05)).plan(request)
+    often = make_planner(stored=stored, gate=OpenGate(epic=0.5, close=0.5)).plan(request)
+    assert rarely.strategy == "epic"
+    exact_s = next(o.expected_s for o in rarely.options if o.name == "prefix")
+    assert rarely.chosen.again_s == pytest.approx(0.05 * exact_s)
+    assert often.strategy is None
+    fused = next(o for o in often.options if o.name == "fused epic")
+    assert fused.predicted_s is not None
+    assert fused.predicted_s < exact_s < fused.expected_s + 0.1 * exact_s
+    assert fused.reason is Reason.GAIN_TOO_SMALL or fused.reason is Reason.DEARER
+
+
+def test_a_conversation_is_computed_exactly_as_soon_as_as_many_turns_more_pay_it_back() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5))
+    request = ask("a300", "b300")
+    taken = [planner.plan(replace(request, turns=turns)).chosen for turns in range(4)]
+    assert taken[0].reason is Reason.CHEAPEST
+    assert taken[0].name == "fused epic"
+    assert taken[-1].reason is Reason.RETURNS
+    fused_s, exact_s, known_s = taken[0].expected_s, taken[-1].expected_s, 0.010
+    for turns, chosen in enumerate(taken):
+        is_paid_back = turns * (fused_s - known_s) >= exact_s - fused_s
+        assert (chosen.reason is Reason.RETURNS) is (turns > 0 and is_paid_back)
+
+
 def test_what_returned_of_a_fused_path_is_what_should_be_computed_in_idle_time() -> None:
     planner = make_planner(stored=on_disk("a300", "b300", "c300"))
     first, second = ask("a300", "b300"), ask("a300", "c300")

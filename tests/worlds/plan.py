@@ -18,13 +18,15 @@ FAST = 1e9
 
 
 class OpenGate:
-    def __init__(self, **ratios: float | None) -> None:
+    def __init__(self, close: float = 0.0, **ratios: float | None) -> None:
+        """`close`: share of fused answers that are computed exactly after all."""
         self.ratios = ratios
+        self.close = close
 
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         if strategy not in self.ratios:
             return Verdict(None, Reason.NOT_CALIBRATED)
-        return Verdict(self.ratios[strategy])
+        return Verdict(self.ratios[strategy], close=self.close)
 
     def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
         return Verdict(self.ratios.get("order"))

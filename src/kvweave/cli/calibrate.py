@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from kvweave.calibrate.subject import Subject
     from kvweave.fuse.encode.contexts import Variant
 
-STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave,weave-deep"
+STRATEGIES = "reuse,epic,cacheblend,fusionrag,prophetkv,qcfuse,weave,weave-deep,weave-through"
 RATIOS = "0.05,0.15,0.3,0.5"
-QUICK_STRATEGIES = "weave,weave-deep"
+QUICK_STRATEGIES = "weave,weave-deep,weave-through"
 QUICK_RATIOS = "0.3,0.4,0.5"
 QUICK_QUESTIONS = 24
 MIN_CONTEXT_TOKENS = 2000  # of a sample for critical layers

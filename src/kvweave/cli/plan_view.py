@@ -66,11 +66,11 @@ def options_table(plan: "Plan") -> "Table":
         table.add_column(name, justify="left" if name == "option" else "right")
     table.add_column("why")
     priced = [o for o in plan.options if o.predicted_s is not None]
-    for option in sorted(priced, key=lambda o: o.predicted_s or 0.0):
+    for option in sorted(priced, key=lambda o: o.expected_s):
         chosen = option == plan.chosen
         table.add_row(
             f"{'→ ' if chosen else '  '}{_name(option)}",
-            f"{option.predicted_s:.3f}",
+            _seconds(option),
             f"{option.rows:,}",
             f"{option.load_bytes / 1e6:.1f} MB" if option.load_bytes else "",
             _loading(option),
@@ -84,6 +84,12 @@ def options_table(plan: "Plan") -> "Table":
     for reason, names in declined.items():
         table.add_row("  fused " + ", ".join(names), "", "", "", "", reason)
     return table
+
+
+def _seconds(option: "Option") -> str:
+    """Its price, and what close calls add to it on average."""
+    again = f" + {option.again_s:.3f}" if option.again_s else ""
+    return f"{option.predicted_s:.3f}{again}"
 
 
 def spans_table(plan: "Plan") -> "Table":
@@ -112,6 +118,7 @@ def _option(option: "Option") -> dict[str, Any]:
     return {
         "name": option.name,
         "predicted_s": _rounded(option.predicted_s),
+        "again_s": _rounded(option.again_s),
         "ratio": option.ratio,
         "rows": option.rows,
         "load_bytes": option.load_bytes,

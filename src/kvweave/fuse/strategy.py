@@ -24,7 +24,7 @@ from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
-from kvweave.fuse.selectors.weave import taper, weave, weave_deep
+from kvweave.fuse.selectors.weave import taper, weave, weave_deep, weave_through
 from kvweave.fuse.taper import Taper
 
 AnySelector = Selector | InFlightSelector
@@ -100,8 +100,10 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
     "qcfuse": (_qcfuse, 0.50),
     "weave": (lambda facts: weave(facts.num_layers), 0.15),
     "weave-deep": (lambda facts: weave_deep(facts.num_layers), 0.15),
+    "weave-through": (lambda facts: weave_through(facts.num_layers), 0.50),
 }
-_OURS = ("weave", "weave-deep")
+_TAPERED = ("weave", "weave-deep")
+_OURS = (*_TAPERED, "weave-through")
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
 NEEDS_PROFILE = frozenset({"qcfuse"})  # cannot be opened without the critical layers
 
@@ -125,4 +127,5 @@ def open_strategy(name: str, facts: ModelFacts) -> Strategy:
     make, ratio = _SELECTORS[name]
     if name not in _OURS:
         return Strategy(name, make(facts), ratio)
-    return Strategy(name, make(facts), ratio, STRENGTH, taper(facts.num_layers))
+    tapered = taper(facts.num_layers) if name in _TAPERED else None
+    return Strategy(name, make(facts), ratio, STRENGTH, tapered)

@@ -48,6 +48,7 @@ class Verdict(NamedTuple):
     reason: Reason = Reason.BOUND_NOT_MET  # why none does
     # ratios that calibration allows and that are not taken
     passed: tuple[tuple[float, Reason], ...] = ()
+    close: float = 0.0  # share of answers that turn out close calls and are computed exactly, too
 
 
 class Gate(Protocol):

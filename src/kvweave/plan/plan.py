@@ -90,6 +90,13 @@ class Option(NamedTuple):
     reason: Reason  # why it was taken or not
     ratio: float | None = None  # of a strategy
     load: Load | None = None  # what of the price is loading; None: nothing is loaded
+    again_s: float = 0.0  # beside its price: a second prefill, times the chance of a close call
+
+    @property
+    def expected_s(self) -> float:
+        """What options are compared by."""
+        assert self.predicted_s is not None, "declined options are no candidates"
+        return self.predicted_s + self.again_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ class PlanRequest:
     reuse: Reuse = Reuse.AUTO
     quality_bound: float = 0.02  # nats per token of mean KL
     history: tuple[ChunkRef, ...] = ()  # parts between preamble and chunks, in order; never move
+    turns: int = 0  # of this conversation before this one
     in_history: tuple[ChunkRef, ...] = ()  # retrieved, and left out because `history` has them
     fixed: frozenset[int] = frozenset()  # places among `chunks` that must not move
     strategies: tuple[StrategyInfo, ...] = ()  # that could fuse it now; none: the plan is exact

@@ -106,8 +106,12 @@ class Planner:
         priced: PricedOrder,
         costs: CostModel,
     ) -> Candidate | None:
-        """The best exact option, if the path comes back so often that it is cheaper in the end."""
+        """The best exact option, if the path comes back so often that it is cheaper in the end.
+
+        The next turn of a conversation brings all of this one back, and a conversation that had so
+        many turns will have as many more: the same guess as for any path."""
         returns = self.returns.count([part.id for part in (*request.history, *order)])
+        returns += request.turns
         total, question = priced.layout.total, request.question_tokens
         known_s = costs.prefix(total - question, total, {}).seconds
         exact_s, fused_s = price_of(priced.exact), price_of(priced.chosen)
@@ -184,7 +188,7 @@ class Planner:
             elif verdict.ratio >= 1:
                 refused[strategy.name] = Reason.BOUND_NOT_MET
             else:
-                allowed.append(AllowedStrategy(strategy, verdict.ratio))
+                allowed.append(AllowedStrategy(strategy, verdict.ratio, verdict.close))
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
         return allowed, [*declined, *passed]

@@ -30,6 +30,7 @@ class AllowedStrategy(NamedTuple):
 
     strategy: StrategyInfo
     ratio: float
+    close: float = 0.0  # share of answers that are computed exactly after all
 
 
 class PlanFacts(NamedTuple):
@@ -83,6 +84,7 @@ class OrderPricing:
         self.queue_s = facts.costs.queue_s
         self._exact = [full] if off else [full, *price_prefix(facts.costs, layout)]
         self.exact_s = min([price_of(candidate) for candidate in self._exact])
+        self._close = {each.strategy.name: each.close for each in facts.allowed}
         # by which an approximation must beat it
         self.needed_s = max(MIN_GAIN_SHARE * (self.exact_s - self.queue_s), MIN_GAIN_S)
         self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
@@ -98,7 +100,7 @@ class OrderPricing:
 
     def loading(self, links: Collection[str]) -> Iterator[Candidate]:
         """The fused options that load what comes over these links, whatever it takes."""
-        for strategy, ratio in self._facts.allowed:
+        for strategy, ratio, _ in self._facts.allowed:
             outcome = self._price_fused(strategy, ratio, links)
             if isinstance(outcome, Candidate):
                 yield outcome
@@ -111,7 +113,12 @@ class OrderPricing:
         hits = self._hits.get(kind)  # the same for all that want the same copies
         if hits is None:
             hits = self._hits[kind] = find_hits(costs, layout, strategy)
-        return price_fused(costs, layout, hits, strategy, ratio, limits, tried)
+        priced = price_fused(costs, layout, hits, strategy, ratio, limits, tried)
+        close = self._close.get(strategy.name, 0.0)
+        if not close or not isinstance(priced, Candidate):
+            return priced
+        again_s = close * (self.exact_s - self.queue_s)
+        return priced._replace(option=priced.option._replace(again_s=again_s))
 
     def priced(self) -> PricedOrder:
         """Every option, and the cheapest; but an approximation must win clearly, or the best exact
@@ -122,7 +129,7 @@ class OrderPricing:
 
     def _price(self) -> PricedOrder:
         candidates, declined = list(self._exact), []
-        for strategy, ratio in self._facts.allowed:
+        for strategy, ratio, _ in self._facts.allowed:
             outcome = self.fused(strategy, ratio)
             if isinstance(outcome, Candidate):
                 candidates.append(outcome)
@@ -192,7 +199,7 @@ class RequestPricing:
         if other.exact_s < limit_s:
             return True
         at_least = FusedLowerBound(self._facts.costs, other.layout)
-        for strategy, ratio in self._facts.allowed:
+        for strategy, ratio, _ in self._facts.allowed:
             if at_least.is_below(strategy, ratio, limit_s):
                 outcome = other.fused(strategy, ratio)
                 if isinstance(outcome, Candidate):
@@ -269,8 +276,9 @@ def _judged(candidate: Candidate, priced: PricedOrder) -> Option:
     gain_s = price_of(priced.exact) - price_of(candidate)
     too_small = candidate.strategy is not None and 0 <= gain_s < priced.needed_s
     reason = Reason.GAIN_TOO_SMALL if too_small else Reason.DEARER
-    name, seconds, rows, load_bytes, _, ratio, load = candidate.option
-    return Option(name, seconds, rows, load_bytes, reason, ratio, load)  # `_replace` takes longer
+    name, seconds, rows, load_bytes, _, ratio, load, again_s = candidate.option
+    # `_replace` takes longer
+    return Option(name, seconds, rows, load_bytes, reason, ratio, load, again_s)
 
 
 def with_computed(options: Sequence[Option], fused: Candidate, taken: Candidate) -> list[Option]:
@@ -281,5 +289,4 @@ def with_computed(options: Sequence[Option], fused: Candidate, taken: Candidate)
 
 
 def price_of(candidate: Candidate) -> float:
-    assert candidate.option.predicted_s is not None, "declined options are no candidates"
-    return candidate.option.predicted_s
+    return candidate.option.expected_s

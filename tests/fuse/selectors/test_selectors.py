@@ -44,7 +44,8 @@ SCORING = [  # what declares that it reads or probes something: the others look 
     for name in SELECTING
     if open_strategy(name, ModelFacts(NUM_LAYERS, (1, 2))).needs(NUM_LAYERS) != Needs()
 ]
-QUERY_AWARE = ["fusionrag", "fusionrag-code", "prophetkv", "qcfuse", "weave", "weave-deep"]
+QUERY_AWARE = ["fusionrag", "fusionrag-code", "prophetkv", "qcfuse"]
+QUERY_AWARE += ["weave", "weave-deep", "weave-through"]
 LONG = make_ids(8, 12, 20, 5, 31, 8)
 
 
@@ -226,7 +227,7 @@ def test_strategies_keep_their_names_and_default_ratios() -> None:
     kept |= {"qcfuse": 0.5, "weave": 0.15, "weave-deep": 0.15, "epic": 0.15, "fusionrag": 0.15}
     kept |= {"cacheblend": 0.15, "kvshare": 0.15}
     assert {name: opened[name].ratio for name in kept} == kept
-    assert [n for n, s in opened.items() if s.drift] == ["weave", "weave-deep"]
+    assert [n for n, s in opened.items() if s.drift] == ["weave", "weave-deep", "weave-through"]
     assert [opened[n].reuses for n in ("full", "prefix", "reuse")] == ["none", "exact", "all"]
     assert [n for n, s in opened.items() if s.selector is None] == ["full", "prefix", "reuse"]
 
@@ -246,7 +247,7 @@ def test_selectors_say_what_they_need() -> None:
     assert needs["prophetkv"] == Needs("full", 5, every)
     assert needs["qcfuse"] == Needs("anchors", 4, (1, 2, 4), extras=("anchors:kvzip",))
     assert needs["weave"] == Needs("preamble", 4, (4,))
-    assert needs["weave-deep"] == Needs("full", 4, (4,))
+    assert needs["weave-deep"] == needs["weave-through"] == Needs("full", 4, (4,))
 
 
 # ── positions alone ─────────────────────────────────────────────────────────────────────────────

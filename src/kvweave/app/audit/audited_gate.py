@@ -64,6 +64,7 @@ class AuditedGate:
         if ratio is None or ratio not in ladder:
             return calibrated
         verdict = self._judge(strategy, bound, list(ladder), ratio)
+        verdict = verdict._replace(close=calibrated.close)  # of a ratio nearby: much the same
         if self._found.move(strategy, bound, ratio, verdict.ratio):
             self._tell(strategy, bound, ratio, verdict.ratio)
         return verdict

@@ -132,6 +132,7 @@ class AutoPlanner:
             order,
             quality_bound=bound,
             history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.history),
+            turns=prompt.turns,
             in_history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.left_out),
             strategies=tuple(
                 strategy_info(strategy, encoder, stitch_s) for strategy in self._strategies.values()

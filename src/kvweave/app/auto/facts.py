@@ -169,7 +169,11 @@ class CalibratedGate:
         ]
         halved = min(shares) < 1.0
         why = Reason.HALF_BOUND_NOT_MET if halved else Reason.BOUND_NOT_MET
-        return Verdict(min(set.intersection(*passing), default=None), why)
+        ratio = min(set.intersection(*passing), default=None)
+        if ratio is None:
+            return Verdict(None, why)
+        close = sum(cells[ratio].close for cells in measured) / len(measured)
+        return Verdict(ratio, why, close=close)
 
     def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
         """Whether chunks may stand in another order than they were found in: ratio 0 if the order

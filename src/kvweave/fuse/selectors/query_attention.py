@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool1d
 
 from kvweave.fuse.probe import ContextView, FrontView, LaidContext, ProbedLayer, probe
 from kvweave.fuse.protocol import Projected
@@ -48,6 +49,9 @@ class QueryAttention:
     anchors: str = "kvzip"  # which anchors the "anchors" view takes
     # a row at the end of the prompt counts for 1 / (1 + late) of one at its front: it costs more
     late: float = 0.0
+    # a row also counts for half of the best row within `smooth` around it (odd; 1: itself alone):
+    # what is asked about is a run of words, and some models look at one of them only
+    smooth: int = 1
     in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
@@ -72,6 +76,8 @@ class QueryAttention:
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
         scores = reduce(self.layer_scores(scene), self.over_layers, dim=0)
+        if self.smooth > 1:
+            scores = (scores + _best_around(scores, self.smooth)) / 2
         return scores / _cost(scene, self.late, scores.device) if self.late else scores
 
     def layer_scores(self, scene: Scene) -> Tensor:
@@ -134,6 +140,11 @@ class QueryAttention:
         before = [scene.stitched.preamble(layer) for layer in layers]
         front = [kv.k for kv in before if kv is not None]
         return [(own, seen), (front, None)] if front else [(own, seen)]
+
+
+def _best_around(scores: Tensor, width: int) -> Tensor:
+    """The highest of the `width` scores around each one, [H]."""
+    return max_pool1d(scores[None, None], width, stride=1, padding=width // 2)[0, 0]
 
 
 def _cost(scene: Scene, late: float, device: torch.device) -> Tensor:

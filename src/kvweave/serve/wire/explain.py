@@ -22,6 +22,7 @@ class OptionOut(Outgoing):
 
     name: str
     predicted_ms: float | None  # to the first token; null: not priced
+    again_ms: float = 0.0  # a second prefill, times the chance of a close call; counts as well
     rows: int  # tokens computed
     load_bytes: int
     load_ms: float | None = None  # loading by itself; null: nothing is loaded
@@ -131,6 +132,7 @@ def _decision(answer: Answer) -> DecisionOut | None:
             OptionOut(
                 name=option.name,
                 predicted_ms=_ms(option.predicted_s),
+                again_ms=round(option.again_s * 1e3, 3),
                 rows=option.rows,
                 load_bytes=option.load_bytes,
                 load_ms=None if option.load is None else _ms(option.load.seconds),
