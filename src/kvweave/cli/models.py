@@ -1,7 +1,7 @@
 """`kvweave models`: pull, list and remove models. Never loads torch."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -41,7 +41,8 @@ def ls_command(as_json: bool) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("name", "what", "on disk", "from"):
-        table.add_column(heading, justify="right" if heading == "on disk" else "left")
+        justify: Literal["left", "right"] = "right" if heading == "on disk" else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
         size = megabytes(row["size_bytes"]) if row["pulled"] else "not pulled"
         table.add_row(row["name"], row["what"], size, row["from"])

@@ -30,9 +30,14 @@ def with_model(config: WeaveConfig) -> WeaveConfig:
 def pull_bar(name: str) -> Iterator[Progress]:
     """A bar on a terminal, one line per stage elsewhere; nothing where nothing is done."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as RichProgress
-    from rich.progress import TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:

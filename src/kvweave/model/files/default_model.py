@@ -41,8 +41,8 @@ def default_model(*, watch: Watch = unwatched, cache: ModelCache | None = None) 
         except (ModelNotFound, ModelCorrupt) as worse:
             raise ModelNotFound(f"{error}; nor can {FALLBACK}, the fallback: {worse}") from error
         log.warning(
-            "%s answers in place of %s, which is better: %s. Get it: kvweave models pull %s; "
-            "or stay with this one: --model %s",
+            "%s answers, a smaller and poorer model than %s: %s. To get that one: kvweave models "
+            "pull %s; to stay with this one: --model %s",
             *(FALLBACK, DEFAULT, error, DEFAULT, FALLBACK),
         )
         return FALLBACK

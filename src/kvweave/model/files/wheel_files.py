@@ -40,7 +40,7 @@ class WheelPart(NamedTuple):
     member: str
 
 
-class _Stopped(Exception):  # noqa: N818 - no trouble, a word between our threads
+class _Stopped(Exception):
     """Another download failed, or the user interrupted."""
 
 
