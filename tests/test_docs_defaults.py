@@ -285,7 +285,7 @@ QUOTED = [
             "config:ServerSettings().lame_s",
         ),
         ("(`layers`: {})", "cli.calibrate:MIN_CONTEXT_TOKENS"),
-        ("an embedded name (`{}`)", "config:ModelChoice().model"),
+        ("an embedded name (`{}`", "model.files.default_model:DEFAULT"),
         ("found for the model, else {};", "fuse.encode.contexts:DEFAULT_SIZES['neighbours']"),
         ("`{}` the first time |", "fuse.encode.preparation:DEFAULT_ENCODING"),
     ),
