@@ -6,14 +6,16 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PORT ?= 8321
-MODEL ?= smollm2
+MODEL ?=
 
 .PHONY: help serve test test-slow check fix models vllm clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-serve: $(VENV)/.serve models  ## install what is missing and serve an OpenAI-compatible API (PORT=8321)
-	$(BIN)/kvweave serve --model $(MODEL) --port $(PORT)
+# no --model unless one is named: the default may be replaced where it cannot be had
+serve: $(VENV)/.serve  ## install what is missing and serve an OpenAI-compatible API (PORT=8321, MODEL=name)
+	@$(BIN)/kvweave models pull minilm
+	$(BIN)/kvweave serve $(if $(MODEL),--model $(MODEL)) --port $(PORT)
 
 test: $(VENV)/.dev models  ## install what is missing and run the plain test suite
 	$(BIN)/python -m pytest
@@ -30,7 +32,7 @@ fix: $(VENV)/.dev  ## let the formatter and linter mend what they can
 	$(BIN)/ruff format src tests bench examples
 	$(BIN)/ruff check --fix src tests bench examples
 
-models: $(VENV)/.serve  ## fetch the embedded models once into the user's cache folder
+models: $(VENV)/.serve  ## fetch the models of the tests once into the user's cache folder
 	@$(BIN)/kvweave models pull smollm2 minilm
 
 vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build, for bench/product.py

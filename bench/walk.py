@@ -45,7 +45,7 @@ def make_kb(folder: Path) -> None:
     from kvweave.app.weave import Weave
 
     texts = [(f"Note {i}", " ".join(f"{WORDS} {i} {j}." for j in range(9))) for i in range(8)]
-    with Weave.open(folder) as weave:
+    with Weave.open(folder, model="smollm2") as weave:
         weave.ingest(*texts, chunk_kv=True)
         weave.plan(QUESTION)
 
@@ -55,7 +55,7 @@ def ask(kb: Path, walk: Walk) -> None:
     from kvweave.app.weave import Weave
     from kvweave.engine.sampling import Sampling
 
-    with Weave.open(kb) as weave:
+    with Weave.open(kb, model="smollm2") as weave:
         sys.setprofile(walk)
         threading.setprofile(walk)
         answer = weave.ask(QUESTION, reuse="auto", sampling=Sampling(max_tokens=4))

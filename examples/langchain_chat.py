@@ -2,7 +2,7 @@
 
 kvweave serve                          # in another terminal
 pip install langchain-openai
-python examples/langchain_chat.py      # [--base-url http://127.0.0.1:8321/v1] [--model smollm2]
+python examples/langchain_chat.py      # [--base-url http://127.0.0.1:8321/v1] [--model NAME]
 """
 
 import argparse
@@ -11,7 +11,7 @@ from langchain_openai import ChatOpenAI
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--base-url", default="http://127.0.0.1:8321/v1")
-parser.add_argument("--model", default="smollm2")
+parser.add_argument("--model", default="qwen2.5-coder-0.5b")
 parser.add_argument("--max-tokens", type=int, default=48)
 args = parser.parse_args()
 

@@ -64,7 +64,7 @@ def test_without_anything_there_are_the_defaults(nowhere: Path) -> None:
     assert loaded == EffectiveConfig(
         WeaveConfig(), dict.fromkeys(known_keys(), "default"), None, frozenset()
     )
-    assert loaded.config.model == ModelChoice("smollm2", "auto", "auto", "none", None)
+    assert loaded.config.model == ModelChoice(None, "auto", "auto", "none", None)
 
 
 def test_flags_beat_variables_beat_the_file_beats_defaults(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_flags_beat_variables_beat_the_file_beats_defaults(tmp_path: Path) -> No
     env = {"KVWEAVE_MODEL_DTYPE": "bfloat16", "KVWEAVE_MODEL_QUANT": "none", "OTHER": "x"}
     flags = {"model.quant": Flag("--quant", "int4")}
     loaded = load_config(file, env, flags)
-    assert loaded.config.model == ModelChoice("smollm2", "cpu", "bfloat16", "int4")
+    assert loaded.config.model == ModelChoice(None, "cpu", "bfloat16", "int4")
     sources = [loaded.sources[f"model.{name}"] for name in ("model", "device", "dtype", "quant")]
     assert sources == ["default", "kvweave.toml", "KVWEAVE_MODEL_DTYPE", "--quant"]
     assert (loaded.file, loaded.flags) == (file, {"model.quant"})
@@ -263,7 +263,7 @@ def test_so_is_that_of_a_flag() -> None:
     ("make", "says"),
     [
         (lambda: ModelChoice(device=3), "model.device must be a text, got 3"),  # type: ignore[arg-type]
-        (lambda: ModelChoice(model=None), "model.model cannot be None"),  # type: ignore[arg-type]
+        (lambda: ModelChoice(device=None), "model.device cannot be None"),  # type: ignore[arg-type]
         (lambda: StoreSettings(host_bytes=0), "store.host_bytes must be at least 1, got 0"),
         (lambda: replace(QualitySettings(), bound=-0.1), "quality.bound must be between"),
         (lambda: EngineSettings(pool_tokens=True), "engine.pool_tokens must be a whole number"),

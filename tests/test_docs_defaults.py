@@ -285,9 +285,24 @@ QUOTED = [
             "config:ServerSettings().lame_s",
         ),
         ("(`layers`: {})", "cli.calibrate:MIN_CONTEXT_TOKENS"),
-        ("an embedded name (`{}`)", "config:ModelChoice().model"),
+        ("an embedded name (`{}`", "model.files.default_model:DEFAULT"),
         ("found for the model, else {};", "fuse.encode.contexts:DEFAULT_SIZES['neighbours']"),
         ("`{}` the first time |", "fuse.encode.preparation:DEFAULT_ENCODING"),
+    ),
+    *quoted(
+        "models.md",
+        (
+            "takes no connection in {:g} seconds, or is silent for {:g},",
+            "model.files.hub_file:_REACH_S",
+            "model.files.hub_file:_SILENCE_S",
+        ),
+        (
+            "temperature {:g}, top-p {:g}, top-k {}, repetition penalty {:g}.",
+            "model.files.embedded:SMALL_MODEL['temperature']",
+            "model.files.embedded:SMALL_MODEL['top_p']",
+            "model.files.embedded:SMALL_MODEL['top_k']",
+            "model.files.embedded:SMALL_MODEL['repetition_penalty']",
+        ),
     ),
     *quoted(
         "fusion.md",
@@ -344,8 +359,8 @@ def test_the_planner_page_quotes_reasons_that_a_plan_can_have() -> None:
 
 def test_every_page_of_settings_is_quoted() -> None:
     settled = {quote.page for quote in QUOTED}
-    prose = {page.name for page in PAGES} - {"README.md", "config.md", "models.md"}
-    assert settled == prose  # config.md has a test of its own; models.md has no defaults
+    prose = {page.name for page in PAGES} - {"README.md", "config.md"}
+    assert settled == prose  # config.md has a test of its own
 
 
 # ── commands ─────────────────────────────────────────────────────────────────

@@ -100,7 +100,8 @@ class ConfigSection:
 class ModelChoice(ConfigSection):
     """Which model computes, where and how."""
 
-    model: str = "smollm2"  # an embedded name, a folder, a .gguf file or a hub id
+    # an embedded name, a folder, a .gguf file or a hub id
+    model: str | None = unset("qwen2.5-coder-0.5b, or smollm2 where that cannot be had")
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     dtype: str = "auto"  # auto, float32, bfloat16 or float16
     quant: str = "none"  # none, or int8 on a CPU

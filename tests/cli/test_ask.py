@@ -129,7 +129,10 @@ def test_a_folder_is_not_a_file(run: Run, tmp_path: Path) -> None:
         (["q", "--seed", "-1"], "seed must be between"),
         (["q", "--repetition-penalty", "0"], "repetition_penalty must be between"),
         (["q", "--stop", ""], "stop must be made of non-empty strings"),
-        (["q", "--model", "no-such"], "no model 'no-such'; pass an embedded name (smollm2"),
+        (
+            ["q", "--model", "no-such"],
+            "no model 'no-such'; pass an embedded name (qwen2.5-coder-0.5b",
+        ),
         (["q", "--model", "org/no-such"], "the model hub cannot be reached"),
         (["q", "--model", "no/such/folder"], "no model 'no/such/folder'"),
         (["q", "--model", "missing.gguf"], "missing.gguf does not exist"),

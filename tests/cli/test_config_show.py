@@ -73,7 +73,9 @@ def test_people_see_every_setting_its_value_and_its_source(
     assert heading.split() == ["setting", "value", "from"]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     assert list(rows) == list(known_keys())
-    assert rows["model.model"] == "smollm2 default"
+    assert rows["model.model"] == (
+        "(qwen2.5-coder-0.5b, or smollm2 where that cannot be had) default"
+    )
     assert rows["model.device"] == "cpu --device"
     assert rows["library.extras"] == "none --extras"
     assert rows["store.host_bytes"] == "1,536 MiB kvweave.toml"

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvweave.cli.models import command
-from kvweave.model.files.embedded import MINILM, SMOLLM2, EmbeddedModel
+from kvweave.model.files.embedded import EMBEDDED, MINILM, SMOLLM2, EmbeddedModel
 from kvweave.model.files.model_cache import CacheOrigin, ModelCache, PullStep
 
 
@@ -69,7 +69,7 @@ def test_ls_json_is_one_document_with_sizes_and_places(model_cache: ModelCache) 
     other = CacheOrigin("gguf-0123", "x.Q4_K_M.gguf", "GGUF file", "", "01" * 32, 1)
     put(model_cache, other, "gguf-0123")
     rows = {row["name"]: row for row in json.loads(run("ls", "--json"))}
-    assert list(rows) == ["smollm2", "minilm", "gguf-0123"]
+    assert list(rows) == [*EMBEDDED, "gguf-0123"]
     assert (rows["smollm2"]["pulled"], rows["smollm2"]["path"]) == (False, None)
     assert (rows["minilm"]["pulled"], rows["minilm"]["path"]) == (True, str(folder))
     assert (rows["minilm"]["size_bytes"], rows["minilm"]["licence"]) == (2, "Apache-2.0")

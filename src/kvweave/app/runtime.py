@@ -13,6 +13,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.default_model import default_model
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import MachineProfile
@@ -40,11 +41,12 @@ class ModelRuntime:
 
     @classmethod
     def open(cls, choice: ModelChoice, engine: EngineConfig | None = None) -> "ModelRuntime":
-        """Load a model: an embedded name, a folder, a .gguf file or a hub id."""
-        folder = locate(choice.model)
+        """Load a model: an embedded name, a folder, a .gguf file, a hub id, or the default."""
+        model = default_model() if choice.model is None else choice.model
+        folder = locate(model)
         decoder = load_decoder(folder, device=choice.device, dtype=choice.dtype, quant=choice.quant)
-        path = Path(choice.model).expanduser()
-        name = path.resolve().name if path.exists() else choice.model  # resolved: `--model .`
+        path = Path(model).expanduser()
+        name = path.resolve().name if path.exists() else model  # resolved: `--model .`
         return cls(decoder, Tokenizer(folder), name, engine)
 
     @property

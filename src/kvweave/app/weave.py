@@ -96,7 +96,7 @@ class Weave:
         cls,
         kb: str | Path | None = None,
         *,
-        model: str = "smollm2",
+        model: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
         quant: str = "none",
@@ -107,7 +107,8 @@ class Weave:
         promotion: int = PROMOTION,
         speculate: SpeculationMode = "auto",
     ) -> Self:
-        """Load a model: an embedded name, a folder, a .gguf file or a hub id.
+        """Load a model: an embedded name, a folder, a .gguf file or a hub id. None is kvweave's
+        default, or a smaller model with a warning where that cannot be had.
 
         `kb` is the folder of a knowledge base, made if it is not there, whose embedder is loaded as
         well; None does without one. `embedder` None is the one it was made with, MiniLM for a new
@@ -121,7 +122,7 @@ class Weave:
         """
         names = None if extras is None else tuple(extras)
         config = WeaveConfig(
-            ModelChoice(str(model), str(device), dtype, quant, system),
+            ModelChoice(None if model is None else str(model), str(device), dtype, quant, system),
             LibrarySettings(encoding=encoding, extras=names, promotion=promotion),
             speculation=SpeculationSettings(speculate),
         )

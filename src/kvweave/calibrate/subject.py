@@ -21,6 +21,7 @@ from kvweave.calibrate.questions import QuestionRecord, make_case, repeat_ids
 from kvweave.errors import ConfigError, CorpusError
 from kvweave.fuse.encode.contexts import Variant, context_filler
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.default_model import default_model
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -81,13 +82,15 @@ class Subject:
 
 
 def load_subject(
-    profile_file: Path | None, say: Say, *, model: str, device: str, dtype: str, quant: str
+    profile_file: Path | None, say: Say, *, model: str | None, device: str, dtype: str, quant: str
 ) -> Subject:
-    """Load a model, and its profile if it has one: from `profile_file` where that is there.
+    """Load a model, the default if `model` is None, and its profile if it has one: from
+    `profile_file` where that is there.
 
     A profile that cannot be used is no reason to stop: measuring again is what every other command
     tells the user to do about it. `say` hears of it.
     """
+    model = default_model() if model is None else model
     folder = locate(model)
     tokenizer = Tokenizer(folder)
     decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)

@@ -22,6 +22,7 @@ from kvweave.cli.options import (
     store_options,
     system_option,
 )
+from kvweave.cli.pulling import with_model
 from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
 from kvweave.errors import ConfigError
 
@@ -128,6 +129,7 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
         limits=ParseLimits(file_bytes=int(asked.max_file_mb * 2**20)),
         prune=asked.prune,
     )
+    config = with_model(config)
     with KnowledgeBase.open(
         asked.kb_folder,
         tokenizer=find_tokenizer(config.model.model),

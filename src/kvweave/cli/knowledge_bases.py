@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvweave.cli.pulling import with_model
 from kvweave.config import WeaveConfig
 from kvweave.errors import CorpusError
 
@@ -22,10 +23,11 @@ def check_knowledge_base(folder: Path) -> None:
         )
 
 
-def find_tokenizer(model: str) -> "Tokenizer":
+def find_tokenizer(model: str | None) -> "Tokenizer":
     """The tokenizer of a model folder, an embedded model or a hub id."""
     from kvweave.text.tokenizer import Tokenizer
 
+    assert model is not None, "with_model named one"
     if Path(model).is_dir():
         return Tokenizer(Path(model))
     from kvweave.model.files.locate import locate
@@ -52,10 +54,11 @@ def open_weave(*, config: WeaveConfig, kb: Path | None = None) -> "Weave":
     from rich.console import Console
     from rich.markup import escape
 
+    config = with_model(config)
     console = Console(stderr=True)
     if not console.is_terminal:
         return _open(config, kb)
-    with console.status(f"loading {escape(config.model.model)} …"):
+    with console.status(f"loading {escape(str(config.model.model))} …"):
         return _open(config, kb)
 
 

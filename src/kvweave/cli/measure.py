@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.options import json_option, model_options, pass_config
+from kvweave.cli.pulling import with_model
 from kvweave.config import EffectiveConfig
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def command(renew: bool, as_json: bool, effective: EffectiveConfig) -> None:
     from kvweave.app.library.library_kv import CODEC
     from kvweave.app.runtime import ModelRuntime
 
-    runtime = ModelRuntime.open(effective.config.model)
+    runtime = ModelRuntime.open(with_model(effective.config).model)
     codec = effective.config.store.codec or CODEC
     try:
         decoder = runtime.decoder

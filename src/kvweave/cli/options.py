@@ -134,8 +134,8 @@ model_options = _all_of(
     config_option(
         "model.model",
         "--model",
-        show_default=True,
-        help="An embedded name, a folder, a .gguf file or a hub id.",
+        help="An embedded name (see `kvweave models ls`), a folder, a .gguf file or a hub id.  "
+        f"[default: {known_keys()['model.model'].unset}]",
     ),
     config_option("model.device", "--device", help="auto, cpu, cuda or cuda:N."),
     config_option("model.dtype", "--dtype", help="auto, float32, bfloat16 or float16."),

@@ -68,7 +68,8 @@ def check_settings(
     if tokenizer is not None and tokenizer != stored.tokenizer:
         raise CorpusError(
             f"{folder} was cut with another tokenizer ({stored.tokenizer[:8]}…, this model has "
-            f"{tokenizer[:8]}…); serve the model it was made for, or {way_out}"
+            f"{tokenizer[:8]}…); name the model it was made for (--model smollm2 if that was "
+            f"the default then), or {way_out}"
         )
     if embedder_identity is not None and embedder_identity != stored.embedder_identity:
         raise CorpusError(

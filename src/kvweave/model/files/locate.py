@@ -1,6 +1,6 @@
 """From what the user typed to a model folder on disk.
 
-smollm2               an embedded model, pulled on first use
+qwen2.5-coder-0.5b    an embedded model, pulled on first use
 ./my-model            a folder with config.json, model.safetensors, tokenizer.json
 weights.Q4_K_M.gguf   a GGUF file, converted once and kept in the cache
 org/name              a model hub id, through huggingface_hub

@@ -2,6 +2,7 @@
 
     models/smollm2-0.1.2/         a model folder plus manifest.json; whole, or not there at all
     models/.making-<name>-…/      work in progress; stale unless a process holds the lock
+    models/.downloads/<name>/     what was downloaded and checked so far; the next pull goes on here
     models/.locks/<name>.lock     held while <name> is made or removed
 
 A folder is made aside and renamed into place, so a kill at any moment leaves nothing that counts
@@ -14,8 +15,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,8 @@ class PullStep(NamedTuple):
     what: str  # "downloading", "converting", …
     done_bytes: int
     total_bytes: int
+    done_parts: int = 0  # of a download in parts
+    num_parts: int = 0  # 0: it has none
 
 
 Progress = Callable[[PullStep], None]
@@ -51,10 +54,12 @@ class CacheOrigin:
     licence: str
     sha256: str  # of the source
     converter: int  # version of our conversion
+    generation: dict[str, Any] = field(default_factory=dict)  # added to generation_config.json
 
     def gives_the_same_as(self, other: "CacheOrigin") -> bool:
         """Whether both give the same bytes, whatever people call them."""
-        return (self.sha256, self.converter) == (other.sha256, other.converter)
+        mine, others = ((o.sha256, o.converter, o.generation) for o in (self, other))
+        return mine == others
 
 
 class CachedModel(NamedTuple):
@@ -116,20 +121,30 @@ class ModelCache:
                 folder = scratch / "folder"
                 fill(folder, scratch)
                 _seal(folder, origin)
-                return self._put(folder, folder_name, scratch)
+                made = self._put(folder, folder_name, scratch)
+            downloads = self.downloads(folder_name)
+            shutil.rmtree(downloads, ignore_errors=True)
+            with suppress(OSError):  # others download there
+                downloads.parent.rmdir()
+            return made
+
+    def downloads(self, folder_name: str) -> Path:
+        """The folder for what was downloaded of a model that is not whole yet. Use it inside `fill`
+        alone: the lock is held there."""
+        return self.root / ".downloads" / folder_name
 
     def remove(self, folder_name: str) -> bool:
-        """Delete a folder, or what is left of one. False: there was nothing to delete."""
-        path = self.root / folder_name
-        if not path.is_dir():
+        """Delete a folder, or what is left or was downloaded of one. False: there was nothing."""
+        paths = [self.root / folder_name, self.downloads(folder_name)]
+        if not any(path.is_dir() for path in paths):
             return False
         with self._explained(folder_name), self._locked(folder_name, no_progress):
-            if not path.is_dir():
-                return False  # another rm was quicker
+            there = [path for path in paths if path.is_dir()]  # another rm may have been quicker
             with self._scratch(folder_name) as scratch:
-                # out of sight first: a kill halfway through deleting must not leave half a model
-                path.rename(scratch / "removed")
-        return True
+                for number, path in enumerate(there):
+                    # out of sight first: a kill while deleting must not leave half a model
+                    path.rename(scratch / f"removed{number}")
+        return bool(there)
 
     def _put(self, folder: Path, folder_name: str, scratch: Path) -> Path:
         final = self.root / folder_name
@@ -192,3 +207,12 @@ def _seal(folder: Path, origin: CacheOrigin) -> None:
     for file in [*files, path]:
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())
+
+
+def link_or_copy(source: Path, target: Path) -> Path:
+    """The same bytes at `target`, for nothing where the disk can do that."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+    return target

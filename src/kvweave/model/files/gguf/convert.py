@@ -10,7 +10,7 @@ The same file always gives the same bytes. The folder appears whole or not at al
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,9 +38,13 @@ class _Source(NamedTuple):
 
 
 def convert_gguf(
-    path: Path, folder: Path, progress: Callable[[int, int], None] | None = None
+    path: Path,
+    folder: Path,
+    progress: Callable[[int, int], None] | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Convert into `folder`, which must not exist. `progress` gets bytes written and their total.
+    """Convert into `folder`, which must not exist. `progress` gets bytes written and their total;
+    `generation` says how answers are drawn, in the words of generation_config.json.
 
     A failure or a kill leaves `folder` absent; a kill leaves `folder` + ".part", which the next
     call removes.
@@ -56,13 +60,13 @@ def convert_gguf(
     try:
         _write_weights(gguf, sources, part / "model.safetensors", progress or _ignore)
         config["eos_token_id"] = _one_or_list(tokenizer.eos_ids)
-        generation = {
+        special = {
             key: config[key]
             for key in ("bos_token_id", "eos_token_id", "pad_token_id")
             if config.get(key) is not None
         }
         _write_json(part / "config.json", config)
-        _write_json(part / "generation_config.json", generation)
+        _write_json(part / "generation_config.json", {**special, **(generation or {})})
         _write_json(part / "tokenizer_config.json", tokenizer.tokenizer_config)
         (part / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8")
         part.rename(folder)
