@@ -87,6 +87,7 @@ def sample(key: Key) -> tuple[Any, str, str]:
         str: ("x", '"x"', "x"),
         int: (3, "3", "3"),
         float: (0.25, "0.25", "0.25"),
+        bool: (False, "false", "false"),
         Path: (Path("/x/y"), '"/x/y"', "/x/y"),
         tuple: (("a", "b"), '["a", "b"]', "a, b"),
     }

@@ -250,6 +250,17 @@ class Weave:
         """
         return self.stream(question, **options).finish()
 
+    def sampling(
+        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
+    ) -> Sampling:
+        """How an answer is drawn that is `asked` to be so (fields of `Sampling`): the rest is as
+        the configuration has it, then the model's generation_config.json, then `built_in`.
+
+        An answer without a `sampling` is drawn by `sampling()`; a `Sampling` that a caller makes
+        counts as it is.
+        """
+        return self._answerer.sampling.sampling(asked, built_in)
+
     def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
