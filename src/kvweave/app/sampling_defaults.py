@@ -9,7 +9,7 @@ from typing import Any
 
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ModelCorrupt, RequestError
-from kvweave.model.files.generation import FILE
+from kvweave.model.files.generation import FILE, unless_greedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,7 @@ class SamplingDefaults:
         self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
     ) -> Sampling:
         """With what a request `asked` for. `built_in` stands behind everything else, in front of
-        the defaults of `Sampling`.
-
-        Who asks for temperature 0 asks for the likeliest token: nothing that the model's makers
-        want for drawn answers changes that. Raises RequestError.
-        """
+        the defaults of `Sampling`. Raises RequestError."""
         chosen = {**self.configured, **(asked or {})}
-        is_greedy = chosen.get("temperature") == 0.0
-        of_model = {} if is_greedy else self.of_model
+        of_model = unless_greedy(self.of_model, chosen.get("temperature"))
         return Sampling(**{**(built_in or {}), **of_model, **chosen})

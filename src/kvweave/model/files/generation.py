@@ -4,6 +4,7 @@ Only what the file names counts; other libraries' defaults for what it leaves ou
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +30,9 @@ def read_generation(folder: Path) -> dict[str, Any]:
     if told.get("do_sample") is False:
         found["temperature"] = 0.0
     return found
+
+
+def unless_greedy(generation: Mapping[str, Any], temperature: float | None) -> Mapping[str, Any]:
+    """What of it counts for who chose a temperature (None: nobody did). Who asks for 0 asks for the
+    likeliest token: nothing that is meant for drawn answers changes that."""
+    return {} if temperature == 0.0 else generation
