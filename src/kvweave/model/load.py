@@ -24,7 +24,8 @@ def load_decoder(
     """Load the model in `folder`.
 
     `device`: "auto" takes CUDA where there is one. `dtype`: "auto" is bfloat16 on CUDA and float32
-    on a CPU; on a CPU without bfloat16 it is emulated, and a warning says so. `quant="int8"` rounds the layers' products to 8 bits (CPU, float32 only).
+    on a CPU; a CPU without bfloat16 emulates it, and a warning says so. `quant="int8"` rounds the
+    layers' products to 8 bits (CPU, float32 only).
     """
     place = torch.device(_resolve_device(device))
     if dtype == "auto":
