@@ -57,6 +57,16 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 QUOTED = [
     *quoted(
+        "config.md",
+        (
+            "the same words, {} tokens at most, have come {} times in a row or more and for {} tokens",
+            "text.loops:LONGEST_PERIOD",
+            "text.loops:LEAST_REPEATS",
+            "text.loops:LEAST_TOKENS",
+        ),
+    ),
+    *quoted("cli.md", ("for {:g} seconds at most, and a second", "cli.interrupts:PATIENCE_S")),
+    *quoted(
         "audit.md",
         ("(`quality.audit_share`, {:g} %; 0: none)", "config:QualitySettings().audit_share * 100"),
         ("`quality.audit_per_minute` ({}) begin", "config:QualitySettings().audit_per_minute"),

@@ -10,7 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from kvweave.app.answer.answer_stream import Answer, AnswerStream, Piece, TokenLogprob
+from kvweave.app.answer.answer_stream import (
+    REPETITION,
+    Answer,
+    AnswerStream,
+    Piece,
+    TokenLogprob,
+)
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
@@ -56,6 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "BOUND",
+    "REPETITION",
     "REUSES",
     "TOP_K",
     "Answer",

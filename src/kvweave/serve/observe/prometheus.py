@@ -6,9 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvweave.app.answer.answer_stream import REPETITION
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.weave import Answer
+from kvweave.app.weave import REPETITION, Answer
 from kvweave.serve.observe.spans import AnswerSpans
 from kvweave.serve.workers.answer_pool import PoolCounts
 
