@@ -59,7 +59,7 @@ QUOTED = [
     *quoted(
         "config.md",
         (
-            "the same words, {} tokens at most, have come {} times in a row or more and for {} tokens",
+            "the same words, {} tokens at most, have come {} times in a row or more and for {} ",
             "text.loops:LONGEST_PERIOD",
             "text.loops:LEAST_REPEATS",
             "text.loops:LEAST_TOKENS",

@@ -91,14 +91,14 @@ def test_answers_are_drawn_as_the_model_wants_and_repeat_with_a_seed(folder: Pat
 
 
 def test_an_answer_that_only_repeats_is_ended_and_says_so(folder: Path) -> None:
-    """A penalty far below 1 makes what was said likelier and likelier: a loop for certain."""
-    looping = Sampling(400, repetition_penalty=0.01)
+    """A penalty far below 1 makes what was said likelier: a loop for certain, and without an end,
+    as none of the tokens that end an answer is among the prompt's."""
+    looping, ids = Sampling(400, repetition_penalty=0.01), list(range(30, 90))
     with opened(folder) as weave:
-        stopped = weave.ask("why?", sampling=looping)
+        stopped = weave.complete(ids, sampling=looping).finish()
         assert (stopped.finish_reason, stopped.stopped_because) == ("stop", REPETITION)
         assert stopped.completion_tokens < 300
-        let_go = weave.ask("why?", sampling=replace(looping, stop_loops=False))
+        let_go = weave.complete(ids, sampling=replace(looping, stop_loops=False)).finish()
         assert (let_go.finish_reason, let_go.stopped_because) == ("length", None)
         assert let_go.completion_tokens == 400
         assert let_go.text.startswith(stopped.text[:-4])
-        assert weave.engine.run_alone(lambda: weave.engine.check_integrity()) is None
