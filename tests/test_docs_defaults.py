@@ -267,7 +267,6 @@ QUOTED = [
         ("per token that reuse may cost ({})", "calibrate.gate:BOUND"),
         ("must stay below ({})", "calibrate.gate:BOUND"),
         ("length of the answer at most ({})", "engine.sampling:Sampling().max_tokens"),
-        ("temperature {:g}, the default", "engine.sampling:Sampling().temperature"),
         ("tokens per chunk at most ({})", "corpus.settings:CHUNK_TOKENS"),
         ("a hub id (`{}`); fixed likewise", "config:LibrarySettings().embedder"),
         ("larger files are skipped ({})", "corpus.parsers:ParseLimits().file_bytes >> 20"),
