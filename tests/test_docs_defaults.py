@@ -353,8 +353,8 @@ def test_the_planner_page_quotes_reasons_that_a_plan_can_have() -> None:
 
 def test_every_page_of_settings_is_quoted() -> None:
     settled = {quote.page for quote in QUOTED}
-    prose = {page.name for page in PAGES} - {"README.md", "config.md", "models.md"}
-    assert settled == prose  # config.md has a test of its own; models.md has no defaults
+    prose = {page.name for page in PAGES} - {"README.md", "models.md"}
+    assert settled == prose  # models.md has no defaults
 
 
 # ── commands ─────────────────────────────────────────────────────────────────

@@ -1,17 +1,22 @@
 """Who says how an answer is drawn: the request, the configuration, the model, what is built in."""
 
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvweave.app.answer.answer_stream import REPETITION
+from kvweave.app.answer.answer_stream import REPETITION, Answer, AnswerStream
 from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.app.weave import Sampling, Weave
 from kvweave.config import ModelChoice, SamplingSettings, WeaveConfig
+from kvweave.engine.sampling import Choice
 from kvweave.errors import ModelCorrupt, RequestError
 from kvweave.model.files.generation import FILE, read_generation
+from kvweave.text.loops import loop_tokens
+from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_models import make_chat_model_folder
 
 OF_MODEL = {"temperature": 0.3, "top_p": 0.9, "repetition_penalty": 1.05}
@@ -90,15 +95,30 @@ def test_answers_are_drawn_as_the_model_wants_and_repeat_with_a_seed(folder: Pat
         assert weave.ask("why?").text == greedy
 
 
+class Repeating(Iterator[Choice]):
+    """The tokens of an answer that says the same three again and again."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._left = iter([30, 31, 32] * (num_tokens // 3))
+        self.is_closed = False
+
+    def __next__(self) -> Choice:
+        return Choice(next(self._left), None)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
 def test_an_answer_that_only_repeats_is_ended_and_says_so(folder: Path) -> None:
-    """A penalty far below 1 makes what was said likelier: a loop for certain, and without an end,
-    as none of the tokens that end an answer is among the prompt's."""
-    looping, ids = Sampling(400, repetition_penalty=0.01), list(range(30, 90))
-    with opened(folder) as weave:
-        stopped = weave.complete(ids, sampling=looping).finish()
-        assert (stopped.finish_reason, stopped.stopped_because) == ("stop", REPETITION)
-        assert stopped.completion_tokens < 300
-        let_go = weave.complete(ids, sampling=replace(looping, stop_loops=False)).finish()
-        assert (let_go.finish_reason, let_go.stopped_because) == ("length", None)
-        assert let_go.completion_tokens == 400
-        assert let_go.text.startswith(stopped.text[:-4])
+    def answered(tokens: Repeating, **how: bool) -> Answer:
+        sampling = Sampling(300, temperature=0.0, **how)  # type: ignore[arg-type]
+        return AnswerStream(tokens, Tokenizer(folder), sampling, 5, time.perf_counter()).finish()
+
+    stopped = answered(tokens := Repeating(300))
+    assert (stopped.finish_reason, stopped.stopped_because) == ("stop", REPETITION)
+    assert stopped.completion_tokens == loop_tokens(3)
+    assert tokens.is_closed, "no more of it is computed"
+    let_go = answered(Repeating(300), stop_loops=False)
+    assert (let_go.finish_reason, let_go.stopped_because) == ("length", None)
+    assert let_go.completion_tokens == 300
+    assert let_go.text.startswith(stopped.text)
