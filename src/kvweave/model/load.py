@@ -48,7 +48,7 @@ def load_decoder(
 def has_bfloat16() -> bool:
     """Whether oneDNN has products in bfloat16 for this CPU: x86-64 with AVX-512 or newer, Arm with
     the bf16 extension."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
