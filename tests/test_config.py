@@ -87,6 +87,7 @@ def sample(key: Key) -> tuple[Any, str, str]:
         str: ("x", '"x"', "x"),
         int: (3, "3", "3"),
         float: (0.25, "0.25", "0.25"),
+        bool: (False, "false", "false"),
         Path: (Path("/x/y"), '"/x/y"', "/x/y"),
         tuple: (("a", "b"), '["a", "b"]', "a, b"),
     }
@@ -401,11 +402,12 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
         "engine.max_running": f"{engine.max_running}",
         "engine.tree_share": f"{engine.tree_share:g}",
         "engine.recorded_rows": f"{engine.recorded_rows}",
+        "sampling.stop_loops": str(drawn.stop_loops).lower(),
         "sampling.max_tokens": f"{drawn.max_tokens}",
-        "sampling.temperature": f"{drawn.temperature:g}",
-        "sampling.top_p": f"{drawn.top_p:g}",
-        "sampling.top_k": f"{drawn.top_k}",
-        "sampling.repetition_penalty": f"{drawn.repetition_penalty:g}",
+        "sampling.temperature": f"the model's, else {drawn.temperature:g}",
+        "sampling.top_p": f"the model's, else {drawn.top_p:g}",
+        "sampling.top_k": f"the model's, else {drawn.top_k}",
+        "sampling.repetition_penalty": f"the model's, else {drawn.repetition_penalty:g}",
     }
     assert {name: known_keys()[name].unset for name in said} == said
 

@@ -57,6 +57,16 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 QUOTED = [
     *quoted(
+        "config.md",
+        (
+            "the same words, {} tokens at most, have come {} times in a row or more and for {} ",
+            "text.loops:LONGEST_PERIOD",
+            "text.loops:LEAST_REPEATS",
+            "text.loops:LEAST_TOKENS",
+        ),
+    ),
+    *quoted("cli.md", ("for {:g} seconds at most, and a second", "cli.interrupts:PATIENCE_S")),
+    *quoted(
         "audit.md",
         ("(`quality.audit_share`, {:g} %; 0: none)", "config:QualitySettings().audit_share * 100"),
         ("`quality.audit_per_minute` ({}) begin", "config:QualitySettings().audit_per_minute"),
@@ -257,7 +267,6 @@ QUOTED = [
         ("per token that reuse may cost ({})", "calibrate.gate:BOUND"),
         ("must stay below ({})", "calibrate.gate:BOUND"),
         ("length of the answer at most ({})", "engine.sampling:Sampling().max_tokens"),
-        ("temperature {:g}, the default", "engine.sampling:Sampling().temperature"),
         ("tokens per chunk at most ({})", "corpus.settings:CHUNK_TOKENS"),
         ("a hub id (`{}`); fixed likewise", "config:LibrarySettings().embedder"),
         ("larger files are skipped ({})", "corpus.parsers:ParseLimits().file_bytes >> 20"),
@@ -359,8 +368,8 @@ def test_the_planner_page_quotes_reasons_that_a_plan_can_have() -> None:
 
 def test_every_page_of_settings_is_quoted() -> None:
     settled = {quote.page for quote in QUOTED}
-    prose = {page.name for page in PAGES} - {"README.md", "config.md"}
-    assert settled == prose  # config.md has a test of its own
+    prose = {page.name for page in PAGES} - {"README.md"}
+    assert settled == prose
 
 
 # ── commands ─────────────────────────────────────────────────────────────────

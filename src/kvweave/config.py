@@ -163,14 +163,16 @@ class SpeculationSettings(ConfigSection):
 @dataclass(frozen=True, slots=True)
 class SamplingSettings(ConfigSection):
     """How answers are drawn, for questions and requests that do not say it themselves. Keys are
-    fields of engine/sampling.py."""
+    fields of engine/sampling.py; the model's are in its generation_config.json."""
 
     max_tokens: Count | None = unset("256")  # of an answer at most
-    temperature: Temperature | None = unset("0")  # 0 takes the likeliest token
-    top_p: TopP | None = unset("1")  # draw among the likeliest tokens with this probability
-    top_k: TopK | None = unset("0")  # draw among this many of the likeliest tokens
-    repetition_penalty: Penalty | None = unset("1")  # above 1, used words become rarer
+    temperature: Temperature | None = unset("the model's, else 0")  # 0 takes the likeliest token
+    # draw among the likeliest tokens with this probability
+    top_p: TopP | None = unset("the model's, else 1")
+    top_k: TopK | None = unset("the model's, else 0")  # draw among this many of the likeliest
+    repetition_penalty: Penalty | None = unset("the model's, else 1")  # above 1: used words, rarer
     seed: Seed | None = unset("another each time")  # makes drawn answers repeatable
+    stop_loops: bool | None = unset("true")  # end answers that only repeat themselves
 
 
 @dataclass(frozen=True, slots=True)

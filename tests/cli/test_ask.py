@@ -13,6 +13,7 @@ import pytest
 from kvweave.app.weave import Document, Sampling, Weave
 from kvweave.cli.ask import LARGEST_FILE_BYTES
 from kvweave.text.prompt import SYSTEM
+from worlds.interrupted import sigint
 from worlds.running import Ran, Run
 
 
@@ -235,9 +236,10 @@ def test_control_c_is_quiet(tmp_path: Path) -> None:
         "from kvweave.cli import main\n"
         "main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, env=os.environ, timeout=120
-    )
+    with sigint(signal.default_int_handler):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, env=os.environ, timeout=120
+        )
     assert done.returncode == 128 + signal.SIGINT
     assert done.stderr.decode().strip() == "kvweave: interrupted"
 

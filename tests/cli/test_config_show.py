@@ -11,13 +11,14 @@ from kvweave.app.weave import Sampling, Weave
 from kvweave.cli import ask, ingest, plan, serve
 from kvweave.cli.options import ConfigOption
 from kvweave.config import WeaveConfig, known_keys
+from kvweave.model.files.generation import FILE
 from worlds.running import Run
 
 OPTIONS = {
     option.opts[-1]: option
     for each in (ask, ingest, plan, serve)
     for option in each.command.params
-    if isinstance(option, ConfigOption)
+    if isinstance(option, ConfigOption) and not option.is_flag
 }
 TYPED: dict[str, tuple[str, Any]] = {  # flag → what is typed, and what the key gets
     "--chunks": ("7", 7),
@@ -99,8 +100,39 @@ def test_json_is_one_document(run: Run, here: Path) -> None:
 def test_every_flag_sets_its_key(run: Run, flag: str) -> None:
     typed, value = TYPED.get(flag, ("x", "x"))
     said = shown(run, flag, typed)["settings"]
-    assert {key for key, told in said.items() if told["from"] != "default"} == {OPTIONS[flag].key}
+    mine = {key for key, told in said.items() if told["from"] not in ("default", FILE)}
+    assert mine == {OPTIONS[flag].key}
     assert said[OPTIONS[flag].key] == {"value": value, "from": flag}
+
+
+def test_what_the_model_wants_is_shown_unless_the_user_says_otherwise(run: Run, here: Path) -> None:
+    told = {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "repetition_penalty": 1.05}
+    (here / "config.json").write_text("{}")
+    (here / FILE).write_text(json.dumps(told))
+
+    def drawn(*flags: str) -> dict[str, Any]:
+        said = shown(run, "--model", ".", *flags)["settings"]
+        return {name: said[f"sampling.{name}"] for name in (*told, "top_k") if name != "do_sample"}
+
+    of_model = {name: {"value": told[name], "from": FILE} for name in list(told)[1:]}
+    unset = {"value": None, "from": "default"}
+    assert drawn() == {**of_model, "top_k": unset}
+    typed = {"top_p": {"value": 0.5, "from": "--top-p"}}
+    assert drawn("--top-p", "0.5") == {**of_model, **typed, "top_k": unset}
+    greedy = dict.fromkeys(of_model, unset) | {
+        "temperature": {"value": 0.0, "from": "--temperature"}
+    }
+    assert drawn("--temperature", "0") == {**greedy, "top_k": unset}
+    (here / FILE).write_text('{"temperature": "hot"}')
+    refused = run("config", "show", "--model", ".")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == "kvweave: sampling.temperature must be a number, got 'hot'\n"
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--stop-loops", True), ("--no-stop-loops", False)])
+def test_a_switch_is_shown_as_it_was_typed(run: Run, flag: str, value: bool) -> None:
+    said = shown(run, flag)["settings"]
+    assert said["sampling.stop_loops"] == {"value": value, "from": flag}
 
 
 def test_what_cannot_be_is_one_line_and_exit_code_2(

@@ -13,7 +13,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.errors import ConfigError, EngineClosed, RequestError
+from kvweave.errors import ConfigError, EngineClosed, ModelError, RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from worlds.engine import SMALL, alone, ids, plain, tokens, with_chunks
@@ -314,10 +314,10 @@ def test_a_token_that_cannot_be_drawn_fails_its_own_request_alone(decoder: Decod
         others = [engine.submit(well) for _ in range(3)]
         ill = engine.submit(plain((1, BreakingDecoder.POISON), temperature=0.9, seed=1))
         held = engine.submit(plain((1, BreakingDecoder.POISON), temperature=0.9), held=True)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ModelError, match="no numbers"):
             tokens(ill)
         held.release()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ModelError, match="no numbers"):
             tokens(held)
         for ticket in others:
             assert tokens(ticket) == [choice.token_id for choice in alone(decoder, well)]

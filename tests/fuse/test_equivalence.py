@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.encode.chunk_pass import encode_chunks
@@ -274,16 +275,32 @@ def test_chunks_behind_another_context_are_never_exact(world: World) -> None:
 def test_bfloat16_at_ratio_one_is_as_far_from_full_prefill_as_rounding(
     tmp_path: Path, variant: str
 ) -> None:
+    """Both are held to float32: which of two roundings is nearer is a matter of the order in which
+    this machine adds, so all rows recomputed may be twice as far off as full prefill is, as a root
+    mean square, which no single unlucky number decides."""
     half = World(load(tmp_path, variant, "bfloat16"))
     exact = full_prefill(
         load_decoder(tmp_path / variant, device="cpu", dtype="float32"), half.request.prompt_ids
     )
-    full = half.full
-    noise = float((full.logits.float() - exact.logits).abs().max())
+
+    def errors(of: Prefilled) -> list[float]:
+        """Of logits, keys and values of every layer, in units of what full prefill may be off by:
+        its own error, and a rounding of the result at least."""
+        ours, theirs, want = (
+            [each.logits, *each.keys, *each.values] for each in (of, half.full, exact)
+        )
+        return [
+            rms(a.float() - c) / max(rms(b.float() - c), torch.finfo(torch.bfloat16).eps * rms(c))
+            for a, b, c in zip(ours, theirs, want, strict=True)
+        ]
+
     for name in SELECTING:
-        _, ours = half.fuse(name, 1.0)
-        assert float((ours.logits.float() - full.logits.float()).abs().max()) <= max(noise, 0.02)
-        assert_same_kv(ours, full, layers=[0, 1], tolerance=0.1)
+        assert max(errors(half.fuse(name, 1.0)[1])) <= 2.0, name
+    assert max(errors(half.fuse("reuse", 0.0)[1])) > 4.0, "plain reuse is no rounding"
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
 
 
 @pytest.mark.parametrize("variant", DENSE)

@@ -42,7 +42,7 @@ class AskOptions(TypedDict, total=False):
 class PlainOptions:
     """How a prompt without chunks is answered. Raises RequestError if it cannot be meant."""
 
-    sampling: Sampling | None = None  # None: the likeliest token each time
+    sampling: Sampling | None = None  # None: as the Weave draws
     reuse: str | None = None  # "full" computes all of it; else what is exact is reused
     tenant: str = ""  # whose it is; "": the Weave's own
 
@@ -60,7 +60,7 @@ class Question:
 
     question: str
     documents: Sequence[Document | str] | None = None  # None: the nearest chunks there are
-    sampling: Sampling | None = None  # None: the likeliest token each time
+    sampling: Sampling | None = None  # None: as the Weave draws
     system: str | None = None  # in place of the Weave's own system prompt
     k: int | None = None  # chunks to take from the knowledge base; None: TOP_K
     reuse: str | None = None  # a strategy, or "auto"; None: see `answer/router.py`
@@ -122,7 +122,6 @@ class Question:
             bound=bound,
             order=order,
             k=usual.k if self.k is None else self.k,
-            sampling=usual.sampling if self.sampling is None else self.sampling,
         )
 
 
@@ -135,14 +134,14 @@ class QuestionDefaults:
     bound: float = BOUND
     order: str = ORDER
     k: int = TOP_K
-    sampling: Sampling | None = None  # None: the likeliest token each time
+    # fields of `Sampling` that the user configured; the others are the model's, or built in
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: WeaveConfig) -> "QuestionDefaults":
         """What a configuration says. Raises ConfigError for a `reuse` that cannot be."""
-        quality, drawn = config.quality, given(config.sampling)
+        quality, sampling = config.quality, given(config.sampling)
         reuse, ratio = parse_reuse(quality.reuse)
-        sampling = Sampling(**drawn) if drawn else None
         return cls(reuse, ratio, quality.bound, quality.order, config.library.k, sampling)
 
 

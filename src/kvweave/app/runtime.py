@@ -3,10 +3,10 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvweave.config import ModelChoice
 from kvweave.engine.config import EngineConfig
@@ -14,6 +14,7 @@ from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.default_model import default_model
+from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import MachineProfile
@@ -32,11 +33,14 @@ class ModelRuntime:
         tokenizer: Tokenizer,
         name: str,
         engine: EngineConfig | None = None,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
-        """`name` is what people call the model."""
+        """`name` is what people call the model. `generation`: how its makers want answers drawn,
+        see `read_generation`."""
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.name = name
+        self.generation: Mapping[str, Any] = generation or {}
         self.client = EngineClient(decoder, engine)
 
     @classmethod
@@ -47,7 +51,7 @@ class ModelRuntime:
         decoder = load_decoder(folder, device=choice.device, dtype=choice.dtype, quant=choice.quant)
         path = Path(model).expanduser()
         name = path.resolve().name if path.exists() else model  # resolved: `--model .`
-        return cls(decoder, Tokenizer(folder), name, engine)
+        return cls(decoder, Tokenizer(folder), name, engine, read_generation(folder))
 
     @property
     def max_context(self) -> int:

@@ -10,7 +10,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from kvweave.app.answer.answer_stream import Answer, AnswerStream, Piece, TokenLogprob
+from kvweave.app.answer.answer_stream import (
+    REPETITION,
+    Answer,
+    AnswerStream,
+    Piece,
+    TokenLogprob,
+)
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
@@ -56,6 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO",
     "BOUND",
+    "REPETITION",
     "REUSES",
     "TOP_K",
     "Answer",
@@ -250,6 +257,17 @@ class Weave:
         are not sent twice; conversations of one `tenant` are unknown to others.
         """
         return self.stream(question, **options).finish()
+
+    def sampling(
+        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
+    ) -> Sampling:
+        """How an answer is drawn that is `asked` to be so (fields of `Sampling`): the rest is as
+        the configuration has it, then the model's generation_config.json, then `built_in`.
+
+        An answer without a `sampling` is drawn by `sampling()`; a `Sampling` that a caller makes
+        counts as it is.
+        """
+        return self._answerer.sampling.sampling(asked, built_in)
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
         """As `ask`, piece by piece."""

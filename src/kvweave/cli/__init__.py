@@ -1,12 +1,13 @@
 """The command line: one short file per command, loaded only when that command runs."""
 
 import importlib
-import sys
-from typing import NoReturn
+import time
+from typing import NamedTuple, NoReturn
 
 import click
 
 from kvweave import __version__
+from kvweave.cli.interrupts import EXIT_CODE, Interrupts
 from kvweave.errors import KVWeaveError
 
 # command → module that holds a click command named `command`
@@ -45,21 +46,43 @@ def cli() -> None:
     """RAG serving that never prefills the same passage twice."""
 
 
+class CommandStart(NamedTuple):
+    """When a command was started, by time.perf_counter: `ctx.find_object` has it."""
+
+    seconds: float
+
+
 def main() -> NoReturn:
     """Entry point. Our own errors become one line on stderr and exit code 2, never a traceback."""
+    started = CommandStart(time.perf_counter())
+    with Interrupts() as interrupts:
+        try:
+            code = _run(started)
+        except Exception:
+            if not interrupts.is_interrupted:
+                raise
+            code = _interrupted()  # whatever became of the interrupt on its way up
+        interrupts.leave(code)
+
+
+def _run(started: CommandStart) -> int:
     try:
-        sys.exit(cli.main(prog_name="kvweave", standalone_mode=False) or 0)
+        return cli.main(prog_name="kvweave", standalone_mode=False, obj=started) or 0
     except KVWeaveError as error:
         click.echo(f"kvweave: {error}", err=True)
-        sys.exit(2)
+        return 2
     except click.ClickException as error:
         _show(error)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("kvweave: interrupted", err=True)
-        sys.exit(130)
+        return _interrupted()
     except BrokenPipeError:
-        sys.exit(141)
+        return 141
+
+
+def _interrupted() -> int:
+    click.echo("kvweave: interrupted", err=True)
+    return EXIT_CODE
 
 
 def _show(error: click.ClickException) -> None:

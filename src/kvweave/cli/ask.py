@@ -3,12 +3,15 @@
 import io
 import json
 import sys
+import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from kvweave.cli import CommandStart
 from kvweave.cli.explain_view import as_document, missing_line, show
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
@@ -27,8 +30,10 @@ from kvweave.config import EffectiveConfig, ModelChoice, WeaveConfig, given
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
-    from kvweave.app.weave import Answer, Document, Weave
+    from kvweave.app.question import AskOptions
+    from kvweave.app.weave import Answer, AnswerStream, Document, Weave
 
+LOOPED = "stopped: the answer only repeated itself; --no-stop-loops lets it go on"
 LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it is tokenised
 
 
@@ -44,6 +49,13 @@ class AskArguments:
     stop: tuple[str, ...]
     as_json: bool
     stats: bool
+
+
+class Waited(NamedTuple):
+    """What the person who asked waited for, in seconds."""
+
+    loading_s: float  # until the question was put: imports, the model, the knowledge base
+    total_s: float  # from the start of the command
 
 
 @click.command("ask")
@@ -77,26 +89,31 @@ class AskArguments:
     "sampling.temperature",
     "--temperature",
     type=float,
-    help="0 takes the likeliest token each time (0).",
+    help="0 takes the likeliest token each time (the model's, else 0).",
 )
 @config_option(
     "sampling.top_p",
     "--top-p",
     type=float,
-    help="Keep the likeliest tokens with this probability (1).",
+    help="Keep the likeliest tokens with this probability (the model's, else 1).",
 )
 @config_option(
     "sampling.top_k",
     "--top-k",
     type=int,
-    help="Keep this many of the likeliest tokens (0: all).",
+    help="Keep this many of the likeliest tokens (the model's, else 0: all).",
 )
 @config_option("sampling.seed", "--seed", type=int, help="Makes a drawn answer repeatable.")
 @config_option(
     "sampling.repetition_penalty",
     "--repetition-penalty",
     type=float,
-    help="Above 1, used words become rarer (1).",
+    help="Above 1, used words become rarer (the model's, else 1).",
+)
+@config_option(
+    "sampling.stop_loops",
+    "--stop-loops/--no-stop-loops",
+    help="End an answer that only repeats itself (on).",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer in front of TEXT.")
 @system_option
@@ -105,6 +122,8 @@ class AskArguments:
 @pass_config
 def command(effective: EffectiveConfig, **arguments: Any) -> None:
     """Answer QUESTION, from the given files or a knowledge base if there is one."""
+    begun = click.get_current_context().find_object(CommandStart)
+    started_s = time.perf_counter() if begun is None else begun.seconds
     config, asked = effective.config, AskArguments(**arguments)
     if not asked.question.strip():
         raise RequestError("the question is empty; ask something")
@@ -116,19 +135,41 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
     documents = [read_document(name) for name in asked.files]
     from kvweave.app.weave import Sampling
 
-    sampling = Sampling(**given(config.sampling), stop=asked.stop)
-    # Everything the user typed has been judged; now the slow part.
-    weave = open_weave(config=_unaudited(config), kb=asked.kb_folder)
-    answering = weave.stream(
-        asked.question,
-        documents=documents if asked.kb_folder is None else None,
-        sampling=sampling,
-        k=config.library.k,
-        reuse=reuse,
-        ratio=ratio,
-        bound=config.quality.bound,
-        order=config.quality.order,
-    )
+    Sampling(**given(config.sampling), stop=asked.stop)
+    options: AskOptions = {
+        "documents": documents if asked.kb_folder is None else None,
+        "k": config.library.k,
+        "reuse": reuse,
+        "ratio": ratio,
+        "bound": config.quality.bound,
+        "order": config.quality.order,
+    }
+    # Everything the user typed has been judged; now the slow part. Closed whatever ends it: the
+    # interpreter must not end while the engine computes.
+    with closing(open_weave(config=_unaudited(config), kb=asked.kb_folder)) as weave:
+        loading_s = time.perf_counter() - started_s
+        options["sampling"] = weave.sampling({"stop": asked.stop})
+        answer = _write(weave.stream(asked.question, **options), asked)
+    waited = Waited(loading_s, time.perf_counter() - started_s)
+    missing = None
+    if asked.stats and answer.explain is not None:
+        missing = missing_line(answer.explain, _ingest_command(asked.kb_folder, config.model))
+    if asked.as_json:
+        about = {"model": weave.model_name, "question": asked.question}
+        told = {**about, "documents": list(asked.files), **_as_document(answer, waited)}
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    elif asked.explain:
+        click.echo(_explained(weave, answer), err=True)
+    if missing is not None:
+        click.echo(missing, err=True)
+    if answer.stopped_because is not None:
+        click.echo(LOOPED, err=True)
+    if asked.stats and not asked.as_json:
+        click.echo(click.style(_stats(answer, waited), dim=True), err=True)
+
+
+def _write(answering: "AnswerStream", asked: AskArguments) -> "Answer":
+    """The answer on stdout as it is made, unless all of it comes as JSON."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="replace")  # an answer that the terminal cannot show is no crash
@@ -136,26 +177,10 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         if not asked.as_json:
             out.write(piece.text)
             out.flush()
-    answer = answering.finish()
-    weave.close()
-    missing = None
-    if asked.stats and answer.explain is not None:
-        missing = missing_line(answer.explain, _ingest_command(asked.kb_folder, config.model))
-    if asked.as_json:
-        about = {"model": weave.model_name, "question": asked.question}
-        told = {**about, "documents": list(asked.files), **_as_document(answer)}
-        out.write(json.dumps(told, indent=2) + "\n")
-        if missing is not None:
-            click.echo(missing, err=True)
-        return
-    out.write("\n")
-    out.flush()
-    if asked.explain:
-        click.echo(_explained(weave, answer), err=True)
-    if missing is not None:
-        click.echo(missing, err=True)
-    if asked.stats:
-        click.echo(click.style(_stats(answer), dim=True), err=True)
+    if not asked.as_json:
+        out.write("\n")
+        out.flush()
+    return answering.finish()
 
 
 def _unaudited(config: WeaveConfig) -> WeaveConfig:
@@ -219,10 +244,11 @@ def _read_bytes(name: str) -> bytes:
         raise CorpusError(f"cannot read {name!r}: {reason}") from error
 
 
-def _as_document(answer: "Answer") -> dict[str, Any]:
+def _as_document(answer: "Answer", waited: Waited) -> dict[str, Any]:
     return {
         "answer": answer.text,
         "finish_reason": answer.finish_reason,
+        "stopped_because": answer.stopped_because,
         "usage": {
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": answer.completion_tokens,
@@ -232,6 +258,8 @@ def _as_document(answer: "Answer") -> dict[str, Any]:
         "timing": {
             "ttft_ms": round(answer.ttft_ms, 1),
             "total_ms": round(answer.total_ms, 1),
+            "loading_ms": round(waited.loading_s * 1e3, 1),
+            "wall_ms": round(waited.total_s * 1e3, 1),
             "decode_tokens_per_s": _decode_speed(answer),
         },
     }
@@ -266,12 +294,14 @@ def _ingest_command(kb_folder: Path | None, model: ModelChoice) -> str:
     return " ".join(["kvweave ingest PATH --kv", f"--kb {kb_folder}", *options])
 
 
-def _stats(answer: "Answer") -> str:
+def _stats(answer: "Answer", waited: Waited) -> str:
     speed = _decode_speed(answer)
     parts = [
         f"{answer.prompt_tokens:,} prompt + {answer.completion_tokens:,} answer tokens",
         f"first after {answer.ttft_ms / 1e3:.2f} s",
         *([f"then {speed:g} tok/s"] if speed is not None else []),
+        f"loading {waited.loading_s:.1f} s",
+        f"total {waited.total_s:.1f} s",
         *(["cut at --max-tokens or the context"] if answer.finish_reason == "length" else []),
     ]
     return " · ".join(parts)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import click
 from kvweave.cli import ask, ingest, serve
 from kvweave.cli.options import ConfigOption, json_option, pass_config
 from kvweave.config import EffectiveConfig, Key, known_keys
+from kvweave.errors import ModelNotFound
 from kvweave.kv.config import masked_url
 
 
@@ -24,9 +26,10 @@ def command() -> None:
 def show(as_json: bool, effective: EffectiveConfig) -> None:
     """Show every setting, its value and where that comes from.
 
-    From a default, from kvweave.toml, from a variable, or from a flag: those of ask, ingest and
-    serve are taken here too.
+    From a default, from the model's generation_config.json, from kvweave.toml, from a variable, or
+    from a flag: those of ask, ingest and serve are taken here too.
     """
+    effective = _with_model(effective)
     rows = [(key, _public(key, effective.config.value(name))) for name, key in known_keys().items()]
     if as_json:
         told = {
@@ -49,6 +52,31 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
     console.print(table)
     file = "no kvweave.toml" if effective.file is None else f"read {effective.file.absolute()}"
     console.print(file, style="dim", soft_wrap=True)
+
+
+def _with_model(effective: EffectiveConfig) -> EffectiveConfig:
+    """With how the model's makers want answers drawn, where nothing else says it; as it is if the
+    model is not on this machine."""
+    from kvweave.model.files.default_model import DEFAULT
+    from kvweave.model.files.generation import FILE, read_generation, unless_greedy
+    from kvweave.model.files.locate import locate
+
+    config = effective.config
+    model = config.model.model or DEFAULT
+    if model.lower().endswith(".gguf"):
+        return effective  # its folder may not be made yet, which takes minutes
+    try:
+        told = read_generation(locate(model, pull=False))
+    except ModelNotFound:
+        return effective
+    told = {
+        name: value
+        for name, value in unless_greedy(told, config.sampling.temperature).items()
+        if getattr(config.sampling, name) is None
+    }
+    sampling = replace(config.sampling, **told)
+    sources = {**effective.sources, **{f"sampling.{name}": FILE for name in told}}
+    return replace(effective, config=replace(config, sampling=sampling), sources=sources)
 
 
 def _public(key: Key, value: Any) -> Any:

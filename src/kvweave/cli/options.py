@@ -71,7 +71,8 @@ def pass_config(command: Command) -> Command:
                 assert option.name is not None, "every option has a name"
                 value = values.pop(option.name)
                 if ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
-                    flags[option.key] = Flag(option.opts[-1], option.to_key(value))
+                    typed = option.secondary_opts if value is False else option.opts
+                    flags[option.key] = Flag(typed[-1], option.to_key(value))
         return command(*args, effective=load_config(config_file, flags=flags), **values)
 
     option = click.option(

@@ -7,10 +7,12 @@ import socket
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvweave.cli.interrupts import EXIT_CODE
 from kvweave.cli.knowledge_bases import open_weave
 from kvweave.cli.options import (
     Amount,
@@ -266,12 +268,23 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _run(server: "Server", weave: "Weave", libraries: "Libraries", listener: socket.socket) -> None:
     # uvicorn stops in order and then passes the signal on, which must not end us before we close
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _end)
     with closing(weave), closing(libraries):
         try:
             server.run([listener])
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
+            raise click.exceptions.Exit(EXIT_CODE) from None
+        except _Terminated:
+            click.echo("stopped", err=True)
+
+
+class _Terminated(BaseException):
+    """SIGTERM came: who stops servers in order wants an exit code of 0."""
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    raise _Terminated
 
 
 def url_of(host: str, port: int) -> str:

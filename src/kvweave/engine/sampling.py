@@ -3,6 +3,9 @@
 The order is: repetition penalty, temperature, top-k, top-p, draw. Temperature 0 is greedy and uses
 no randomness. A seed makes a draw repeatable whatever else runs beside it, because every request
 has a generator of its own. Reported log probabilities are the model's, before any of this.
+
+A draw goes down from the likeliest token until it has passed as much probability as it drew, so it
+mostly ends among the first few: the whole vocabulary is sorted only where it goes on beyond those.
 """
 
 from collections.abc import Sequence
@@ -12,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.errors import RequestError
+from kvweave.errors import ModelError, RequestError
 
 MAX_TOP_LOGPROBS = 20
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller ones would round to 0
+FIRST_LOOK = 256  # of the likeliest tokens, before all are sorted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Sampling:
     seed: int | None = None  # None: another answer each time
     stop: tuple[str, ...] = ()  # the answer ends in front of the first of these
     logprobs: int | None = None  # alternatives to report per token; None reports nothing
+    stop_loops: bool = True  # end an answer that only repeats itself: see text/loops.py
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wants: str) -> None:
@@ -44,6 +49,7 @@ class Sampling:
             check(type(value) is int, name, "a whole number")
         for name in ("temperature", "top_p", "repetition_penalty"):
             check(type(getattr(self, name)) in (int, float), name, "a number")
+        check(type(self.stop_loops) is bool, "stop_loops", "true or false")
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
         check(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
@@ -74,14 +80,15 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
         self._generator = torch.Generator()  # on the host, so a seed means the same on any device
+        self._seen = SeenTokens()
         if sampling.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor, seen_ids: Sequence[int], forced: int | None = None) -> Choice:
-        """The next token for logits [V]; `seen_ids` are the prompt's and answer's so far. A token
-        that is `forced` is not drawn, only reported on."""
+        """The next token for logits [V]; `seen_ids` are the prompt's and answer's so far: those of
+        the last call, and perhaps more. A token that is `forced` is not drawn, only reported on."""
         token_id = self._draw(logits, seen_ids) if forced is None else forced
         if self._sampling.logprobs is None:
             return Choice(token_id, None)
@@ -93,27 +100,64 @@ class Sampler:
     def _draw(self, logits: Tensor, seen_ids: Sequence[int]) -> int:
         s = self._sampling
         if s.repetition_penalty != 1.0:
-            logits = _penalised(logits, seen_ids, s.repetition_penalty)
+            seen = self._seen.of(seen_ids, logits)
+            logits = _penalised(logits, seen, s.repetition_penalty)
         if s.temperature == 0.0:
             return int(logits.argmax())
+        drawn = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
         # From the likeliest down, so that the smallest temperature gives 0 and -inf, never nan.
-        scores = (logits - logits.max()).cpu() / max(s.temperature, SMALLEST_TEMPERATURE)
-        if 0 < s.top_k < len(scores):
-            kept = scores.topk(s.top_k)
-            ids, scores = kept.indices, kept.values  # likeliest first
-        else:
-            scores, ids = scores.sort(descending=True, stable=True)
-        weights = scores.softmax(dim=-1)
-        if s.top_p < 1.0:
-            ahead = weights.cumsum(dim=-1) - weights  # probability of everything likelier
-            cut = ahead >= s.top_p
-            cut[0] = False  # the likeliest always stays, also when float32 rounds top_p to 0
-            weights = weights.masked_fill(cut, 0.0)
-        return int(ids[torch.multinomial(weights, 1, generator=self._generator)])
+        scores = (logits - logits.max()) / max(s.temperature, SMALLEST_TEMPERATURE)
+        is_cut = 0 < s.top_k < len(scores)
+        look = s.top_k if is_cut else min(len(scores), FIRST_LOOK)
+        found = _walk(scores, look, is_all=is_cut, top_p=s.top_p, drawn=drawn)
+        if found is None:
+            found = _walk(scores, len(scores), is_all=True, top_p=s.top_p, drawn=drawn)
+            assert found is not None, "a draw ends among all tokens"
+        return found
 
 
-def _penalised(logits: Tensor, seen_ids: Sequence[int], penalty: float) -> Tensor:
-    """Push tokens seen so far down: positive logits are divided, negative ones multiplied."""
-    seen = torch.tensor(sorted(set(seen_ids)), dtype=torch.int64, device=logits.device)
+class SeenTokens:
+    """The different tokens of a prompt and its answer, as they grow: each is taken in once."""
+
+    def __init__(self) -> None:
+        self._taken = 0  # of the ids that were shown
+        self._known: set[int] = set()
+        self._ids: Tensor | None = None
+
+    def of(self, seen_ids: Sequence[int], like: Tensor) -> Tensor:
+        """Those of `seen_ids`, which begin with the ones of the last call, where `like` lies."""
+        new = list(dict.fromkeys(i for i in seen_ids[self._taken :] if i not in self._known))
+        self._taken = len(seen_ids)
+        if new or self._ids is None:
+            self._known.update(new)
+            more = torch.tensor(new, dtype=torch.int64, device=like.device)
+            self._ids = more if self._ids is None else torch.cat((self._ids, more))
+        return self._ids
+
+
+def _walk(scores: Tensor, look: int, *, is_all: bool, top_p: float, drawn: float) -> int | None:
+    """Where a draw from [0, 1) ends on its way down the `look` likeliest of scores [V]. `is_all`:
+    the others do not count. None: it may end beyond them."""
+    is_all = is_all or look == len(scores)
+    top = scores.topk(look)  # likeliest first
+    likely, ids = top.values.exp().double(), top.indices.cpu()
+    # summed in float64: a whole vocabulary must not round away what is drawn among
+    total = likely.sum() if is_all else scores.exp().sum(dtype=torch.float64)
+    weights = (likely / total).cpu()
+    passed = weights.cumsum(dim=-1)
+    if not passed[-1].isfinite():
+        raise ModelError("the model gave logits that are no numbers; nothing can be drawn")
+    if not is_all and float(passed[-1]) < top_p and (top_p < 1.0 or drawn >= float(passed[-1])):
+        return None
+    # Those stay in front of which less than top_p lies; the likeliest always.
+    num_kept = max(1, int(((passed - weights) < top_p).sum()))
+    mass = float(passed[num_kept - 1]) if is_all or top_p < 1.0 else 1.0
+    place = int(torch.searchsorted(passed[:num_kept], drawn * mass, right=True))
+    return int(ids[min(place, num_kept - 1)])
+
+
+def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Push tokens seen so far down: positive logits are divided, negative ones multiplied. The
+    logits themselves are the caller's, or a recording's, and stay as they are."""
     picked = logits[seen]
     return logits.index_put((seen,), torch.where(picked > 0, picked / penalty, picked * penalty))

@@ -24,7 +24,8 @@ def load_decoder(
     """Load the model in `folder`.
 
     `device`: "auto" takes CUDA where there is one. `dtype`: "auto" is bfloat16 on CUDA and float32
-    on a CPU. `quant="int8"` rounds the layers' products to 8 bits (CPU, float32 only).
+    on a CPU; a CPU without bfloat16 emulates it, and a warning says so. `quant="int8"` rounds the
+    layers' products to 8 bits (CPU, float32 only).
     """
     place = torch.device(_resolve_device(device))
     if dtype == "auto":
@@ -36,10 +37,29 @@ def load_decoder(
         raise ConfigError(f"quant {quant!r} is unknown; known: {', '.join(QUANTS)}")
     if quant == "int8" and (place.type != "cpu" or dtype != "float32"):
         raise ConfigError("quant='int8' is for CPUs with dtype float32; drop one of the two")
+    if place.type == "cpu" and dtype == "bfloat16" and not has_bfloat16():
+        _emulate_bfloat16()
     spec = read_spec(folder)
     files = TensorFiles(folder)
     weights = load_weights(files, spec, DTYPES[dtype], place, int8=quant == "int8")
     return Decoder(spec, weights)
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN has products in bfloat16 for this CPU: x86-64 with AVX-512 or newer, Arm with
+    the bf16 extension."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _emulate_bfloat16() -> None:
+    """Torch tries oneDNN first, warns when that refuses the first product, and turns it off for the
+    process. It is turned off ahead, and what matters is said in our words."""
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    log.warning(
+        "this CPU has no bfloat16: it is emulated, which is slow; leave --dtype out for float32"
+    )
 
 
 def _resolve_device(device: str) -> str:

@@ -54,8 +54,8 @@ def make_context(
     tracer: "Tracer | None" = None,
 ) -> Context:
     """`libraries` are its knowledge bases by name, closed by the caller who made them. `sampling`:
-    fields for requests that leave them out; None: as OpenAI has them. `tracer` None is the
-    process's own, if OpenTelemetry is configured."""
+    fields for requests that leave them out, before those that `weave` was configured with. `tracer`
+    None is the process's own, if OpenTelemetry is configured."""
     limits = limits or Limits()
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()

@@ -13,7 +13,10 @@ from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.plan.retrieval import SpeculationRecord
 from kvweave.text.detokenizer import Detokenizer, StopMatcher
+from kvweave.text.loops import LoopWatch
 from kvweave.text.tokenizer import Tokenizer
+
+REPETITION = "repetition"  # the answer only repeated itself; its finish_reason is "stop"
 
 
 class TokenLogprob(NamedTuple):
@@ -46,6 +49,7 @@ class Answer:
     decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
     audit: AuditNote | None = None  # of a fused answer; None unless its strategy is audited
+    stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
 
 
 class Tokens(Protocol):
@@ -118,6 +122,7 @@ class AnswerStream:
 
     def _make(self, choices: Tokens) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
+        watch = LoopWatch() if self._sampling.stop_loops else None
         made, reason = self._made, "length"
         with closing(choices):
             for choice in choices:
@@ -130,6 +135,9 @@ class AnswerStream:
                 if cut.stopped:
                     self.answer = made.answer("stop", self.prompt_tokens, self._notes)
                     return
+                if watch is not None and watch.push(choice.token_id):
+                    made.stopped_because, reason = REPETITION, "stop"
+                    break
         if self._aborted and reason != "stop":
             return  # not its end: `abort` cut it here
         cut = matcher.push(detokenizer.flush())
@@ -155,6 +163,7 @@ class _Made:
     started_s: float
     first_s: float | None = None
     tokens: int = 0
+    stopped_because: str | None = None
     pieces: list[Piece] = field(default_factory=list)
 
     def count(self) -> None:
@@ -180,4 +189,5 @@ class _Made:
             decision=notes.decision,
             speculation=notes.speculation,
             audit=notes.audit,
+            stopped_because=self.stopped_because,
         )

@@ -27,10 +27,10 @@ from kvweave.app.notes import AnswerNotes
 from kvweave.app.question import PlainOptions, Question, QuestionDefaults, refuse_empty
 from kvweave.app.requests import exact_request
 from kvweave.app.runtime import ModelRuntime
+from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.calibrate.profiles import Profile
 from kvweave.config import WeaveConfig, given
 from kvweave.engine.request import Ticket
-from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError
 from kvweave.metrics import Metrics
 from kvweave.plan.search_pace import Paces
@@ -97,6 +97,7 @@ class Answerer:
         self._max_context = runtime.max_context
         self._library = library
         self._settings = settings
+        self.sampling = SamplingDefaults(settings.usual.sampling, runtime.generation)
         self.documents: DocumentMemory | None = None
         if library is None and settings.documents.is_on:
             self.documents = DocumentMemory(runtime, settings.documents)
@@ -136,7 +137,7 @@ class Answerer:
         """The answer to a question, searched for and planned. Its prompt is not computed yet,
         unless a search guessed."""
         self._catch_up()
-        question = asked.filled(self._settings.usual)
+        question = self._filled(asked)
         as_of = self._client.generation()
         named, talk = self.router.named(question.reuse, question.ratio), self._talk(question)
         if named is not None:
@@ -168,7 +169,7 @@ class Answerer:
     def plain(self, prompt: Prompt, drawn: PlainOptions, called_s: float) -> AnswerStream:
         """The answer to a prompt without chunks."""
         usual = self._settings.usual
-        sampling, ids = drawn.sampling or usual.sampling or Sampling(), prompt.token_ids
+        sampling, ids = drawn.sampling or self.sampling.sampling(), prompt.token_ids
         self._client.check(ids)
         prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
         use_tree = (drawn.reuse or usual.reuse) != "full"
@@ -185,7 +186,7 @@ class Answerer:
     def plan(self, asked: Question) -> "Plan":
         """What "auto" would do for a question."""
         self._catch_up()
-        question = asked.filled(self._settings.usual)
+        question = self._filled(asked)
         if question.documents is None and self._library is not None:
             found = self.search(question.question, question.num_chunks)
             chunks = [hit.chunk.token_ids for hit in found]
@@ -208,6 +209,11 @@ class Answerer:
         refuse_empty(question)
         words = self._words(system)
         return build_prompt(self._tokenizer, question, _documents(documents), words)
+
+    def _filled(self, asked: Question) -> Question:
+        """A question, with what it leaves open as is usual."""
+        sampling = asked.sampling or self.sampling.sampling()
+        return replace(asked.filled(self._settings.usual), sampling=sampling)
 
     def _catch_up(self) -> None:
         """Other processes may have removed documents."""

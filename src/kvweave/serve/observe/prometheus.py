@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.weave import Answer
+from kvweave.app.weave import REPETITION, Answer
 from kvweave.serve.observe.spans import AnswerSpans
 from kvweave.serve.workers.answer_pool import PoolCounts
 
@@ -46,6 +46,9 @@ class ServerMetrics:
         self._unprepared = count(
             "prepare_failures", "What failed before the server was ready, see the log"
         )
+        self._loops = count(
+            "looping_answers", "Answers ended because they only repeated themselves"
+        )
         self._strategies = count("strategies", "Answers by how they were prefilled", "strategy")
         self._ordered = count("ordered", "Answers whose chunks were moved, by what for", "by")
         self._left_out = count("left_out_chunks", "Chunks not sent: the history holds them")
@@ -75,6 +78,7 @@ class ServerMetrics:
             self._spans.tell(answer, queue_s)
         self._first.observe(answer.ttft_ms / 1e3)
         self._made.inc(answer.completion_tokens)
+        self._loops.inc(answer.stopped_because == REPETITION)
         if (guessed := answer.speculation) is not None:
             right = int(guessed.right_stage is not None)
             self._staged.inc()

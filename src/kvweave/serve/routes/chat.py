@@ -186,6 +186,7 @@ class ChatFormat:
                 message=ReplyMessage(content=answer.text),
                 logprobs=_logprobs(answer.logprobs) if self._request.logprobs else None,
                 finish_reason=answer.finish_reason,
+                stopped_because=answer.stopped_because,
             )
             for index, answer in enumerate(answers)
         ]
@@ -223,7 +224,7 @@ class ChatFormat:
             logprobs = _logprobs(seen).model_dump() if self._request.logprobs else None
             yield chunk(index, {"delta": {"content": text}}, logprobs=logprobs)
         answers[index] = await job.mailbox.finish()
-        yield chunk(index, {"delta": {}}, finish_reason=answers[index].finish_reason)
+        yield self._head.end(index, {"delta": {}}, answers[index])
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Logprobs:

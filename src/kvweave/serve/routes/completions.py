@@ -51,6 +51,7 @@ class CompletionFormat:
                 text=answer.text,
                 logprobs=self._logprobs(answer.logprobs, 0),
                 finish_reason=answer.finish_reason,
+                stopped_because=answer.stopped_because,
             )
             for index, answer in enumerate(answers)
         ]
@@ -83,8 +84,7 @@ class CompletionFormat:
             yield self._head.chunk(index, {"text": text}, logprobs=shown)
             offset += sum(len(token.token) for token in seen)
         answers[index] = await job.mailbox.finish()
-        reason = answers[index].finish_reason
-        yield self._head.chunk(index, {"text": ""}, finish_reason=reason)
+        yield self._head.end(index, {"text": ""}, answers[index])
 
     def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
         if self._request.logprobs is None:

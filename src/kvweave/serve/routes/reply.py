@@ -56,6 +56,13 @@ class ReplyHead:
         rest = {"logprobs": logprobs, "finish_reason": finish_reason}
         return self._chunk([{"index": index, **content, **rest}])
 
+    def end(self, index: int, content: Event, answer: Answer) -> Event:
+        """The last chunk of the choice `index`: how its answer ended."""
+        chunk = self.chunk(index, content, finish_reason=answer.finish_reason)
+        if answer.stopped_because is not None:
+            chunk["choices"][0]["stopped_because"] = answer.stopped_because
+        return chunk
+
     def last(self, more: Event) -> Event:
         """The chunk that ends a stream: no choice, and what is known by then."""
         return {**self._chunk([]), **more}

@@ -9,6 +9,9 @@ from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import MOST_STOPS, SamplingFields
 
+# fields of `Sampling` that a request may leave to the configuration and the model
+DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
+
 
 def check_model(request: SamplingFields, weave: Weave) -> None:
     """Raise a 404 unless the request is for the model that is served."""
@@ -48,14 +51,17 @@ def samplings(
     if len(request.stop) > MOST_STOPS:
         message = f"'stop' must be at most {MOST_STOPS} strings, got {len(request.stop)}"
         raise ApiError(400, message, param="stop")
-    drawn = {
-        name: getattr(request, name)
-        if name in request.model_fields_set
-        else context.sampling.get(name, getattr(request, name))
-        for name in ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
-    }
-    stop = tuple(request.stop)
-    first = Sampling(max_tokens=max_tokens, stop=stop, logprobs=logprobs, **drawn)
+    asked = {name: getattr(request, name) for name in DRAWN if name in request.model_fields_set}
+    first = context.weave.sampling(
+        {
+            **context.sampling,
+            **asked,
+            "max_tokens": max_tokens,
+            "stop": tuple(request.stop),
+            "logprobs": logprobs,
+        },
+        built_in={"temperature": request.temperature},  # of the wire format
+    )
     return [replace(first, seed=seed) for seed in seeds(first.seed, request.n)]
 
 

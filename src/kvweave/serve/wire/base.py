@@ -67,7 +67,8 @@ class StreamOptions(Incoming):
 
 
 class SamplingFields(Incoming):
-    """How answers are drawn, and how many: what chat and plain completions share."""
+    """How answers are drawn, and how many: what chat and plain completions share. What is left out
+    is as the server is configured, then as the model's generation_config.json has it."""
 
     model: Text | None = None  # left out: the one that is served
     max_tokens: Annotated[int | None, schema_only(minimum=1)] = None
@@ -75,6 +76,7 @@ class SamplingFields(Incoming):
     top_p: Annotated[float, schema_only(exclusiveMinimum=0, maximum=1)] = 1.0
     top_k: Annotated[int, schema_only(minimum=0)] = 0  # extension; 0 keeps all tokens
     repetition_penalty: Annotated[float, schema_only(minimum=0.01, maximum=100)] = 1.0  # extension
+    stop_loops: bool = True  # extension; end an answer that only repeats itself
     seed: Annotated[int | None, schema_only(minimum=0, maximum=2**63 - 1)] = None
     stop: Annotated[Stops, schema_only(maxItems=MOST_STOPS)] = Field(default_factory=list)
     n: Annotated[int, schema_only(minimum=1, maximum=16)] = 1  # answers to each prompt

@@ -122,6 +122,7 @@ class ReplyChoice(Outgoing):
     message: ReplyMessage
     logprobs: Logprobs | None = None
     finish_reason: str
+    stopped_because: str | None = None  # extension; "repetition": it was ended in a loop
 
 
 class ChatReply(Outgoing):

@@ -57,6 +57,7 @@ class CompletionChoice(Outgoing):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str
+    stopped_because: str | None = None  # extension; "repetition": it was ended in a loop
 
 
 class CompletionReply(Outgoing):
