@@ -7,6 +7,7 @@ from typing import NoReturn
 import click
 
 from kvweave import __version__
+from kvweave.cli import clock  # noqa: F401 - begins to count now
 from kvweave.errors import KVWeaveError
 
 # command → module that holds a click command named `command`

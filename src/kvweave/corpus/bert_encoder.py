@@ -2,8 +2,8 @@
 
 MiniLM and its kin: a BERT encoder, the mean of its rows, length one. To import
 sentence-transformers for that takes longer than to answer the first question; this file reads the
-same folder and gives the same vectors. `BertFolder.read` takes only what it computes exactly; any other folder is None,
-and sentence-transformers has it.
+same folder and gives the same vectors. `BertFolder.read` takes only what it computes exactly;
+any other folder is None, and sentence-transformers has it.
 
 Shapes: B texts of a batch, T tokens of the longest, E width, H heads, D width of a head.
 """
