@@ -7,7 +7,6 @@ from typing import NoReturn
 import click
 
 from kvweave import __version__
-from kvweave.cli import clock  # noqa: F401 - begins to count now
 from kvweave.errors import KVWeaveError
 
 # command → module that holds a click command named `command`
@@ -17,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "cache": "kvweave.cli.cache",
     "calibrate": "kvweave.cli.calibrate",
     "config": "kvweave.cli.config",
+    "demo": "kvweave.cli.demo",
     "docs": "kvweave.cli.docs",
     "ingest": "kvweave.cli.ingest",
     "measure": "kvweave.cli.measure",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvweave.cli.clock import wall_s
 from kvweave.cli.explain_view import as_document, missing_line, show
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
@@ -234,7 +233,6 @@ def _as_document(answer: "Answer") -> dict[str, Any]:
             "ttft_ms": round(answer.ttft_ms, 1),
             "total_ms": round(answer.total_ms, 1),
             "decode_tokens_per_s": _decode_speed(answer),
-            "wall_ms": round(wall_s() * 1e3, 1),  # since the command was started
         },
     }
 
@@ -274,7 +272,6 @@ def _stats(answer: "Answer") -> str:
         f"{answer.prompt_tokens:,} prompt + {answer.completion_tokens:,} answer tokens",
         f"first after {answer.ttft_ms / 1e3:.2f} s",
         *([f"then {speed:g} tok/s"] if speed is not None else []),
-        f"{wall_s():.1f} s in all, with loading",
         *(["cut at --max-tokens or the context"] if answer.finish_reason == "length" else []),
     ]
     return " · ".join(parts)
