@@ -32,7 +32,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class DemoPreparation:
     """What was done before the first question."""
 
     num_passages: int
@@ -60,14 +60,14 @@ def command(kb_folder: Path | None, as_json: bool, effective: EffectiveConfig) -
         kb_folder = home() / "demo" / find_tokenizer(config.model.model).fingerprint[:16]
     questions = [question for i, question in enumerate(read_questions()) if i in SHOWN]
     with open_weave(config=config, kb=kb_folder) as weave:
-        prepared = _prepare(weave, questions)
+        prepared = _prepare(weave, questions, config.library.k)
         weave.measure()
         if not as_json:
             click.echo(_preparation_line(weave, prepared))
-        _warm_up(weave)
+        _warm_up(weave, config.library.k)
         told: list[list[Told]] = []
         for number, question in enumerate(questions, 1):
-            told.append(_answers(weave, question))
+            told.append(_answers(weave, question, config.library.k))
             if not as_json:
                 click.echo(_shown(number, question, told[-1]))
     if as_json:
@@ -77,13 +77,13 @@ def command(kb_folder: Path | None, as_json: bool, effective: EffectiveConfig) -
     click.echo("Your own documents: kvweave ingest FOLDER --kb kb --kv, then kvweave ask … --kb kb")
 
 
-def _prepare(weave: "Weave", questions: list[DemoQuestion]) -> Prepared:
+def _prepare(weave: "Weave", questions: list[DemoQuestion], k: int) -> DemoPreparation:
     """Read the passages, and store the KV of those that the questions will find. A server does it
     for all, in idle time; here a person waits."""
     started_s = time.perf_counter()
     weave.ingest(PASSAGES, chunk_kv=False)
     library = weave.library
-    found = {hit.chunk.id: hit.chunk for q in questions for hit in weave.search(q.question)}
+    found = {hit.chunk.id: hit.chunk for q in questions for hit in weave.search(q.question, k)}
     ingest_s = time.perf_counter() - started_s
     absent = library.encoder.absent(list(found.values()), library.encoder.key)
     started_s = time.perf_counter()
@@ -95,36 +95,36 @@ def _prepare(weave: "Weave", questions: list[DemoQuestion]) -> Prepared:
     stored = (library.kb.folder / "kv").rglob("*")
     kv_bytes = sum(path.stat().st_size for path in stored if path.is_file())
     num_passages = library.kb.totals().num_documents
-    return Prepared(num_passages, ingest_s, len(absent), encode_s, kv_bytes)
+    return DemoPreparation(num_passages, ingest_s, len(absent), encode_s, kv_bytes)
 
 
-def _warm_up(weave: "Weave") -> None:
+def _warm_up(weave: "Weave", k: int) -> None:
     """First use of anything is slow; no question shall pay for it."""
     from kvweave.app.weave import Sampling
 
     for reuse in ("full", "auto"):
-        weave.ask("Where is the spring?", reuse=reuse, sampling=Sampling(max_tokens=2))
+        weave.ask("Where is the spring?", k=k, reuse=reuse, sampling=Sampling(max_tokens=2))
 
 
-def _answers(weave: "Weave", question: DemoQuestion) -> list[Told]:
+def _answers(weave: "Weave", question: DemoQuestion, k: int) -> list[Told]:
     """In full, by `auto`, and where that fuses nothing by a strategy that does. `auto` comes last:
     what it computes exactly is kept, and would be found by the others."""
     from kvweave.app.weave import Sampling
 
     sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
     ways: list[tuple[str, dict[str, Any]]] = [("full prefill", {"reuse": "full"})]
-    if not weave.plan(question.question).strategy:
+    if not weave.plan(question.question, k=k).strategy:
         named = {"reuse": NAMED, "ratio": NAMED_RATIO}
         ways.append((f"{NAMED} at {NAMED_RATIO:.0%}", named))
     ways.append(("auto", {"reuse": "auto"}))
     told = []
     for way, options in ways:
-        answer = weave.ask(question.question, sampling=sampling, **options)
+        answer = weave.ask(question.question, k=k, sampling=sampling, **options)
         told.append(Told(way, answer, question.is_answered_by(answer.text)))
     return told
 
 
-def _preparation_line(weave: "Weave", prepared: Prepared) -> str:
+def _preparation_line(weave: "Weave", prepared: DemoPreparation) -> str:
     kept = f"{prepared.kv_bytes / 1e6:,.0f} MB"
     stored = (
         f"KV of {prepared.num_encoded} that will be found stored in {prepared.encode_s:.1f} s, "
@@ -165,8 +165,6 @@ def _why(answer: "Answer") -> list[str]:
     lines = [f"{answer.prompt_tokens:,} tokens: {tokens}"]
     if answer.decision is not None:
         lines.append(decision_line(answer.decision))
-    if answer.explain.why is not None:
-        lines.append(f"no more is reused: {answer.explain.why}")
     return lines
 
 
@@ -179,11 +177,14 @@ def _summary(told: list[list[Told]]) -> str:
         seconds = sum(each.answer.ttft_ms for each in chosen) / 1e3 / len(chosen)
         right = sum(each.is_right for each in chosen)
         parts.append(f"{way}: first token after {seconds:.2f} s, {right} of {len(chosen)} right")
-    return "On average · " + " · ".join(parts)
+    why = {each.answer.explain.why for answers in told for each in answers if each.answer.explain}
+    lines = ["On average · " + " · ".join(parts)]
+    lines += [f"auto reuses no more because {reason}" for reason in sorted(why - {None}, key=str)]
+    return "\n".join(lines)
 
 
 def _document(
-    weave: "Weave", prepared: Prepared, questions: list[DemoQuestion], told: list[list[Told]]
+    weave: "Weave", prepared: DemoPreparation, questions: list[DemoQuestion], told: list[list[Told]]
 ) -> dict[str, Any]:
     return {
         "model": weave.model_name,
