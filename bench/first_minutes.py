@@ -51,6 +51,7 @@ CHATS = 3  # the median of so many is a speed
 
 def main() -> None:
     args = parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the server would outlive us
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="first-minutes-")))
         clone = folder / "clone"
