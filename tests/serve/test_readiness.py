@@ -14,6 +14,7 @@ from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSour
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.corpus.embedder import Vectors
+from kvweave.errors import ModelNotFound
 from kvweave.model.load import load_decoder
 from kvweave.serve.server import Prepare, ServerLifecycle
 from kvweave.text.tokenizer import Tokenizer
@@ -125,7 +126,7 @@ def test_a_ready_server_has_its_embedder_and_its_knowledge_bases_open(
 
     config = LibrariesConfig(root=tmp_path / "kbs", embedder="words", kv=KVOptions("isolated"))
     libraries = Libraries(made, config, open_embedder=lambda name: Watched())
-    assert libraries.any()
+    assert libraries.has_some()
     prepare = Prepare("opening", libraries.open_ahead)
     with preparing(made, prepare, libraries) as (url, said):
         assert said.wait(60)
@@ -138,6 +139,19 @@ def test_a_ready_server_has_its_embedder_and_its_knowledge_bases_open(
         assert libraries.counts().opened == 2, "it was open"
     libraries.close()
     made.close()
+
+
+def test_an_embedder_that_is_not_there_is_told_of_and_holds_nothing_up(
+    weave: Weave, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str) -> WordEmbedder:
+        raise ModelNotFound(f"no embedder {name!r}")
+
+    libraries = Libraries(weave, LibrariesConfig(tmp_path, embedder="x"), open_embedder=refuse)
+    assert not libraries.has_some()
+    libraries.open_ahead()
+    assert "the embedder of new knowledge bases does not open: no embedder 'x'" in caplog.text
+    libraries.close()
 
 
 def test_each_step_of_getting_ready_is_named_while_it_is_done(weave: Weave) -> None:

@@ -150,7 +150,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
         weave.check_strategy(places.usual.reuse, places.usual.ratio)
         libraries = Libraries(weave, places)
         steps = [Prepare("opening the embedder and knowledge bases", libraries.open_ahead)]
-        if server_config.kb_root is not None or libraries.any():
+        if server_config.kb_root is not None or libraries.has_some():
             # else nothing is fused at first: idle time measures once something is
             steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))
         url = url_of(server_config.host, listener.getsockname()[1])

@@ -155,7 +155,7 @@ class Libraries:
             except KVWeaveError as error:
                 log.warning("knowledge base %r does not open: %s", place.name, error)
 
-    def any(self) -> bool:
+    def has_some(self) -> bool:
         """Whether there is a knowledge base, of whatever tenant."""
         return bool(self._changed_last(1))
 
