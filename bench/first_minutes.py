@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from common.files import REPO
 from common.results import finish, result_header
 from kvweave.paths import home
 
-QUESTION = "What is a chunk?"
 CHAT = [{"role": "user", "content": "Tell me a long story about a river, a mill and a ferryman."}]
 LOOK_S = 1.0  # between two questions while chunk KV is awaited
 QUIET_S = 12.0  # without a byte of new chunk KV: it is all there
@@ -152,9 +152,17 @@ def upload(url: str, kb: str, files: Sequence[Path]) -> None:
     assert reply.status_code == 200, reply.text
 
 
-def ask(url: str, kb: str, reuse: str | None = None) -> dict[str, Any]:
+def questions(files: Sequence[Path]) -> Iterator[str]:
+    """One for each heading, again and again. Each brings other chunks in front: what was asked just
+    now is exact, and nothing of it would be fused."""
+    text = "\n".join(path.read_text() for path in files)
+    headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    return cycle(f"What is said about {heading}?" for heading in headings)
+
+
+def ask(url: str, kb: str, question: str, reuse: str | None = None) -> dict[str, Any]:
     """A question about what was uploaded; the reply with its explain block."""
-    body = {"messages": [{"role": "user", "content": QUESTION}], "kb": kb, "explain": True}
+    body = {"messages": [{"role": "user", "content": question}], "kb": kb, "explain": True}
     body |= {"max_tokens": 32} | ({} if reuse is None else {"reuse": reuse})
     return post(f"{url}/v1/chat/completions", body)
 
@@ -163,14 +171,15 @@ def own_documents(url: str, files: Sequence[Path], patience_s: float) -> dict[st
     began_s = time.perf_counter()
     upload(url, "docs", files)
     found: dict[str, Any] = {"upload_s": since(began_s)}
-    answer = ask(url, "docs")
+    asked = questions(files)
+    answer = ask(url, "docs", next(asked))
     found["own_documents_s"] = since(began_s)
     found["own_answer"] = answer["choices"][0]["message"]["content"]
     waits: dict[str, str | None] = {"fused_s": None, "named_s": "weave"}
     found |= dict.fromkeys(waits)
     while waits and time.perf_counter() - began_s < patience_s:
         for name, reuse in list(waits.items()):
-            explain = ask(url, "docs", reuse)["explain"]
+            explain = ask(url, "docs", next(asked), reuse)["explain"]
             if explain["tokens"].get("reused"):
                 found[name] = since(began_s)
                 del waits[name]
