@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -12,6 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small products on two threads mostly wait for each other, worse when anything else runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A server that is given no folder of knowledge bases has one of its own: not the user's here.
+_DATA = TemporaryDirectory(prefix="kvweave-tests-")
+os.environ["XDG_DATA_HOME"] = _DATA.name
 
 
 @pytest.fixture(autouse=True, scope="session")

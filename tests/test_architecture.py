@@ -22,6 +22,7 @@ DOORS = {"__init__", "__main__"}
 # or, where its parts are held apart too, a folder in one; "app" alone is the loose files of app/
 ROOMS: dict[str, set[str]] = {
     "text": set(),
+    "demo": set(),
     "kernels": {"kernels/gpu"},  # an operator imports its GPU kernel where a CUDA tensor arrives
     "kernels/gpu": {"kernels"},
     "corpus": {"text"},
@@ -67,7 +68,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),
-        *("app/library", "app/libraries", "serve"),
+        *("app/library", "app/libraries", "serve", "demo"),
     },
 }
 CORE = ["kernels", "model", "kv", "fuse", "engine"]

@@ -194,7 +194,8 @@ class ServerSettings(ConfigSection):
 
     host: str = "127.0.0.1"  # address to listen on
     port: Annotated[int, Range(0, 65535)] = 8321  # 0 takes a free one
-    kb_root: Path | None = unset("only those of --kb")  # folder of knowledge bases
+    # folder of knowledge bases
+    kb_root: Path | None = unset("in the user's data folder; with --kb, only those")
     api_key_file: Path | None = unset("KVWEAVE_API_KEYS alone")  # lines of key or key:tenant
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
     running: Count = 64  # answers computed at once

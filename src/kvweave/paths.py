@@ -15,6 +15,17 @@ def home() -> Path:
     return user_cache_path("kvweave", appauthor=False)
 
 
+def kb_root() -> Path:
+    """The folder of knowledge bases that a server makes where no other is named: `kbs` in
+    `KVWEAVE_HOME` if that is set, else in the user's data folder, since what was uploaded cannot be
+    rebuilt. It may not exist yet."""
+    if os.environ.get("KVWEAVE_HOME"):
+        return home() / "kbs"
+    from platformdirs import user_data_path
+
+    return user_data_path("kvweave", appauthor=False) / "kbs"
+
+
 def config_folder() -> Path:
     """The folder of the user's own `kvweave.toml`. It may not exist."""
     from platformdirs import user_config_path

@@ -12,6 +12,7 @@ from kvweave.cli import ask, ingest, plan, serve
 from kvweave.cli.options import ConfigOption
 from kvweave.config import WeaveConfig, known_keys
 from kvweave.model.files.generation import FILE
+from kvweave.paths import kb_root
 from worlds.running import Run
 
 OPTIONS = {
@@ -249,7 +250,7 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     )
     assert serve.make_places(config, ["a=x"]) == places
     assert serve.make_limits(WeaveConfig().server) == Limits()
-    assert serve.make_places(WeaveConfig(), []) == LibrariesConfig()
+    assert serve.make_places(WeaveConfig(), []) == LibrariesConfig(kb_root())
 
 
 @pytest.mark.parametrize("below", [[], ["layers"]], ids=["calibrate", "calibrate layers"])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,8 +16,11 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from kvweave.cli.serve import make_places
+from kvweave.config import WeaveConfig
 from worlds.interrupted import sigint
 from worlds.running import Run
+from worlds.tiny_embedder import make_embedder_folder
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NO_MODEL = "smollm2 is not on this machine; run: make models"
@@ -55,6 +59,37 @@ def test_the_snippet_of_the_greeting_runs_and_control_c_stops(chat_model_folder:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (128 + signal.SIGINT, "", "stopped\n")
+
+
+def test_without_a_flag_uploads_make_knowledge_bases_where_the_greeting_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_model_folder: Path
+) -> None:
+    embedder = make_embedder_folder(tmp_path / "embedder")
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    args = ["--model", chat_model_folder, "--encoding", "isolated", "--embedder", embedder]
+    with started(*args) as (process, address, lines):
+        root = tmp_path / "home" / "kbs"
+        assert lines[1] == f"knowledge bases: {root} (an upload makes one)"
+        assert not root.exists(), "made on demand"
+        (upload,) = (line for line in lines if "/documents" in line)
+        (tmp_path / "README.md").write_text("# Nodes\n\nTo drain a node, cordon it first.\n")
+        ran = subprocess.run(shlex.split(upload), cwd=tmp_path, capture_output=True, timeout=120)
+        assert json.loads(ran.stdout)["new_chunks"] == 1, ran.stderr
+        assert (root / "notes" / "kb.json").is_file()
+        assert [kb["name"] for kb in httpx.get(f"{address}/kb").json()["data"]] == ["notes"]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+def test_with_kb_and_no_root_only_those_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    assert make_places(WeaveConfig(), []).root == tmp_path / "kbs"
+    assert make_places(WeaveConfig(), [f"notes={tmp_path}"]).root is None
+    monkeypatch.delenv("KVWEAVE_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert make_places(WeaveConfig(), []).root == tmp_path / "data" / "kvweave" / "kbs"
 
 
 def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(

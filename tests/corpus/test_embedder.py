@@ -9,52 +9,12 @@ import pytest
 
 from kvweave.corpus.embedder import Instructions, SentenceEmbedder
 from kvweave.errors import ModelNotFound
-
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "drain",
-    "the",
-    "node",
-    "evict",
-    "query",
-    ":",
-]
-
-
-def make_model(folder: Path, *, seed: int = 0, prompts: dict[str, str] | None = None) -> Path:
-    """One layer of width 16, mean pooling."""
-    import torch
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    torch.manual_seed(seed)
-    bert = folder / "bert"
-    bert.mkdir(parents=True)
-    (bert / "vocab.txt").write_text("\n".join(WORDS))
-    BertTokenizerFast(vocab=str(bert / "vocab.txt")).save_pretrained(bert)
-    config = BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    BertModel(config).save_pretrained(bert)
-    transformer = Transformer(str(bert), max_seq_length=32)
-    model = SentenceTransformer(modules=[transformer, Pooling(16)], prompts=prompts, device="cpu")
-    model.save(str(folder / "model"), create_model_card=False)
-    return folder / "model"
+from worlds.tiny_embedder import make_embedder_folder
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("embedder"))
+    return make_embedder_folder(tmp_path_factory.mktemp("embedder"))
 
 
 def test_vectors_have_length_one_and_do_not_depend_on_the_batch(model: Path) -> None:
@@ -73,7 +33,7 @@ def test_vectors_have_length_one_and_do_not_depend_on_the_batch(model: Path) -> 
 def test_identity_follows_the_weights_not_the_folder(model: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(model, tmp_path / "moved")
     assert SentenceEmbedder(moved).identity == SentenceEmbedder(model).identity
-    other = make_model(tmp_path / "other", seed=1)
+    other = make_embedder_folder(tmp_path / "other", seed=1)
     assert SentenceEmbedder(other).identity != SentenceEmbedder(model).identity
 
 

@@ -2,13 +2,13 @@
 
 import importlib
 import time
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
 from kvweave import __version__
 from kvweave.cli.interrupts import EXIT_CODE, Interrupts
-from kvweave.errors import KVWeaveError
+from kvweave.errors import ConfigError, KVWeaveError
 
 # command → module that holds a click command named `command`
 COMMANDS: dict[str, str] = {
@@ -16,13 +16,22 @@ COMMANDS: dict[str, str] = {
     "audit": "kvweave.cli.audit",
     "cache": "kvweave.cli.cache",
     "calibrate": "kvweave.cli.calibrate",
+    "completion": "kvweave.cli.completion",
     "config": "kvweave.cli.config",
+    "demo": "kvweave.cli.demo",
     "docs": "kvweave.cli.docs",
     "ingest": "kvweave.cli.ingest",
     "measure": "kvweave.cli.measure",
     "models": "kvweave.cli.models",
     "plan": "kvweave.cli.plan",
     "serve": "kvweave.cli.serve",
+}
+
+
+# a package that some commands need → the extra that brings it
+EXTRAS: dict[str, str] = {
+    **dict.fromkeys(("faiss", "pypdf", "docx", "selectolax"), "rag"),
+    **dict.fromkeys(("fastapi", "prometheus_client", "python_multipart", "uvicorn"), "serve"),
 }
 
 
@@ -38,6 +47,17 @@ class LazyCommands(click.Group):
         command = importlib.import_module(COMMANDS[cmd_name]).command
         assert isinstance(command, click.Command), f"{cmd_name} has no click command"
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """A command that lacks an extra says which, in one line."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in EXTRAS:
+                raise
+            way_out = f"pip install 'kvweave[{EXTRAS[package]}]'"
+            raise ConfigError(f"{package} not found; run: {way_out}") from error
 
 
 @click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})

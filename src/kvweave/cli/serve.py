@@ -27,6 +27,7 @@ from kvweave.cli.options import (
 )
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
 from kvweave.errors import ConfigError
+from kvweave.paths import kb_root
 
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
@@ -150,8 +151,10 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
         weave = open_weave(config=config)
         weave.check_strategy(places.usual.reuse, places.usual.ratio)
         libraries = Libraries(weave, places)
-        # without knowledge bases nothing is fused at first: idle time measures once something is
-        measuring = Prepare("measuring this machine for reuse 'auto', once", weave.measure)
+        steps = [Prepare("opening the embedder and knowledge bases", libraries.open_ahead)]
+        if server_config.kb_root is not None or libraries.has_some():
+            # else nothing is fused at first: idle time measures once something is
+            steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))
         url = url_of(server_config.host, listener.getsockname()[1])
         configure_logs(server_config.log_format)
         server = Server(
@@ -161,8 +164,8 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             keys=keys,
             sampling=given(config.sampling),
             lifecycle=ServerLifecycle(
-                prepare=measuring if places.root is not None or places.folders else None,
-                on_ready=lambda: greet(weave, url, with_key=bool(keys)),
+                prepare=steps,
+                on_ready=lambda: greet(weave, url, places.root, with_key=bool(keys)),
                 lame_s=server_config.lame_s,
                 patience_s=server_config.grace_s,
             ),
@@ -183,7 +186,8 @@ def make_limits(server: ServerSettings) -> "Limits":
 
 
 def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig":
-    """Where knowledge bases are: under the root, and at `folders` as --kb names them."""
+    """Where knowledge bases are: under the root, and at `folders` as --kb names them. Where those
+    are named and no root is, none but those can be reached or made."""
     from kvweave.app.answer.speculation import SpeculationConfig
     from kvweave.app.audit.auditor import AuditConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
@@ -193,8 +197,11 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
     host: dict[str, Any] = {}
     if config.store.host_bytes is not None:
         host["host_bytes"] = config.store.host_bytes
+    root = config.server.kb_root
+    if root is None and not folders:
+        root = kb_root()
     return LibrariesConfig(
-        root=config.server.kb_root,
+        root=root,
         folders=parse_folders(folders),
         embedder=config.library.embedder,
         kv=KVOptions.of(config),
@@ -293,7 +300,7 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def greet(weave: "Weave", url: str, *, with_key: bool) -> None:
+def greet(weave: "Weave", url: str, root: Path | None, *, with_key: bool) -> None:
     """Lines that can be copied and run."""
     from rich.console import Console
 
@@ -306,8 +313,14 @@ def greet(weave: "Weave", url: str, *, with_key: bool) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     say(f"kvweave serves {weave.model_name} at {url}/v1", "bold green")
+    if root is None:
+        say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
+    else:
+        say(f"knowledge bases: {root} (an upload makes one)", "dim")
     say("Ctrl-C stops it. Try it from another terminal:", "dim")
     say()
+    if root is not None:
+        say(f"  curl {url}/v1/kb/notes/documents{header} -F file=@README.md")
     say(f"  curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\")
     say(f"    -d '{json.dumps(hello)}'")
     say()

@@ -1,4 +1,4 @@
-"""Text to unit vectors, through sentence-transformers.
+"""Text to unit vectors: plain BERT models by our own encoder, others by sentence-transformers.
 
 Which words a model wants in front of a query or a passage comes from the model's own files; a few
 families that leave it to their README are in INSTRUCTIONS.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvweave.corpus.bert_encoder import BertEncoder, BertFolder
 from kvweave.errors import ConfigError, ModelNotFound
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ SAMPLES, SAMPLE_BYTES = 64, 64 << 10
 
 
 class SentenceEmbedder:
-    """Any sentence-transformers model: a folder, or a name that the hub knows."""
+    """Any sentence-transformers model: a folder, or a name that the hub knows.
+
+    Vectors of a plain BERT folder do not depend on whether sentence-transformers made them, so
+    `identity` does not say it.
+    """
 
     def __init__(
         self, model: str | Path, *, name: str | None = None, device: str | None = None
@@ -103,6 +108,8 @@ class SentenceEmbedder:
 
     @property
     def dim(self) -> int:
+        if self._bert is not None:
+            return self._bert.dim
         dim = self.model.get_embedding_dimension()
         assert dim is not None, "a sentence-transformers model without a dimension"
         return int(dim)
@@ -144,11 +151,15 @@ class SentenceEmbedder:
         return self._embed(texts, self.instructions.query)
 
     def num_tokens(self, text: str) -> int:
+        if self._bert is not None:
+            return self._bert.num_tokens(text)
         return len(self.model.tokenize([text])["input_ids"][0])
 
     def _embed(self, texts: Sequence[str], instruction: str) -> Vectors:
         if not texts:
             return np.zeros((0, self.dim), dtype=np.float32)
+        if self._bert is not None:
+            return self._bert.encode([instruction + text for text in texts], self.batch_size)
         vectors = self.model.encode(
             list(texts),
             prompt=instruction,
@@ -160,8 +171,15 @@ class SentenceEmbedder:
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
     @cached_property
+    def _bert(self) -> BertEncoder | None:
+        """Our own encoder, if the model is one for it; loaded on first use as `model` is."""
+        folder = BertFolder.read(Path(self._where))
+        return None if folder is None else BertEncoder(folder, self._device)
+
+    @cached_property
     def model(self) -> "SentenceTransformer":
-        """The model itself, loaded on first use: listing documents needs no embedder."""
+        """The model by sentence-transformers, loaded on first use: listing documents needs no
+        embedder, and models that `_bert` computes need no library."""
         try:
             from sentence_transformers import SentenceTransformer
             from transformers.utils import logging as transformers_logging

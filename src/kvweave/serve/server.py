@@ -11,7 +11,7 @@ Then it gives them up: each client gets its error in the usual shape instead of 
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Prepare(NamedTuple):
 class ServerLifecycle:
     """How a server starts and stops."""
 
-    prepare: Prepare | None = None
+    prepare: Sequence[Prepare] = ()  # one after the other
     on_ready: Callable[[], None] | None = None  # called on the event loop, once it is prepared
     lame_s: float = 0.0  # connections are taken for this long after the signal
     patience_s: float = 10.0  # and then answers may go on for this long
@@ -95,21 +95,20 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        prepare = self._life.prepare
-        self._readiness.preparing = None if prepare is None else prepare.words
+        self._readiness.preparing = next((step.words for step in self._life.prepare), None)
         await super().startup(sockets)
         self._readying = asyncio.create_task(self._get_ready())
 
     async def _get_ready(self) -> None:
         """Requests do not wait for this; a client that looks at /readyz does."""
-        prepare = self._life.prepare
-        if prepare is not None:
+        for step in self._life.prepare:
+            self._readiness.preparing = step.words
             try:
-                await asyncio.to_thread(prepare.work)
+                await asyncio.to_thread(step.work)
             except EngineClosed:
                 return  # stopped meanwhile
             except Exception:  # what needs it does it, or says why it cannot
-                log.exception("%s failed", prepare.words)
+                log.exception("%s failed", step.words)
                 self._context.metrics.not_prepared()
         self._readiness.preparing = None
         if self._life.on_ready is not None and not self._readiness.is_stopping:

@@ -6,6 +6,7 @@
 All methods may be called from any thread.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,13 @@ from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
-from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.errors import (
+    ConfigError,
+    CorpusError,
+    EngineClosed,
+    KVWeaveError,
+    RequestError,
+)
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.kv.config import GIB
@@ -53,6 +60,8 @@ __all__ = [
     "check_name",
     "check_tenant",
 ]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -127,6 +136,46 @@ class Libraries:
             found = (p for p in root.iterdir() if NAME.fullmatch(p.name))
             named |= {p.name for p in found if read_settings(p) is not None}
         return sorted(named)
+
+    def open_ahead(self) -> None:
+        """Load the embedder and open as many knowledge bases as may be open, those that changed
+        last: so that no question waits for it. One that does not open is told of in the log, and
+        is refused when it is asked for."""
+        try:
+            self.embed([""])
+        except KVWeaveError as error:
+            log.warning("the embedder of new knowledge bases does not open: %s", error)
+        for place in self._changed_last(self.config.open_most):
+            try:
+                with self.use(place.tenant, place.name) as weave:
+                    weave.library.kb.warm()
+                    weave.library.kb.load_index()
+            except EngineClosed:
+                raise
+            except KVWeaveError as error:
+                log.warning("knowledge base %r does not open: %s", place.name, error)
+
+    def has_some(self) -> bool:
+        """Whether there is a knowledge base, of whatever tenant."""
+        return bool(self._changed_last(1))
+
+    def _changed_last(self, most: int) -> list[LibraryKey]:
+        """The knowledge bases of all tenants that changed last, the very last one last."""
+        root, places = self.config.root, set(self.config.folders)
+        tenants = {""}
+        if root is not None and root.is_dir():
+            tenants |= {
+                p.name[1:] for p in root.iterdir() if re.fullmatch(f"@{NAME.pattern}", p.name)
+            }
+        places |= {LibraryKey(tenant, name) for tenant in tenants for name in self.names(tenant)}
+        changed: dict[LibraryKey, float] = {}
+        for place in places:
+            folder = self._folder(place)
+            assert folder is not None, "a name from `names` has a folder"
+            if read_settings(folder) is not None:
+                files = folder.glob("catalogue.sqlite*")
+                changed[place] = max((p.stat().st_mtime for p in files), default=0.0)
+        return sorted(changed, key=lambda place: changed[place])[-most:]
 
     def lend(self, tenant: str, name: str, *, create: bool = False) -> Loan[Weave]:
         """A Weave over it, which stays open until the loan is given back. Raises

@@ -24,7 +24,8 @@ def health_routes(context: Context) -> APIRouter:
 
     @routes.get("/readyz", responses=refusals(503))
     async def readyz() -> Ready:
-        """The model is loaded, the machine measured if need be, and new work is taken."""
+        """Model, embedder and knowledge bases are open, the machine is measured if need be, and new
+        work is taken."""
         if readiness.is_stopping:
             raise ApiError(503, "the server is stopping", headers={"Retry-After": "5"})
         if readiness.preparing is not None:

@@ -58,7 +58,8 @@ def kb_routes(context: Context) -> APIRouter:
     async def upload_documents(request: Request, name: str = Name) -> Response | IngestOut:
         tenant = tenant_of(request.scope)
         if libraries.config.root is None and name not in libraries.names(tenant):
-            raise ApiError(404, f"no knowledge base {name!r} here, and none can be made")
+            message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
+            raise ApiError(404, message)
         check_name(name)
         admission = context.writing.admit()  # before anything of the body is read
         try:

@@ -1,0 +1,76 @@
+"""What a linter would ask of the Dockerfile: an ordinary user, a pinned base, no secrets."""
+
+import re
+from pathlib import Path
+
+from kvweave.config import ServerSettings
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """(INSTRUCTION, arguments) in order; lines that go on are joined, comments dropped."""
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    lines = kept.replace("\\\n", " ").splitlines()
+    pairs = (line.split(None, 1) for line in lines if line.strip())
+    return [(name.upper(), " ".join(rest[0].split()) if rest else "") for name, *rest in pairs]
+
+
+ALL = instructions((REPO / "Dockerfile").read_text())
+LAST_STAGE = ALL[max(i for i, (name, _) in enumerate(ALL) if name == "FROM") :]
+
+
+def of(name: str, among: list[tuple[str, str]] = ALL) -> list[str]:
+    return [arguments for each, arguments in among if each == name]
+
+
+def test_bases_are_slim_and_pinned_to_a_patch() -> None:
+    for base in of("FROM"):
+        assert re.match(r"python:\d+\.\d+\.\d+-slim-\w+( AS \w+)?$", base), base
+
+
+def test_it_runs_as_an_ordinary_user_that_owns_its_volume() -> None:
+    (user,) = of("USER", LAST_STAGE)
+    assert user not in ("root", "0")
+    (made,) = (run for run in of("RUN", LAST_STAGE) if "useradd" in run)
+    assert f"useradd --uid 10001 --create-home {user}" in made
+    (volume,) = of("VOLUME", LAST_STAGE)
+    assert f"install -d -o {user} -g {user} {volume}" in made
+    assert any(f"KVWEAVE_HOME={volume}" in env for env in of("ENV", LAST_STAGE))
+    order = [name for name, _ in LAST_STAGE]
+    assert order.index("USER") < order.index("ENTRYPOINT")
+
+
+def test_it_says_whether_it_is_alive_on_the_port_it_serves() -> None:
+    (check,) = of("HEALTHCHECK", LAST_STAGE)
+    port = ServerSettings().port
+    assert f"http://127.0.0.1:{port}/healthz" in check
+    assert of("EXPOSE", LAST_STAGE) == [str(port)]
+    assert of("ENTRYPOINT", LAST_STAGE) == ['["kvweave"]'], "exec form: signals reach the server"
+
+
+def test_packages_stand_in_layers_before_the_code_and_leave_no_cache() -> None:
+    steps = [f"{name} {arguments}" for name, arguments in ALL]
+    torch = next(i for i, step in enumerate(steps) if "pip install" in step and "torch" in step)
+    extras = next(i for i, step in enumerate(steps) if "'.[serve,rag" in step)
+    code = steps.index("COPY src src")
+    assert torch < extras < code
+    assert all("-c constraints.txt" in steps[i] for i in (torch, extras))
+    assert "PIP_NO_CACHE_DIR=1" in " ".join(of("ENV"))
+
+
+def test_no_secret_and_no_more_than_is_needed_goes_in() -> None:
+    for name in ("ENV", "ARG"):
+        for arguments in of(name):
+            assert not re.search(r"KEY|TOKEN|PASSWORD|SECRET", arguments, re.IGNORECASE)
+    assert not of("ADD")
+    allowed = {
+        line[1:]
+        for line in (REPO / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    for arguments in of("COPY"):
+        if not arguments.startswith("--from"):
+            for source in arguments.split()[:-1]:
+                assert source.split("/")[0] in allowed, source
+                assert (REPO / source).exists(), source
