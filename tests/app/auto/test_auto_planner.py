@@ -17,7 +17,6 @@ from kvweave.app.auto.facts import (
     CalibratedGate,
     is_lossless,
     layer_bytes_per_token,
-    plain_bytes,
     strategy_info,
 )
 from kvweave.app.auto.machine_profile import profile_path
@@ -549,7 +548,7 @@ def test_a_chunk_is_priced_by_what_a_load_of_its_layers_reads(weave: Weave) -> N
     record = ask(weave, "reuse").explain
     assert record is not None
     lengths = [chunk.num_tokens for chunk in record.chunks if chunk.tier is not None]
-    priced = sum(plain_bytes(library.encoder, num_tokens) for num_tokens in lengths)
+    priced = sum(library.encoder.plain_bytes(num_tokens) for num_tokens in lengths)
     assert record.loaded_bytes == {"host": priced}
 
 
