@@ -40,7 +40,9 @@ class Layout(NamedTuple):
     first: Span | None
     num_history: int  # parts of the history among `path` and `behind`
     exact_tokens: int  # of the exact path, preamble included
-    is_new_in_front: bool = False  # the first of `behind` is stored, but not as it would stand there
+    is_new_in_front: bool = (
+        False  # the first of `behind` is stored, but not as it would stand there
+    )
 
     def computed_part(self, place: int, start: int, reason: Reason, exact_after: bool) -> Span:
         """One of `behind`, computed. What was said has its own reason: nothing stores it."""

@@ -199,10 +199,11 @@ class Libraries:
         name: str,
         sources: Sequence[TextSource | FileBytes | Later],
         *,
-        chunk_kv: bool = True,
+        chunk_kv: bool = False,
         progress: OnProgress | None = None,
     ) -> IngestReport:
-        """Bring documents in, with their chunk KV. Makes the knowledge base if it is new."""
+        """Bring documents in. Makes the knowledge base if it is new. Their chunk KV is made in the
+        background, if that is configured; `chunk_kv`: before this returns."""
         with self._writer(tenant, name, create=True) as weave:
             return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress, only_new=True)
 

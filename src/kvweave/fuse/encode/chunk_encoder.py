@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -279,7 +280,7 @@ class ChunkEncoder:
             made, seconds = self._in_turns(prefix, [chunk.token_ids for chunk in batch], pace)
             extras: list[dict[str, bytes]] = [{} for _ in batch]
             if self.preparation.extras:
-                extras, took_s = self._turn(lambda: self.extras(prefix, batch, made), pace)
+                extras, took_s = self._turn(partial(self.extras, prefix, batch, made), pace)
                 seconds += took_s
             num_bytes = 0
             for chunk, layers, each in zip(batch, made, extras, strict=True):
