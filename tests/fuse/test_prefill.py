@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, EncodeWork, Texts
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import ChunkPass, encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import Prefilled, PromptFrame
@@ -26,7 +26,7 @@ from kvweave.kv.transfers import Transfer
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from kvweave.types import Chunk, ChunkId
+from kvweave.types import Chunk, ChunkId, EncodeWork
 from worlds.fuse import prefill_stored
 from worlds.kv import make_context
 from worlds.tiny_models import VARIANTS, make_model_folder

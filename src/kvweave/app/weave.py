@@ -45,7 +45,7 @@ from kvweave.text.prompt import SYSTEM, Document, Prompt, chat_prompt, plain_pro
 
 if TYPE_CHECKING:
     from kvweave.app.audit.auditor import Auditor
-    from kvweave.app.library.corpus_kv import KVProgress
+    from kvweave.app.library.kv_progress import KVProgress
     from kvweave.app.library.library import OpenEmbedder
     from kvweave.calibrate.profiles import Profile
     from kvweave.fuse.strategy import ModelFacts

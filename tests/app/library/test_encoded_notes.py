@@ -12,13 +12,12 @@ from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.fuse.encode.chunk_encoder import OnEncoded
 from kvweave.ingest.sources import TextSource
 from kvweave.kv.residency import Residency
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import Chunk
+from kvweave.types import Chunk, EncodeWork
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder
 from worlds.weaves import library_over
@@ -33,15 +32,15 @@ class Looked:
     def __init__(self, library: Library) -> None:
         self.library = library
         self._offered: list[str] = []
-        self._encode = library.encoder.encode
+        self._missing = library.encoder.missing
         self.fails = False
-        library.encoder.encode = self.encode  # type: ignore[method-assign]
+        library.encoder.missing = self.missing  # type: ignore[method-assign]
 
-    def encode(self, chunks: Sequence[Chunk], tell: OnEncoded | None = None) -> None:
+    def missing(self, chunks: Sequence[Chunk]) -> EncodeWork:
         if self.fails:
             raise RuntimeError("the device is gone")
         self._offered += [chunk.title for chunk in chunks]
-        self._encode(chunks, tell)
+        return self._missing(chunks)
 
     def add(self, *words: str, only_new: bool = True, chunk_kv: bool = True) -> list[str]:
         """Bring a document for each word; give what was looked at."""

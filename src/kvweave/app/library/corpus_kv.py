@@ -10,8 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
 
+from kvweave.app.library.kv_progress import KVProgress, KVState
 from kvweave.app.library.library_kv import BackgroundKV, LibraryKV
 from kvweave.app.library.neighbours import NeighbourKeeper
 from kvweave.app.library.stored_kv import StoredKV
@@ -26,20 +26,6 @@ log = logging.getLogger(__name__)
 
 BATCH = 256  # chunks looked at together
 RATE_OF = 32  # chunks that the time left is estimated from
-
-# off: nothing is made; full: no room is left for more; failed: `why` says what is in the way
-KVState = Literal["off", "making", "ready", "full", "failed"]
-
-
-class KVProgress(NamedTuple):
-    """How far the chunk KV of a knowledge base is."""
-
-    state: KVState
-    chunks_done: int
-    chunks_total: int
-    num_bytes: int  # that the KV of the done ones takes
-    eta_s: float | None = None  # until the rest is there; None: not known, or nothing is made
-    why: str = ""
 
 
 class CorpusKV:

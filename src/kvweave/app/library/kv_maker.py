@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kvweave.app.background import BackgroundPace, GaveUp
-from kvweave.app.library.corpus_kv import CorpusKV, KVProgress
+from kvweave.app.library.corpus_kv import CorpusKV
+from kvweave.app.library.kv_progress import KVProgress
 from kvweave.errors import CorpusError, EngineClosed, KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
 from kvweave.plan.ordering import AccessTable

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvweave.app.library.corpus_kv import CorpusKV, KVProgress
+from kvweave.app.library.corpus_kv import CorpusKV
 from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
 from kvweave.app.library.kv_maker import KVMaker
+from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import SyncJob, remove_documents
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
 from kvweave.app.library.promotion import ChunkPromotion

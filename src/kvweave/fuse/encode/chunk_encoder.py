@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.anchors import REPEAT
@@ -37,7 +37,7 @@ from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import Chunk, ChunkId
+from kvweave.types import Chunk, ChunkId, EncodeWork
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -86,17 +86,6 @@ class Pace(Protocol):
     def took(self, seconds: float) -> None:
         """It was had for so long."""
         ...
-
-
-class EncodeWork(NamedTuple):
-    """How much there is to encode, or was encoded."""
-
-    num_chunks: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
-
-    def plus(self, other: "EncodeWork") -> "EncodeWork":
-        return EncodeWork(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 OnEncoded = Callable[[EncodeWork], None]  # hears of each pass; on the thread that encodes
