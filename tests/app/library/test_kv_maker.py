@@ -1,4 +1,4 @@
-"""Chunk KV appears by itself: asked for first, beside answers, over kills and deletions, in bounds."""
+"""Chunk KV appears by itself: asked for first, beside answers, over kills and deletions."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ from worlds.tiny_corpus import make_text, open_kb
 from worlds.tiny_models import make_chat_model_folder
 from worlds.weaves import library_of
 
-TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(6)]
+TEXTS = [(f"Note {i}", make_text(24, seed=i)) for i in range(6)]
 GREEDY = Sampling(max_tokens=4)
 Model = tuple[Decoder, Tokenizer]
 
@@ -114,7 +114,7 @@ def test_what_comes_later_is_made_too_and_answers_are_fused_from_it(weave: Weave
     library = weave.library
     library.start()
     assert library.maker.wait(60)
-    weave.ingest(("Late", make_text(40, seed=9)))
+    weave.ingest(("Late", make_text(24, seed=9)))
     deadline = time.monotonic() + 60
     while progress_of(weave).chunks_done < len(TEXTS) + 1 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -297,7 +297,7 @@ def test_behind_neighbours_it_is_made_too_and_other_writers_are_not_refused(
         library = weave.library
         library.start()
         for i in range(3):  # beside it
-            weave.ingest((f"More {i}", make_text(40, seed=20 + i)))
+            weave.ingest((f"More {i}", make_text(24, seed=20 + i)))
         deadline = time.monotonic() + 60
         while progress_of(weave).chunks_done < len(TEXTS) + 3 and time.monotonic() < deadline:
             time.sleep(0.05)
