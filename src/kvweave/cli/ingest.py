@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvweave.fuse.encode.save_log import Saves
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
+SecondsFor = Callable[[int], float | None]  # tokens to encode; None: not known
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
 MAX_LISTED = 20  # of skipped files, for people
 # mean nothing without --kv
@@ -142,8 +143,8 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
     ) as kb:
         try:
             with (
-                _encoding(kb, config, asked) as (encoder, sync),
-                progress_bar(_seconds_for(encoder)) as progress,
+                _encoding(kb, config, asked) as (encoder, sync, seconds_for),
+                progress_bar(seconds_for) as progress,
             ):
                 report = ingest(
                     kb, asked.paths, encoder, progress=progress, options=options, kv_sync=sync
@@ -199,13 +200,14 @@ def _check_store(config: WeaveConfig, asked: IngestArguments) -> None:
 @contextmanager
 def _encoding(
     kb: "KnowledgeBase", config: WeaveConfig, asked: IngestArguments
-) -> "Iterator[tuple[ChunkEncoder | None, KVSync | None]]":
-    """What computes chunk KV, and what keeps the KV that is there in step with the documents.
+) -> "Iterator[tuple[ChunkEncoder | None, KVSync | None, SecondsFor]]":
+    """What computes chunk KV, what keeps the KV that is there in step with the documents, and how
+    long computing takes.
 
     Loading the model takes a moment, so only if it is wanted.
     """
     if not asked.kv and not (kb.folder / "kv").is_dir():
-        yield None, None
+        yield None, None, _not_known
         return
     from kvweave.app.library.kv_sync import SyncJob, sync_without_model
 
@@ -213,7 +215,7 @@ def _encoding(
         from kvweave.app.library.store_tiers import remote_tiers
 
         with sync_without_model(kb, remote_tiers(config.store)) as sync:
-            yield None, sync
+            yield None, sync, _not_known
         return
     from kvweave.app.library.library_kv import KVOptions, LibraryKV
     from kvweave.app.runtime import ModelRuntime
@@ -223,7 +225,7 @@ def _encoding(
     with LibraryKV.open(kb, runtime.decoder, runtime.tokenizer, options, say=_say) as kv:
         sync = kv.sync(SyncJob(encodes=True, refresh=asked.refresh_neighbours))  # may refuse
         kv.prepare_to_encode()
-        yield kv.encoder, sync
+        yield kv.encoder, sync, _seconds_for(runtime, kv.encoder)
     _measure(runtime, options.codec)
 
 
@@ -236,23 +238,24 @@ def _measure(runtime: "ModelRuntime", codec: str) -> None:
         new_machine(runtime.decoder, codec)
 
 
-def _seconds_for(encoder: "ChunkEncoder | None") -> Callable[[int], float | None]:
+def _seconds_for(runtime: "ModelRuntime", encoder: "ChunkEncoder") -> SecondsFor:
     """How long so many tokens take to encode, as far as this machine was measured."""
 
     def seconds(num_tokens: int) -> float | None:
         from kvweave.app.auto.machine_profile import find_machine
         from kvweave.fuse.encode.chunk_encoder import CPU_PASS_ROWS
-        from kvweave.model.decoder import Decoder
 
-        if encoder is None or not isinstance(encoder.decoder, Decoder):
-            return None
-        machine = find_machine(encoder.decoder, encoder.context.codec)
+        machine = find_machine(runtime.decoder, encoder.context.codec)
         if machine is None:
             return None
         behind = len(encoder.preamble_ids) + len(encoder.texts.filler)
         return machine.prefill_s(behind, CPU_PASS_ROWS) * num_tokens / CPU_PASS_ROWS
 
     return seconds
+
+
+def _not_known(_: int) -> None:
+    """Nothing is encoded."""
 
 
 def _say(line: str) -> None:
@@ -321,7 +324,7 @@ def _kv_line(kb: "KnowledgeBase", *, has_kv: bool) -> str:
 
 @contextmanager
 def progress_bar(
-    seconds_for: Callable[[int], float | None] = lambda _: None,
+    seconds_for: SecondsFor,
 ) -> "Iterator[OnProgress]":
     """What is done and what is left, a bar for each phase, on a terminal; in a pipe no more than
     how much chunk KV there will be. `seconds_for` so many tokens, before any was encoded."""

@@ -325,7 +325,7 @@ def test_a_second_start_serves_its_first_fused_answer_without_encoding(
         with serving(weave, libraries=libraries) as url:
             if life == 1:
                 for document in (DRAIN, QUOTA):
-                    post(url, "notes/documents", json=document)
+                    post(url, "notes/documents?wait_for_kv=true", json=document)
             told = ask(url, question, **fields)
             answers.append(told["choices"][0]["message"]["content"])
             with libraries.use("", "notes") as over:

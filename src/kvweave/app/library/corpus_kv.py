@@ -48,16 +48,17 @@ class CorpusKV:
     # ---- any thread
 
     def progress(self) -> KVProgress:
+        total = self._kb.catalogue.num_chunks()  # some may have come since the last look
         with self._lock:
             done, missing = len(self._sizes), len(self._missing)
-            num_bytes, total = sum(self._sizes.values()), done + missing
+            num_bytes, total = sum(self._sizes.values()), max(total, done)
             state: KVState = "making"
-            if self._generation < 0 and not self._why:
-                total = max(total, self._kb.catalogue.num_chunks())
-            elif missing == len(self._left):
-                state = "failed" if self._why else "ready"
+            if self._generation < 0 and self._why:
+                state = "failed"
             elif self._is_full:
                 state = "full"
+            elif missing == len(self._left) and total <= done + missing:
+                state = "failed" if self._why else "ready"
             eta_s = self._eta_s() if state == "making" else None
             return KVProgress(state, done, total, num_bytes, eta_s, self._why)
 
