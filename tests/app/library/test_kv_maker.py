@@ -1,5 +1,9 @@
 """Chunk KV appears by itself: asked for first, beside answers, over kills and deletions."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +27,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
+from worlds import killed_maker
 from worlds.tiny_corpus import make_text, open_kb
 from worlds.tiny_models import make_chat_model_folder
 from worlds.weaves import library_of
@@ -194,6 +199,28 @@ def test_a_maker_that_is_stopped_half_way_is_gone_on_with_by_the_next(
         assert progress_of(weave).state == "ready"
         encoded = weave.library.store.metrics.value("kv_chunks_encoded_total")
         assert encoded == len(TEXTS) - 2, "what was there is not made again"
+
+
+def test_a_maker_killed_at_a_write_leaves_whole_objects_and_the_next_one_goes_on(
+    tmp_path: Path, chat_model_folder: Path
+) -> None:
+    folder = tmp_path / "kb"
+    small = load_decoder(chat_model_folder, device="cpu"), Tokenizer(chat_model_folder)
+    with opened(folder, small, None, encoding="isolated") as weave:
+        weave.ingest(*TEXTS)
+    script = [sys.executable, killed_maker.__file__, folder, chat_model_folder, "2"]
+    path = [str(Path(killed_maker.__file__).parents[1]), os.environ["PYTHONPATH"]]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    killed = subprocess.run(script, env=env, capture_output=True, text=True, timeout=240)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(objects(folder)) == 2
+    with opened(folder, small, BackgroundKV(), encoding="isolated") as weave:
+        assert progress_of(weave).state == "making"
+        weave.library.start()
+        assert weave.library.maker.wait(60)
+        assert progress_of(weave)[:3] == ("ready", len(TEXTS), len(TEXTS))
+        encoded = weave.library.store.metrics.value("kv_chunks_encoded_total")
+        assert encoded == len(TEXTS) - 2
 
 
 @contextmanager
