@@ -55,7 +55,7 @@ class ChunkPromotion:
         for chunk_id, ids in named.items():
             in_front = chunk_id == front or not _has_context(encoder)
             returns = counts[chunk_id] >= self._threshold or chunk_id in at_once
-            if not returns and not (chunk_id == front and _is_stored(encoder, ids)):
+            if not returns and not (chunk_id == front and _is_new_in_front(encoder, ids)):
                 continue
             if self._fits(encoder, ids):
                 chunk = Chunk(chunk_id, "", "", ids)
@@ -77,7 +77,8 @@ def _has_context(encoder: ChunkEncoder) -> bool:
     return encoder.preparation.variant.kind == "filler"
 
 
-def _is_stored(encoder: ChunkEncoder, ids: tuple[int, ...]) -> bool:
-    """Behind its encoding context."""
-    (peek,) = encoder.store.peek([encoder.key(ids)])
-    return peek.residency is not Residency.ABSENT
+def _is_new_in_front(encoder: ChunkEncoder, ids: tuple[int, ...]) -> bool:
+    """Whether a chunk is stored behind its encoding context and not isolated."""
+    behind, isolated = encoder.store.peek([encoder.key(ids), encoder.exact_key(ids)])
+    is_stored = behind.residency is not Residency.ABSENT
+    return is_stored and isolated.residency is Residency.ABSENT
