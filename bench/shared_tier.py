@@ -81,7 +81,7 @@ def upload(client: httpx.Client, pages: list[Path]) -> float:
     began_s = time.perf_counter()
     for page in pages:
         body = {"title": page.stem, "text": page.read_text(), "key": page.name}
-        client.post("/v1/kb/docs/documents", json=body).raise_for_status()
+        client.post("/v1/kb/docs/documents?wait_for_kv=true", json=body).raise_for_status()
     return time.perf_counter() - began_s
 
 

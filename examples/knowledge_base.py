@@ -23,7 +23,10 @@ NOTES = {
 
 client = OpenAI(base_url=args.base_url, api_key=args.api_key)
 for title, text in NOTES.items():
-    report = client.post("/kb/notes/documents", cast_to=object, body={"title": title, "text": text})
+    # the reply could come before the chunk KV; here the answer below is to reuse it
+    report = client.post(
+        "/kb/notes/documents?wait_for_kv=true", cast_to=object, body={"title": title, "text": text}
+    )
     print(f"{title}: {report['new_chunks']} new chunks")
 
 query = {"query": "How wide is a zorb?", "k": 2}

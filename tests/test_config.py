@@ -452,4 +452,6 @@ def test_the_page_has_every_key_with_its_default_and_its_flag() -> None:
 def _shown(key: Key) -> str:
     if key.kind.is_size:
         return f"{key.default >> 20}MiB"
+    if isinstance(key.default, bool):
+        return str(key.default).lower()
     return f"{key.default:g}" if isinstance(key.default, float) else str(key.default)

@@ -228,6 +228,11 @@ QUOTED = [
     ),
     *quoted(
         "server.md",
+        ("(and none ended within {:g} s)", "app.background:QUIET_S if QUIET_S else 0.5"),
+        ("it takes {:g} % of the time", "app.background:BUSY_SHARE * 100"),
+        ("for its first half second", "app.background:FIRST_S / BUSY_SHARE == 1 / 2"),
+        ("The engine is had for {:g} ms at a time", "fuse.encode.chunk_encoder:SLICE_S * 1e3"),
+        ("out every {:g} s in which nothing else does", "serve.wire.sse:HEARTBEAT_S"),
         ("chunks of this knowledge base ({}),", "app.question:TOP_K"),
         ("answers to the prompt, {} at most", "serve.limits:Limits().choices"),
         ("a list of either; {} at most", "serve.limits:Limits().choices"),

@@ -116,6 +116,9 @@ class LibrarySettings(ConfigSection):
     encoding: str | None = unset("what it has, filler for a new one")  # context of chunk KV
     extras: tuple[str, ...] | None = unset("what it has, none for a new one")  # beside chunk KV
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
+    background_kv: bool = True  # a server makes chunk KV that is missing by itself
+    background_share: Share = 0.1  # of the time, while answers are made; the rest in idle time
+    background_bytes: Bytes0 | None = unset("what its tiers hold")  # of one knowledge base's KV
     remembered_bytes: Bytes0 = 1 << 30  # host memory for documents of no knowledge base; 0: none
     k: Annotated[int, Range(1, 100)] = 5  # chunks that are put in front of a question
 

@@ -40,3 +40,14 @@ class Hit(NamedTuple):
 
     chunk: Chunk
     score: float
+
+
+class EncodeWork(NamedTuple):
+    """How much KV is to be computed, or was."""
+
+    num_chunks: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    def plus(self, other: "EncodeWork") -> "EncodeWork":
+        return EncodeWork(*(a + b for a, b in zip(self, other, strict=True)))

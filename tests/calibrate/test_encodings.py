@@ -117,7 +117,7 @@ def test_it_is_what_ingest_stores_behind_the_same_neighbours(
             texts,
             neighbours_of=lambda ids: near.get(chunks[tuple(ids)].id),
         )
-        encoder.encode(list(by_id.values()))
+        encoder.encode_isolated(list(by_id.values()))
         second = NeighbourEncoder(encoder, lambda ids: {each: by_id[each] for each in ids})
         second.encode(list(by_id.values()), near)
         keys = [encoder.exact_key(A), *(encoder.key(each) for each in CASE.chunks[1:])]

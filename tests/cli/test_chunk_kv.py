@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
+from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library_kv import KVOptions
+from kvweave.cli.amounts import progress_text, size_text, time_text
 from kvweave.cli.explain_view import missing_line
+from kvweave.cli.ingest import announcement, bar_words, measure_of
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
+from kvweave.ingest.report import IngestProgress
 from kvweave.kv.config import (
     DiskTierConfig,
     FaultPlan,
@@ -230,8 +234,8 @@ def test_kv_of_another_dtype_is_said_with_the_command_that_stores_it(world: Worl
 
 def test_chunk_kv_that_was_saved_is_counted(world: World) -> None:
     ran = world.stored("--encoding", "filler:1", "--json")
-    assert ran.err == ""
-    assert json.loads(ran.out)["chunk_kv"] == {"saved": 4, "dropped": 0, "reasons": []}
+    assert ran.err.startswith("chunk KV of 2 chunks: about "), "and no word of what was lost"
+    assert json.loads(ran.out)["chunk_kv"] == {"saved": 2, "dropped": 0, "reasons": []}
     ran = world.stored("--json")
     assert json.loads(ran.out)["chunk_kv"]["saved"] == 0  # it was there
     assert json.loads(world.ingest("--json").out)["chunk_kv"] is None
@@ -280,3 +284,61 @@ def test_chunk_kv_that_the_codec_cannot_hold_is_said(
     monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.pack_chunk", refuse)
     ran = world.stored("--encoding", "isolated")
     assert "2 of 2 chunk KV could not be saved (not representable); questions" in ran.err
+
+
+def test_the_bytes_of_kv_are_announced_and_stated_and_without_kv_it_says_who_makes_it(
+    world: World, run: Run
+) -> None:
+    plain = world.ingest()
+    assert plain.code == 0, plain.err
+    assert plain.err == "", "nothing is computed that would have to be announced"
+    offered = plain.out.splitlines()[-1]
+    assert offered == (
+        "KV 0 of 2 chunks: a server makes the rest in the background; "
+        "to make it now, run this with --kv"
+    )
+    made = world.ingest("--kv", "--encoding", "filler:1")
+    assert made.code == 0, made.err
+    files = [path.stat().st_size for path in (world.kb / "kv/objects").rglob("*.kv")]
+    assert len(files) == 2, "behind the filler; none has stood in front"
+    assert made.err.startswith(f"chunk KV of 2 chunks: about {size_text(sum(files))}")
+    assert made.err.count("\n") == 1
+    assert made.out.splitlines()[-1] == f"2 chunks, {size_text(sum(files))} of chunk KV"
+    again = world.ingest("--kv", "--json")
+    assert (again.code, again.err) == (0, "")
+    assert json.loads(again.out)["kv_chunks"] == 0
+    status = run("docs", "status", "--kb", world.kb)
+    assert status.out.splitlines()[-1] == f"KV 2 of 2 chunks, {size_text(sum(files))}"
+    told = json.loads(run("docs", "status", "--kb", world.kb, "--json").out)
+    assert told["kv"]["state"] == "ready"
+    assert (told["kv"]["chunks_done"], told["kv"]["num_bytes"]) == (2, sum(files))
+
+
+def test_the_bar_of_each_phase_counts_what_that_phase_has_left() -> None:
+    text = IngestProgress("embed", 50, 100, 2, 40, "")
+    assert measure_of(text) == ("text", 50, 100)
+    assert bar_words(text, 10.0) == "40 chunks · 4/s · 10 s left"
+    index = IngestProgress("index", 100, 100, 2, 80, "")
+    assert measure_of(index) == ("index", 0, None), "no 100 % before the end"
+    kv = IngestProgress(
+        "encode", 100, 100, 2, 60, "", 170, 150_000_000, 412_000_000, 15_000, 42_000, 360.0
+    )
+    assert measure_of(kv) == ("KV", 60, 170)
+    assert bar_words(kv, 200.0) == (
+        "60 of 170 chunks · 75 tokens/s · 150 MB of 412 MB · 6 min left"
+    )
+    first = kv._replace(num_chunks=0, kv_bytes=0, num_tokens=0, eta_s=None)
+    assert announcement(first, lambda tokens: tokens / 233) == (
+        "chunk KV of 170 chunks: about 412 MB, about 3 min"
+    )
+    assert announcement(first, lambda _: None) == "chunk KV of 170 chunks: about 412 MB"
+    assert announcement(kv, lambda _: 1.0) is None, "once, before it begins"
+
+
+def test_progress_is_said_as_people_say_it() -> None:
+    making = KVProgress("making", 120, 170, 412_000_000, 171.0)
+    assert progress_text(making) == "KV 120 of 170 chunks, 412 MB, about 3 min left"
+    assert progress_text(KVProgress("off", 0, 170, 0)) == "KV 0 of 170 chunks"
+    full = KVProgress("full", 120, 170, 1_300_000_000)
+    assert progress_text(full) == "KV 120 of 170 chunks, 1.3 GB, full"
+    assert [time_text(s) for s in (0.2, 59, 100, 7800)] == ["1 s", "59 s", "2 min", "2 h 10 min"]

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from kvweave.app.weave import Sampling, Weave
 from kvweave.cli import ask, ingest, plan, serve
 from kvweave.cli.options import ConfigOption
-from kvweave.config import WeaveConfig, known_keys
+from kvweave.config import LibrarySettings, WeaveConfig, known_keys
 from kvweave.model.files.generation import FILE
 from kvweave.paths import kb_root
 from worlds.running import Run
@@ -232,7 +233,7 @@ def test_serve_goes_by_the_file(run: Run, here: Path) -> None:
 
 def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     from kvweave.app.libraries.libraries import LibrariesConfig, LibraryKey
-    from kvweave.app.library.library_kv import KVOptions
+    from kvweave.app.library.library_kv import BackgroundKV, KVOptions
     from kvweave.config import load_config
     from kvweave.serve.limits import Limits
 
@@ -240,17 +241,20 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
         "[server]\nrunning = 2\nwaiting = 0\nbody_bytes = '1MiB'\nupload_bytes = 5\n"
         "request_s = 7\nopen_kbs = 3\nkb_root = 'kbs'\n"
         "[store]\nhost_bytes = '1GiB'\n[library]\nembedder = 'e'\nencoding = 'isolated'\n"
+        "background_share = 0.25\nbackground_bytes = 9\n"
     )
     config = load_config(env={}).config
     limits = Limits(running=2, waiting=0, body_bytes=1 << 20, upload_bytes=5, request_s=7.0)
     assert serve.make_limits(config.server) == limits
     folders = {LibraryKey("", "a"): Path("x")}
-    places = LibrariesConfig(
-        Path("kbs"), folders, "e", KVOptions.of(config), open_most=3, host_bytes=1 << 30
-    )
+    kv = replace(KVOptions.of(config), background=BackgroundKV(most_bytes=9, share=0.25))
+    places = LibrariesConfig(Path("kbs"), folders, "e", kv, open_most=3, host_bytes=1 << 30)
     assert serve.make_places(config, ["a=x"]) == places
     assert serve.make_limits(WeaveConfig().server) == Limits()
-    assert serve.make_places(WeaveConfig(), []) == LibrariesConfig(kb_root())
+    usual = LibrariesConfig(kb_root(), kv=KVOptions(background=BackgroundKV()))
+    assert serve.make_places(WeaveConfig(), []) == usual, "by default KV is made by itself"
+    without = WeaveConfig(library=LibrarySettings(background_kv=False))
+    assert serve.make_places(without, []) == LibrariesConfig(kb_root())
 
 
 @pytest.mark.parametrize("below", [[], ["layers"]], ids=["calibrate", "calibrate layers"])

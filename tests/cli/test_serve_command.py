@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,6 +107,12 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
         note = {"title": "Drain", "text": "To drain a node, cordon it first."}
         made = httpx.post(f"{address}/kb/a/documents", json=note, headers=headers, timeout=120)
         assert made.json()["new_chunks"] == 1
+        deadline = time.monotonic() + 60  # its KV comes by itself
+        while time.monotonic() < deadline:
+            told = httpx.get(f"{address}/kb/a", headers=headers | {"x-request-id": "x"}).json()
+            if told["kv"]["state"] == "ready":
+                break
+        assert told["kv"]["chunks_done"] == told["kv"]["chunks_total"] == 1
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0

@@ -1,5 +1,6 @@
 """Chunk KV woven into prompts: exact where it must be, read-only, and never a wrong answer."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.chunk_pass import ChunkPass, encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import Prefilled, PromptFrame
 from kvweave.fuse.request import PromptChunk, State, budget
@@ -25,7 +26,7 @@ from kvweave.kv.transfers import Transfer
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from kvweave.types import Chunk, ChunkId
+from kvweave.types import Chunk, ChunkId, EncodeWork
 from worlds.fuse import prefill_stored
 from worlds.kv import make_context
 from worlds.tiny_models import VARIANTS, make_model_folder
@@ -180,6 +181,7 @@ def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
     preparation = Preparation.parse("filler:1", ["inter", "anchors:kvzip"])
     encoder = ChunkEncoder(decoder, store, context_of(decoder), preparation, texts)
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
+    encoder.encode_isolated([make_chunk(CHUNKS[0])])
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
     frame = PromptFrame(encoder.preamble, QUESTION)
@@ -192,7 +194,69 @@ def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
     store.delete([encoder.exact_key(CHUNKS[0])])
     opened = open_strategy("reuse", ModelFacts(decoder.spec.num_layers))
     got = prefill_stored(decoder, store, named, frame, opened, 0.0)
-    assert got.record.chunks[0].state is State.REUSED
+    states = [chunk.state for chunk in got.record.chunks]
+    assert states == [State.COMPUTED, State.REUSED, State.REUSED, State.REUSED], "it is exact there"
+
+
+def test_a_pass_in_slices_gives_what_one_in_a_piece_does(any_decoder: Decoder) -> None:
+    preamble = encode_prefix(any_decoder, PREAMBLE)
+    whole = encode_chunks(any_decoder, preamble, CHUNKS)
+    sliced, turns = ChunkPass(any_decoder, preamble, CHUNKS), 1
+    while not sliced.advance(0.0):  # a layer at a time
+        turns += 1
+    assert turns == any_decoder.spec.num_layers
+    for ours, theirs in zip(sliced.made, whole, strict=True):
+        assert all(torch.equal(a.k, b.k) for a, b in zip(ours, theirs, strict=True))
+        assert all(torch.equal(a.v, b.v) for a, b in zip(ours, theirs, strict=True))
+
+
+class Counted:
+    """A pace that lets everything through and counts."""
+
+    def __init__(self) -> None:
+        self.waits, self.seconds = 0, 0.0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def took(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+def test_who_can_wait_has_the_decoder_a_layer_at_a_time_and_gets_the_same_bytes(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytes_of = []
+    for slice_s, least in ((60.0, 1), (0.0, decoder.spec.num_layers)):
+        monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.SLICE_S", slice_s)
+        root, pace = tmp_path / str(slice_s), Counted()
+        with KVStore(StoreConfig(tiers=(DiskTierConfig(root),))) as store:
+            encoder = ChunkEncoder(decoder, store, context_of(decoder))
+            encoder.encode([make_chunk(CHUNKS[2])], pace=pace)
+            assert store.flush()
+        assert pace.waits >= 2 * least, "the preamble, then the chunk"
+        assert pace.seconds > 0
+        bytes_of.append([path.read_bytes() for path in sorted(root.rglob("*.kv"))])
+    assert len(bytes_of[0]) == 1
+    assert bytes_of[0] == bytes_of[1]
+
+
+def test_what_is_missing_is_what_is_then_encoded_and_told(decoder: Decoder, store: KVStore) -> None:
+    encoder = ChunkEncoder(decoder, store, context_of(decoder))
+    chunks = [make_chunk(ids) for ids in CHUNKS]
+    encoder.encode(chunks[:1])
+    assert store.flush()
+    work, told = encoder.missing(chunks), EncodeWork()
+    assert work[:2] == (3, sum(map(len, CHUNKS[1:])))
+
+    def tell(done: EncodeWork) -> None:
+        nonlocal told
+        told = told.plus(done)
+
+    encoder.encode(chunks, tell)
+    assert told == work, "bytes too: they are known before they are written"
+    assert store.flush()
+    assert encoder.missing(chunks) == EncodeWork()
 
 
 def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
@@ -305,14 +369,15 @@ def test_encoding_again_computes_nothing(decoder: Decoder, store: KVStore) -> No
 def test_a_chunk_that_the_codec_cannot_hold_is_left_out_and_the_rest_is_saved(
     decoder: Decoder, store: KVStore, monkeypatch: pytest.MonkeyPatch, codec: str, bad: float
 ) -> None:
-    def encode(*args: object) -> list[list[LayerKV]]:
-        made = encode_chunks(*args)  # type: ignore[arg-type]
-        for layers in made:
-            if len(layers[0].k) == len(CHUNKS[2]):
-                layers[-1] = LayerKV(layers[-1].k, torch.full_like(layers[-1].v, bad))
-        return made
+    class BadPass(ChunkPass):
+        def advance(self, most_s: float = math.inf) -> bool:
+            is_done = super().advance()
+            for layers in self.made:
+                if len(layers[0].k) == len(CHUNKS[2]):
+                    layers[-1] = LayerKV(layers[-1].k, torch.full_like(layers[-1].v, bad))
+            return is_done
 
-    monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.encode_chunks", encode)
+    monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.ChunkPass", BadPass)
     context = replace(context_of(decoder), codec=codec)
     encoder = ChunkEncoder(decoder, store, context)
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
@@ -351,6 +416,9 @@ def test_filler_kv_is_the_chunk_behind_preamble_and_filler(
         decoder, store, context_of(decoder), Preparation.parse("filler:1"), Texts(filler=filler)
     )
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
+    keys = [encoder.exact_key(ids) for ids in CHUNKS]
+    assert {peek.residency for peek in store.peek(keys)} == {Residency.ABSENT}, "not for all"
+    encoder.encode_isolated([make_chunk(ids) for ids in CHUNKS])
     assert store.flush()
     prefixes = {
         encoder.key: encode_prefix(decoder, [*PREAMBLE, *filler]),

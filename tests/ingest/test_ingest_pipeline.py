@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvweave.errors import CorpusError
 from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, reading, window
 from kvweave.ingest.sources import Selection, TextSource
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import Chunk, PlacedChunk
+from kvweave.types import Chunk, EncodeWork, PlacedChunk
 from worlds.tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
 
 
@@ -348,8 +348,20 @@ class RecordingEncoder:
     def __init__(self) -> None:
         self.encoded: list[str] = []
 
-    def encode(self, chunks: Sequence[Chunk]) -> None:
-        self.encoded += [chunk.id for chunk in chunks if chunk.id not in self.encoded]
+    def missing(self, chunks: Sequence[Chunk]) -> EncodeWork:
+        new = [chunk for chunk in chunks if chunk.id not in self.encoded]
+        tokens = sum(len(chunk.token_ids) for chunk in new)
+        return EncodeWork(len(new), tokens, 100 * tokens)
+
+    def encode(
+        self, chunks: Sequence[Chunk], tell: Callable[[EncodeWork], None] | None = None
+    ) -> None:
+        for chunk in chunks:
+            work = self.missing([chunk])
+            if work.num_chunks:
+                self.encoded.append(chunk.id)
+                if tell is not None:
+                    tell(work)
 
 
 def test_the_encoder_is_offered_every_chunk_after_its_vector_is_there(
@@ -373,6 +385,28 @@ def test_progress_reaches_the_total_and_never_goes_back(world: tuple[KnowledgeBa
     assert seen[-1].total_bytes is not None
     assert 0.99 * seen[-1].total_bytes <= done[-1] <= seen[-1].total_bytes
     assert [s.phase for s in seen][-1] == "index"
+
+
+def test_kv_counts_what_is_left_from_the_first_chunk_to_the_last(
+    world: tuple[KnowledgeBase, Path],
+) -> None:
+    kb, folder = world
+    encoder, seen = RecordingEncoder(), []
+    ingest(kb, [folder])  # no KV yet
+    report = ingest(kb, [folder, ("New", "text")], encoder, progress=seen.append)
+    states = [state for state in seen if state.phase == "encode"]
+    totals = kb.totals()
+    assert {state.total_chunks for state in states} == {totals.num_chunks}
+    assert {state.total_tokens for state in states} == {totals.num_tokens}
+    assert [state.num_chunks for state in states] == list(range(totals.num_chunks + 1))
+    assert (states[0].kv_bytes, states[0].eta_s) == (0, None), "announced before it begins"
+    assert states[-1].kv_bytes == states[-1].total_kv_bytes == 100 * totals.num_tokens
+    assert states[-1].eta_s == 0
+    assert all(state.eta_s is not None and state.eta_s > 0 for state in states[1:-1])
+    assert (report.kv_chunks, report.kv_bytes) == (totals.num_chunks, 100 * totals.num_tokens)
+    seen.clear()
+    assert ingest(kb, [folder], encoder, progress=seen.append).kv_chunks == 0
+    assert "encode" not in {state.phase for state in seen}, "nothing is left: nothing to count"
 
 
 def test_a_moved_knowledge_base_still_answers(

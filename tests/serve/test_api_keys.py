@@ -70,7 +70,12 @@ def test_those_who_watch_need_no_key(guarded: str) -> None:
 
 def test_a_tenant_sees_its_own_knowledge_bases_alone(guarded: str) -> None:
     url = f"{guarded}/v1/kb"
-    made = httpx.post(f"{url}/notes/documents", json=NOTE, headers=bearer("sk-acme-1"), timeout=60)
+    made = httpx.post(
+        f"{url}/notes/documents?wait_for_kv=true",
+        json=NOTE,
+        headers=bearer("sk-acme-1"),
+        timeout=60,
+    )
     assert made.status_code == 200
 
     def names(key: str) -> list[str]:
@@ -90,10 +95,10 @@ def test_the_same_text_under_two_tenants_is_computed_for_each(guarded: str) -> N
     than two servers would."""
     note = {"title": "Secret", "text": "The merger with Umbra closes on the ninth of May."}
     for key in ("sk-acme-1", "sk-other"):
-        url = f"{guarded}/v1/kb/same/documents"
+        url = f"{guarded}/v1/kb/same/documents?wait_for_kv=true"
         assert httpx.post(url, json=note, headers=bearer(key), timeout=60).status_code == 200
     other = {"title": "Else", "text": "Whales sing."}
-    url = f"{guarded}/v1/kb/else/documents"
+    url = f"{guarded}/v1/kb/else/documents?wait_for_kv=true"
     assert httpx.post(url, json=other, headers=bearer("sk-other"), timeout=60).status_code == 200
 
     def explained(key: str, kb: str, reuse: str, documents: object = None) -> dict[str, Any]:

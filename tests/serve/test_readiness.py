@@ -78,7 +78,7 @@ def test_the_first_request_for_auto_measures_nothing_once_the_server_is_ready(
             assert find_machine(weave.runtime.decoder) is not None
             told = capfd.readouterr().err
             assert ("measuring this machine" in told) is (life == 1), "the second life knows"
-            httpx.post(f"{url}/v1/kb/notes/documents", json=NOTE, timeout=60)
+            httpx.post(f"{url}/v1/kb/notes/documents?wait_for_kv=true", json=NOTE, timeout=60)
             assert ask(url)["explain"]["decision"]["chosen"]
         assert "measuring" not in capfd.readouterr().err
         libraries.close()

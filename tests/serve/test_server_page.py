@@ -15,10 +15,11 @@ from worlds.serving import KbServer
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+(SHOWN,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 6
     replies = []
     for command in COMMANDS:
         ran = subprocess.run(
@@ -32,7 +33,11 @@ def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
     answer = json.loads(replies[3])
     assert answer["explain"]["chunks"]
     assert answer["usage"]["completion_tokens"] == 8
-    assert replies[4].rstrip().endswith("data: [DONE]")
+    told, shown = json.loads(replies[4]), json.loads(SHOWN)
+    assert told["kv"].keys() == shown["kv"].keys()
+    assert told.keys() == shown.keys()
+    assert told["kv"]["chunks_total"] == 2
+    assert replies[5].rstrip().endswith("data: [DONE]")
 
 
 def test_every_route_is_on_the_page(weave: Weave) -> None:

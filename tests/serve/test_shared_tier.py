@@ -40,7 +40,7 @@ def server(model: Path, root: Path, store: StoreSettings) -> Iterator[httpx.Clie
 
 def upload(client: httpx.Client) -> None:
     for note in NOTES:
-        assert client.post("/kb/k/documents", json=note).json()["new_chunks"] == 1
+        assert client.post("/kb/k/documents?wait_for_kv=true", json=note).json()["new_chunks"] == 1
 
 
 def encoded(client: httpx.Client) -> list[str]:

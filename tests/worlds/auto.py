@@ -27,7 +27,7 @@ from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_text, open_kb
 from worlds.tiny_models import make_chat_model_folder
-from worlds.weaves import library_of
+from worlds.weaves import ingest_with_fronts, library_of
 
 TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(5)]
 QUESTION = "How do I drain a node and evict its pods?"
@@ -129,7 +129,7 @@ def world(
 @pytest.fixture
 def weave(world: World) -> Iterator[Weave]:
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         yield weave
 
 

@@ -14,7 +14,7 @@ import httpx
 from torch import Tensor
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
-from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.weave import Weave
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -95,9 +95,10 @@ class KbServer:
     root: Path
 
 
-def make_libraries(weave: Weave, root: Path) -> Libraries:
+def make_libraries(weave: Weave, root: Path, background: BackgroundKV | None = None) -> Libraries:
     """Small chunks of KV without a filler, which a context of 512 tokens has no room for."""
-    config = LibrariesConfig(root=root, embedder="words", kv=KVOptions("isolated"))
+    kv = KVOptions("isolated", background=background)
+    config = LibrariesConfig(root=root, embedder="words", kv=kv)
     return Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
 
 

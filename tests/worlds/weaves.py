@@ -39,6 +39,13 @@ def library_of(
     return Library(kb, kv, runtime.client, promotion=promotion)
 
 
+def ingest_with_fronts(weave: Weave, *sources: tuple[str, str]) -> None:
+    """Bring documents in with all KV they may have: each chunk has stood in front before."""
+    weave.ingest(*sources, chunk_kv=True)
+    for chunks in weave.library.kb.catalogue.all_chunks(64):
+        weave.library.encoder.encode_isolated(chunks)
+
+
 def open_weave(folder: Path, model: tuple[Decoder, Tokenizer], promotion: int = 2) -> Weave:
     runtime = ModelRuntime(*model, "tiny")
     kb = open_kb(folder, runtime.tokenizer, chunk_tokens=256)

@@ -1,13 +1,11 @@
 """A loaded model and the engine that computes with it, shared by every Weave over that model."""
 
-import math
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvweave.app.background import ActiveAnswers, BackgroundPace
 from kvweave.config import ModelChoice
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -73,6 +71,7 @@ class EngineClient:
         self._engine: Engine | None = None
         self._closed = False
         self.answers = ActiveAnswers()
+        self.pace = BackgroundPace(self.answers)
         self.heard: dict[str, int] = {}  # catalogues: removals up to there are in the tombstones
         # machine profiles by codec, of this process; changed on the engine thread alone
         self.measured: dict[str, MachineProfile] = {}
@@ -121,43 +120,3 @@ class EngineClient:
         with self._lock:
             engine = self._engine
         return engine is not None and engine.tombstones.is_gone(chunk_id, as_of)
-
-
-class ActiveAnswers:
-    """How many answers are in the making. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._num = 0
-        self._ended_s = -math.inf  # when the last one did, by time.monotonic
-
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """An answer is in the making inside the `with`."""
-        with self._changed:
-            self._num += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num -= 1
-                self._ended_s = time.monotonic()
-                self._changed.notify_all()
-
-    def wait_for_quiet(self, quiet_s: float, timeout_s: float) -> bool:
-        """Wait until there was none for so long. False: it takes longer."""
-        give_up_s = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                now_s = time.monotonic()
-                left_s = quiet_s - (now_s - self._ended_s) if not self._num else math.inf
-                if left_s <= 0:
-                    return True
-                if now_s >= give_up_s:
-                    return False
-                self._changed.wait(min(left_s, give_up_s - now_s))
-
-    def wait_for_none(self, timeout_s: float) -> bool:
-        """Wait until there is none. False: there still is one."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num == 0, timeout_s)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -20,7 +21,7 @@ from kvweave.app.answer.answer_stream import (
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
-from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.store_tiers import check_store
 from kvweave.app.question import (
     AUTO,
@@ -50,6 +51,7 @@ from kvweave.text.prompt import SYSTEM, Document, Prompt, chat_prompt, plain_pro
 
 if TYPE_CHECKING:
     from kvweave.app.audit.auditor import Auditor
+    from kvweave.app.library.kv_progress import KVProgress
     from kvweave.app.library.library import OpenEmbedder
     from kvweave.calibrate.profiles import Profile
     from kvweave.fuse.strategy import ModelFacts
@@ -113,6 +115,7 @@ class Weave:
         extras: Sequence[str] | None = None,
         promotion: int = PROMOTION,
         speculate: SpeculationMode = "auto",
+        background_kv: bool = False,
     ) -> Self:
         """Load a model: an embedded name, a folder, a .gguf file or a hub id. None is kvweave's
         default, or a smaller model with a warning where that cannot be had.
@@ -125,7 +128,8 @@ class Weave:
         without extras for a new one. `promotion`: how many requests bring a document that was never
         ingested before its KV is stored with the knowledge base; 0: never. `speculate` computes
         prompts while their chunks are searched for: "auto" where that is expected to gain time,
-        "on" always, "off" never.
+        "on" always, "off" never. `background_kv` makes the KV of chunks that have none in idle
+        time, for as long as this Weave is open: `kv_progress` says how far it is.
         """
         names = None if extras is None else tuple(extras)
         config = WeaveConfig(
@@ -133,24 +137,32 @@ class Weave:
             LibrarySettings(encoding=encoding, extras=names, promotion=promotion),
             speculation=SpeculationSettings(speculate),
         )
-        return cls.configured(config, kb, embedder=embedder)
+        return cls.configured(config, kb, embedder=embedder, background_kv=background_kv)
 
     @classmethod
     def configured(
-        cls, config: WeaveConfig, kb: str | Path | None = None, *, embedder: str | None = None
+        cls,
+        config: WeaveConfig,
+        kb: str | Path | None = None,
+        *,
+        embedder: str | None = None,
+        background_kv: bool = False,
     ) -> Self:
         """As `open`, by a configuration: `kvweave.config.load_config` reads one from file and
-        variables."""
+        variables. With `background_kv` it says as well whether and how that is made."""
         if kb is not None:
             check_store(config.store)
         runtime = ModelRuntime.open(config.model, EngineConfig(**given(config.engine)))
         settings = AnswerSettings.of(config)
         if kb is None:
             return cls(runtime, settings=settings)
+        options = KVOptions.of(config)
+        if background_kv:
+            options = replace(options, background=BackgroundKV.of(config))
         library = Library.open(
             Path(kb),
             runtime,
-            KVOptions.of(config),
+            options,
             embedder=embedder,
             new_embedder=config.library.embedder,
             promotion=config.library.promotion,
@@ -213,7 +225,8 @@ class Weave:
     ) -> "IngestReport":
         """Bring files, folders or (title, text) pairs in; do only what changed.
 
-        `chunk_kv` also computes and stores the chunks' KV, so that `reuse="reuse"` finds it.
+        `chunk_kv` also computes and stores the chunks' KV before it returns, so that
+        `reuse="reuse"` finds it; a Weave that was opened with `background_kv` makes it by itself.
         `options` choose among files, set limits and prune. `refresh_neighbours` is for encoding
         "neighbours": chunks whose neighbours are others by now are computed again. `only_new`
         computes KV of the chunks that come, without a look at each of the others; the first time,
@@ -228,6 +241,10 @@ class Weave:
                 refresh_neighbours=refresh_neighbours,
                 only_new=only_new,
             )
+
+    def kv_progress(self) -> "KVProgress | None":
+        """How far the chunk KV is that is made in the background; None: none is."""
+        return self.library.kv_progress()
 
     def remove(self, reference: str) -> int:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""

@@ -93,6 +93,8 @@ def _words(key: Key, value: Any) -> str:
         return _size(value)
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()  # as the file has it
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvweave.cli.amounts import progress_text
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.cli.options import api_key_option, json_option, kb_option, pass_config
 from kvweave.config import EffectiveConfig
@@ -42,6 +43,25 @@ def ls_command(kb_folder: Path, as_json: bool) -> None:
         )
     _print(table)
     click.echo(f"{totals.num_documents:,} documents, {totals.num_chunks:,} chunks")
+
+
+@command.command("status")
+@kb_option
+@json_option
+def status_command(kb_folder: Path, as_json: bool) -> None:
+    """What is in it, and how far its chunk KV is."""
+    from kvweave.app.library.kv_progress import progress_on_disk
+
+    with KnowledgeBase.open(kb_folder) as kb:
+        totals, progress = kb.totals(), progress_on_disk(kb)
+    if as_json:
+        click.echo(json.dumps({"totals": totals._asdict(), "kv": progress._asdict()}))
+        return
+    click.echo(
+        f"{totals.num_documents:,} documents, {totals.num_chunks:,} chunks, "
+        f"{totals.num_tokens:,} tokens"
+    )
+    click.echo(progress_text(progress))
 
 
 @command.command("show")

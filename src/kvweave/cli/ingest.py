@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvweave.cli.amounts import progress_text, size_text, time_text
 from kvweave.cli.knowledge_bases import find_embedder, find_tokenizer
 from kvweave.cli.options import (
     Amount,
@@ -27,6 +28,8 @@ from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
 from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from kvweave.app.library.kv_sync import KVSync
     from kvweave.app.runtime import ModelRuntime
     from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from kvweave.fuse.encode.save_log import Saves
     from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 
+SecondsFor = Callable[[int], float | None]  # tokens to encode; None: not known
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
 MAX_LISTED = 20  # of skipped files, for people
 # mean nothing without --kv
@@ -140,7 +144,10 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
         api_key=asked.qdrant_api_key,
     ) as kb:
         try:
-            with _encoding(kb, config, asked) as (encoder, sync), progress_bar() as progress:
+            with (
+                _encoding(kb, config, asked) as (encoder, sync, seconds_for),
+                progress_bar(seconds_for) as progress,
+            ):
                 report = ingest(
                     kb, asked.paths, encoder, progress=progress, options=options, kv_sync=sync
                 )
@@ -195,13 +202,14 @@ def _check_store(config: WeaveConfig, asked: IngestArguments) -> None:
 @contextmanager
 def _encoding(
     kb: "KnowledgeBase", config: WeaveConfig, asked: IngestArguments
-) -> "Iterator[tuple[ChunkEncoder | None, KVSync | None]]":
-    """What computes chunk KV, and what keeps the KV that is there in step with the documents.
+) -> "Iterator[tuple[ChunkEncoder | None, KVSync | None, SecondsFor]]":
+    """What computes chunk KV, what keeps the KV that is there in step with the documents, and how
+    long computing takes.
 
     Loading the model takes a moment, so only if it is wanted.
     """
     if not asked.kv and not (kb.folder / "kv").is_dir():
-        yield None, None
+        yield None, None, _not_known
         return
     from kvweave.app.library.kv_sync import SyncJob, sync_without_model
 
@@ -209,7 +217,7 @@ def _encoding(
         from kvweave.app.library.store_tiers import remote_tiers
 
         with sync_without_model(kb, remote_tiers(config.store)) as sync:
-            yield None, sync
+            yield None, sync, _not_known
         return
     from kvweave.app.library.library_kv import KVOptions, LibraryKV
     from kvweave.app.runtime import ModelRuntime
@@ -219,7 +227,7 @@ def _encoding(
     with LibraryKV.open(kb, runtime.decoder, runtime.tokenizer, options, say=_say) as kv:
         sync = kv.sync(SyncJob(encodes=True, refresh=asked.refresh_neighbours))  # may refuse
         kv.prepare_to_encode()
-        yield kv.encoder, sync
+        yield kv.encoder, sync, _seconds_for(runtime, kv.encoder)
     _measure(runtime, options.codec)
 
 
@@ -230,6 +238,26 @@ def _measure(runtime: "ModelRuntime", codec: str) -> None:
 
     if find_machine(runtime.decoder, codec) is None:
         new_machine(runtime.decoder, codec)
+
+
+def _seconds_for(runtime: "ModelRuntime", encoder: "ChunkEncoder") -> SecondsFor:
+    """How long so many tokens take to encode, as far as this machine was measured."""
+
+    def seconds(num_tokens: int) -> float | None:
+        from kvweave.app.auto.machine_profile import find_machine
+        from kvweave.fuse.encode.chunk_encoder import CPU_PASS_ROWS
+
+        machine = find_machine(runtime.decoder, encoder.context.codec)
+        if machine is None:
+            return None
+        behind = len(encoder.preamble_ids) + len(encoder.texts.filler)
+        return machine.prefill_s(behind, CPU_PASS_ROWS) * num_tokens / CPU_PASS_ROWS
+
+    return seconds
+
+
+def _not_known(_: int) -> None:
+    """Nothing is encoded."""
 
 
 def _say(line: str) -> None:
@@ -271,6 +299,7 @@ def show(kb: "KnowledgeBase", report: "IngestReport", saves: "Saves | None", as_
         f"{escape(str(kb.folder))} now holds {totals.num_documents:,} documents, "
         f"{totals.num_chunks:,} chunks, {totals.num_tokens:,} tokens"
     )
+    console.print(_kv_line(kb, has_kv=saves is not None))
     if report.ignored_files:
         console.print(f"[dim]{report.ignored_files:,} files of other kinds left alone[/]")
     complaints = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -280,50 +309,101 @@ def show(kb: "KnowledgeBase", report: "IngestReport", saves: "Saves | None", as_
         complaints.print(f"… and {len(report.skipped) - MAX_LISTED} more; --json lists all")
 
 
+def _kv_line(kb: "KnowledgeBase", *, has_kv: bool) -> str:
+    """What chunk KV there is now, and how the rest is made."""
+    from kvweave.app.library.kv_progress import progress_on_disk
+
+    done = progress_on_disk(kb)
+    if has_kv:
+        return f"{done.chunks_done:,} chunks, {size_text(done.num_bytes)} of chunk KV"
+    if done.state == "ready":
+        return progress_text(done)
+    return (
+        f"{progress_text(done)}: a server makes the rest in the background; "
+        "to make it now, run this with --kv"
+    )
+
+
 @contextmanager
-def progress_bar() -> "Iterator[OnProgress | None]":
-    """Rate and time left on a terminal; nothing in a pipe."""
+def progress_bar(
+    seconds_for: SecondsFor,
+) -> "Iterator[OnProgress]":
+    """What is done and what is left, a bar for each phase, on a terminal; in a pipe no more than
+    how much chunk KV there will be. `seconds_for` so many tokens, before any was encoded."""
     if not sys.stderr.isatty():
-        yield None
+
+        def announce(state: "IngestProgress") -> None:
+            if (words := announcement(state, seconds_for)) is not None:
+                click.echo(words, err=True)
+
+        yield announce
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = (
         TextColumn("{task.description:10}"),
         BarColumn(),
         TaskProgressColumn(),
-        TextColumn("{task.fields[chunks]:,} chunks · {task.fields[rate]:,.0f}/s"),
-        TimeLeft(),
+        TextColumn("{task.fields[words]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("read", total=None, chunks=0, rate=0.0)
-
-        second: list[TaskID] = []  # a bar of its own: it starts when the first one is full
+        tasks: dict[str, TaskID] = {}  # by title: a bar of its own for each
 
         def move(state: "IngestProgress") -> None:
-            if state.phase == "neighbours":
-                if not second:
+            if (words := announcement(state, seconds_for)) is not None:
+                bar.console.print(words, highlight=False)
+            title, done, total = measure_of(state)
+            if title not in tasks:
+                for task in tasks.values():
                     bar.update(task, total=1, completed=1)
-                    second.append(bar.add_task("neighbours", chunks=0, rate=0.0))
-                elapsed_s = bar.tasks[-1].elapsed or 1.0
-                bar.update(
-                    second[0],
-                    total=state.total_chunks,
-                    completed=state.num_chunks,
-                    chunks=state.num_chunks,
-                    rate=state.num_chunks / max(elapsed_s, 0.1),
-                )
-                return
-            elapsed_s = bar.tasks[0].elapsed or 1.0
-            bar.update(
-                task,
-                description=state.phase,
-                total=state.total_bytes,
-                completed=state.done_bytes,
-                chunks=state.num_chunks,
-                rate=state.num_chunks / max(elapsed_s, 0.1),
-            )
+                tasks[title] = bar.add_task(title, words="")
+            task = tasks[title]
+            elapsed_s = bar.tasks[bar.task_ids.index(task)].elapsed or 0.0
+            bar.update(task, total=total, completed=done, words=bar_words(state, elapsed_s))
 
         yield move
+
+
+def measure_of(state: "IngestProgress") -> tuple[str, int, int | None]:
+    """The title of a phase's bar, how much of it is done, and of how much; None: not known."""
+    match state.phase:
+        case "encode":
+            return "KV", state.num_chunks, state.total_chunks
+        case "neighbours":
+            return "neighbours", state.num_chunks, state.total_chunks
+        case "index":
+            return "index", 0, None
+        case "read" | "embed":
+            return "text", state.done_bytes, state.total_bytes
+
+
+def bar_words(state: "IngestProgress", elapsed_s: float) -> str:
+    """What stands beside a phase's bar after so long: rates, bytes, and the time left."""
+    elapsed_s = max(elapsed_s, 0.1)
+    if state.phase == "index":
+        return ""
+    if state.phase in ("encode", "neighbours"):
+        words = [f"{state.num_chunks:,} of {state.total_chunks or 0:,} chunks"]
+        if state.num_tokens:
+            words.append(f"{state.num_tokens / elapsed_s:,.0f} tokens/s")
+        if state.total_kv_bytes:
+            words.append(f"{size_text(state.kv_bytes)} of {size_text(state.total_kv_bytes)}")
+    else:
+        words = [f"{state.num_chunks:,} chunks", f"{state.num_chunks / elapsed_s:,.0f}/s"]
+    _, done, total = measure_of(state)
+    left_s = state.eta_s
+    if left_s is None and total and done:
+        left_s = elapsed_s / done * (total - done)
+    if left_s is not None:
+        words.append(f"{time_text(left_s)} left")
+    return " · ".join(words)
+
+
+def announcement(state: "IngestProgress", seconds_for: Callable[[int], float | None]) -> str | None:
+    """How much chunk KV there will be, before the first of it is made; None at other times."""
+    if state.phase != "encode" or state.num_chunks or state.total_kv_bytes is None:
+        return None
+    words = f"chunk KV of {state.total_chunks:,} chunks: about {size_text(state.total_kv_bytes)}"
+    seconds = seconds_for(state.total_tokens)
+    return words if seconds is None else f"{words}, about {time_text(seconds)}"

@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
     from kvweave.app.answer.speculation import SpeculationConfig
     from kvweave.app.audit.auditor import AuditConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
-    from kvweave.app.library.library_kv import KVOptions
+    from kvweave.app.library.library_kv import BackgroundKV, KVOptions
     from kvweave.app.question import QuestionDefaults
 
     host: dict[str, Any] = {}
@@ -204,7 +205,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         root=root,
         folders=parse_folders(folders),
         embedder=config.library.embedder,
-        kv=KVOptions.of(config),
+        kv=replace(KVOptions.of(config), background=BackgroundKV.of(config)),
         speculation=SpeculationConfig(**given(config.speculation)),
         usual=QuestionDefaults.of(config),
         audit=AuditConfig.of(config.quality),

@@ -166,16 +166,18 @@ class Catalogue:
     def all_chunks(self, batch: int) -> Iterator[list[Chunk]]:
         """Every chunk in order of arrival, `batch` at a time. Holds no lock between batches."""
         last = 0
-        while True:
-            rows = self._db.execute(
-                "SELECT vector_id, chunk_id, title, text, token_ids FROM chunks"
-                " WHERE vector_id > ? ORDER BY vector_id LIMIT ?",
-                (last, batch),
-            ).fetchall()
-            if not rows:
-                return
-            yield [_chunk(row[1:]) for row in rows]
+        while rows := self.chunks_after(last, batch):
+            yield [chunk for _, chunk in rows]
             last = rows[-1][0]
+
+    def chunks_after(self, vector_id: int, most: int) -> list[tuple[int, Chunk]]:
+        """The next chunks in order of arrival, each with its vector id; [] behind the last."""
+        rows = self._db.execute(
+            "SELECT vector_id, chunk_id, title, text, token_ids FROM chunks"
+            " WHERE vector_id > ? ORDER BY vector_id LIMIT ?",
+            (vector_id, most),
+        ).fetchall()
+        return [(int(row[0]), _chunk(row[1:])) for row in rows]
 
     def some_chunks(self, chunk_ids: Sequence[ChunkId], batch: int) -> Iterator[list[Chunk]]:
         """Those of these that exist, each once, in their order, at most `batch` at a time."""
@@ -369,6 +371,12 @@ class Catalogue:
             pending = removed_since(db, settled).chunk_ids
         assert pending is not None, "notes of what is pending are kept"
         return pending
+
+    def gone(self) -> tuple[ChunkId, ...]:
+        """Chunks that went, as far as that is still noted, and are not back."""
+        with self.database.snapshot() as db:
+            (pruned,) = db.execute("SELECT pruned FROM state").fetchone()
+            return removed_since(db, pruned).chunk_ids or ()
 
     def settle_kv(self, generation: int) -> None:
         """The KV of what went up to this generation is deleted, wherever it was."""

@@ -19,27 +19,36 @@ from kvweave.corpus.settings import (
 from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
+    from filelock import FileLock
+
     from kvweave.text.tokenizer import Tokenizer
 
 LOCK = "writer.lock"
+BRIEF = "brief.lock"  # held as well by a writer that is soon done
+BRIEF_S = 30.0  # that others wait for such a one
 
 
 @contextmanager
-def writer_lock(folder: Path) -> Iterator[None]:
+def writer_lock(folder: Path, *, briefly: bool = False) -> Iterator[None]:
     """Be the writer of the knowledge base in `folder`, or CorpusError at once.
 
-    The operating system drops the lock when its holder dies, however it dies.
+    One who writes `briefly` says so, and others then wait for it. The operating system drops the
+    lock when its holder dies, however it dies.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / LOCK, timeout=0)
+    lock, brief = FileLock(folder / LOCK, timeout=0), FileLock(folder / BRIEF, timeout=0)
     try:
-        lock.acquire()
+        if briefly:
+            brief.acquire()
+        _acquire(lock, brief, briefly)
     except Timeout as error:
+        brief.release()
         raise CorpusError(
             f"{folder} is being written by another process; wait for it and run this again"
         ) from error
     except OSError as error:
+        brief.release()
         raise CorpusError(
             f"cannot write {folder}: {error.strerror}; make the folder writable"
         ) from error
@@ -47,6 +56,25 @@ def writer_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+        brief.release()
+
+
+def _acquire(lock: "FileLock", brief: "FileLock", briefly: bool) -> None:
+    """At once; or soon, behind a writer that is soon done. Raises Timeout."""
+    from filelock import Timeout
+
+    try:
+        lock.acquire()
+    except Timeout:
+        if briefly:
+            raise
+        is_brief = False
+        try:
+            brief.acquire()
+            brief.release()
+        except Timeout:
+            is_brief = True
+        lock.acquire(timeout=BRIEF_S if is_brief else 0)  # it may just have ended
 
 
 def create_folder(
@@ -87,4 +115,6 @@ def create_folder(
 
 def _is_ours(path: Path) -> bool:
     """What other processes that make it just now have there, or left when they were killed."""
-    return path.name == LOCK or (path.name.startswith(f"{FILE}.") and path.suffix == ".tmp")
+    return path.name in (LOCK, BRIEF) or (
+        path.name.startswith(f"{FILE}.") and path.suffix == ".tmp"
+    )

@@ -225,6 +225,12 @@ class KnowledgeBase:
             yield is_free
 
     @contextmanager
+    def writing_briefly(self) -> Iterator[None]:
+        """As `writing`, for a moment: who wants to write meanwhile waits, and is not refused."""
+        with writer_lock(self.folder, briefly=True):
+            yield
+
+    @contextmanager
     def writing(self) -> Iterator[None]:
         """Be the one writer. A second one is refused at once; a dead one does not count."""
         with writer_lock(self.folder):

@@ -29,7 +29,7 @@ from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 
@@ -216,7 +216,8 @@ def named_kv(
 ) -> list[tuple[ChunkKey | None, tuple[int, ...]]]:
     """Which stored KV each chunk takes; None computes it.
 
-    The first chunk takes its isolated KV if the store has it: there, and only there, it is exact.
+    The first chunk takes its isolated KV: there, and only there, it is exact. Where the store has
+    none (it is made once a chunk has stood in front), the chunk is computed, which is exact too.
     """
     named: list[tuple[ChunkKey | None, tuple[int, ...]]] = []
     for i, chunk in enumerate(chunks):
@@ -224,11 +225,8 @@ def named_kv(
         if i in computed:
             named.append((None, chunk.token_ids))
             continue
-        if i == 0 and chunk.key != chunk.exact_key:
-            (peek,) = store.peek([chunk.exact_key])
-            is_stored = peek.residency is not Residency.ABSENT
-            # a strategy that takes nothing else asks all the same, so that the miss is on record
-            key = chunk.exact_key if is_stored or strategy.reuses == "exact" else chunk.key
+        if i == 0:
+            key = chunk.exact_key  # asked for also where it is absent: the miss is on record
         if strategy.reuses == "none" or (
             strategy.reuses == "exact" and not (i == 0 and key == chunk.exact_key)
         ):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvweave.ingest.report import IngestProgress
-from kvweave.types import Chunk, ChunkId
+from kvweave.types import Chunk, ChunkId, EncodeWork
 
 
 class Encoder(Protocol):
@@ -12,11 +12,19 @@ class Encoder(Protocol):
 
     Called on the thread that ingests, after the chunks' vectors are committed, in batches: with the
     chunks that are new where `ChunkKVSync.is_encoded` vouches for the others, else with every chunk
-    of the knowledge base. `encode` must skip what its keys say is there, quickly. May block. When
+    of the knowledge base. It must skip what its keys say is there, quickly. May block. When
     it raises, ingest stops; what was committed stays, and the next run offers the same ones again.
     """
 
-    def encode(self, chunks: Sequence[Chunk]) -> None: ...
+    def missing(self, chunks: Sequence[Chunk]) -> EncodeWork:
+        """What `encode` would compute of these."""
+        ...
+
+    def encode(
+        self, chunks: Sequence[Chunk], tell: Callable[[EncodeWork], None] | None = None
+    ) -> None:
+        """`tell` hears what was computed, as often as some was."""
+        ...
 
 
 class ChunkKVSync(Protocol):

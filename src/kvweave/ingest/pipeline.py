@@ -7,7 +7,7 @@ Nothing of a document is visible before all of it is; what a killed run left is 
 next.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -17,7 +17,7 @@ from kvweave.ingest.reading import SourceReader
 from kvweave.ingest.report import IngestReport, OnProgress, Tally
 from kvweave.ingest.sources import Selection, Source
 from kvweave.ingest.window import Window
-from kvweave.types import ChunkId
+from kvweave.types import Chunk, ChunkId, EncodeWork
 
 ENCODE_BATCH = 64  # chunks offered to the encoder at a time
 
@@ -75,17 +75,22 @@ def _prune(kb: KnowledgeBase, gone: Iterable[str], tally: Tally) -> None:
 
 
 def _encode(kb: KnowledgeBase, encoder: Encoder, tally: Tally, only: list[ChunkId] | None) -> None:
-    """Offer every chunk to the encoder, or those of `only` that are still there."""
-    tally.num_chunks = 0
-    batches = (
-        kb.catalogue.all_chunks(ENCODE_BATCH)
-        if only is None
-        else kb.catalogue.some_chunks(only, ENCODE_BATCH)
-    )
-    for chunks in batches:
-        encoder.encode(chunks)
-        tally.num_chunks += len(chunks)
-        tally.tell("encode")
+    """Offer every chunk to the encoder, or those of `only` that are still there. They are gone
+    through twice: how much there is to do is said before any of it is done."""
+
+    def batches() -> Iterator[list[Chunk]]:
+        if only is None:
+            return kb.catalogue.all_chunks(ENCODE_BATCH)
+        return kb.catalogue.some_chunks(only, ENCODE_BATCH)
+
+    work = EncodeWork()
+    for chunks in batches():
+        work = work.plus(encoder.missing(chunks))
+    if not work.num_chunks:
+        return
+    tally.begin_kv(work)
+    for chunks in batches():
+        encoder.encode(chunks, tally.made_kv)
 
 
 def _orphans(kb: KnowledgeBase, tally: Tally) -> list[ChunkId]:

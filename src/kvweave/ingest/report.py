@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvweave.errors import KVWeaveError
-from kvweave.types import ChunkId
+from kvweave.types import ChunkId, EncodeWork
 
 Phase = Literal["read", "embed", "index", "encode", "neighbours"]
 
@@ -27,7 +27,12 @@ class IngestProgress(NamedTuple):
     num_documents: int  # looked at so far
     num_chunks: int  # cut so far; in phases "encode" and "neighbours": handled
     source: str  # what is at hand
-    total_chunks: int | None = None  # where it is known: in phase "neighbours"
+    total_chunks: int | None = None  # in phases "encode" and "neighbours"
+    kv_bytes: int = 0  # written so far
+    total_kv_bytes: int | None = None  # in phase "encode": with what is still to come
+    num_tokens: int = 0  # in phase "encode": computed so far
+    total_tokens: int = 0  # with those still to come
+    eta_s: float | None = None  # until the end of the phase; None: not known
 
 
 # Called on the ingesting thread, several times a second at most; must not block.
@@ -48,6 +53,8 @@ class IngestReport:
     ignored_files: int  # in folders, of kinds that no parser knows
     orphaned: tuple[ChunkId, ...]  # chunks that no document uses any more: drop their KV
     elapsed_s: float
+    kv_chunks: int = 0  # whose KV was computed
+    kv_bytes: int = 0  # that it takes
 
     @property
     def is_complete(self) -> bool:
@@ -64,7 +71,10 @@ class Tally:
         self.ignored_files = 0
         self.new_ids: list[ChunkId] = []  # chunks that came, in the order they were committed
         self.orphaned: list[ChunkId] = []  # at some moment of this run; some may be back
-        self.num_chunks = 0  # cut so far; while encoding: offered so far
+        self.num_chunks = 0  # cut so far
+        self.kv = EncodeWork()  # computed so far
+        self.kv_total: EncodeWork | None = None  # with what is still to come
+        self._kv_started_s = 0.0
         self.done_bytes = 0  # of sources whose documents are committed
         self.total_bytes: int | None = None
         self._skipped: list[Skipped] = []
@@ -91,6 +101,40 @@ class Tally:
                 )
             )
 
+    def begin_kv(self, work: EncodeWork) -> None:
+        """So much KV is to be computed."""
+        self.kv_total, self._kv_started_s = work, time.monotonic()
+        self._tell_kv()
+
+    def made_kv(self, work: EncodeWork) -> None:
+        """Some of it was."""
+        self.kv = self.kv.plus(work)
+        self._tell_kv()
+
+    def _tell_kv(self) -> None:
+        if self._progress is None or self.kv_total is None:
+            return
+        eta_s, took_s = None, time.monotonic() - self._kv_started_s
+        if self.kv.num_tokens:
+            left = max(0, self.kv_total.num_tokens - self.kv.num_tokens)
+            eta_s = took_s / self.kv.num_tokens * left
+        self._progress(
+            IngestProgress(
+                "encode",
+                self.done_bytes,
+                self.total_bytes,
+                self.added + self.updated + self.unchanged,
+                self.kv.num_chunks,
+                "",
+                self.kv_total.num_chunks,
+                self.kv.num_bytes,
+                self.kv_total.num_bytes,
+                self.kv.num_tokens,
+                self.kv_total.num_tokens,
+                eta_s,
+            )
+        )
+
     def report(self, orphaned: Sequence[ChunkId]) -> IngestReport:
         """`orphaned` are those of `self.orphaned` that no later document took in again."""
         return IngestReport(
@@ -104,6 +148,8 @@ class Tally:
             ignored_files=self.ignored_files,
             orphaned=tuple(orphaned),
             elapsed_s=time.monotonic() - self._started_s,
+            kv_chunks=self.kv.num_chunks,
+            kv_bytes=self.kv.num_bytes,
         )
 
 

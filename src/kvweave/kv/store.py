@@ -258,6 +258,16 @@ class KVStore:
                 if slot.budget is not None
             }
 
+    def room_bytes(self) -> int | None:
+        """Bytes that can still be saved before something has to go, in the roomiest tier that keeps
+        what is saved: one below host memory where there is one. None: a tier has no bound of ours.
+        """
+        with self._lock:
+            budgets = [slot.budget for slot in self.inventory.below or self.inventory.slots]
+            if None in budgets:
+                return None
+            return max((b.free_bytes for b in budgets if b is not None), default=0)
+
     def pending_bytes(self) -> dict[str, int]:
         """Bytes that requests wait for, by tier; tiers without any are left out."""
         with self._lock:

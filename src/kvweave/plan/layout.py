@@ -19,6 +19,7 @@ class Stored(NamedTuple):
     rounded: bool = False  # by a lossy codec: good where the gate lets fused KV in, never exact
     has: frozenset[str] = frozenset()  # what lies beside it, such as "anchors"
     codec: str = ""  # how its bytes are written; "" if that does not matter
+    never_first: bool = False  # a chunk right behind the preamble does without it: it is computed
 
     @property
     def link(self) -> str:
@@ -39,6 +40,9 @@ class Layout(NamedTuple):
     first: Span | None
     num_history: int  # parts of the history among `path` and `behind`
     exact_tokens: int  # of the exact path, preamble included
+    is_new_in_front: bool = (
+        False  # the first of `behind` is stored, but not as it would stand there
+    )
 
     def computed_part(self, place: int, start: int, reason: Reason, exact_after: bool) -> Span:
         """One of `behind`, computed. What was said has its own reason: nothing stores it."""
@@ -46,6 +50,8 @@ class Layout(NamedTuple):
         in_history = self.is_in_history(place)
         if in_history and not self.stored[place]:
             reason = Reason.HISTORY
+        elif place == 0 and self.is_new_in_front and reason is Reason.NOT_STORED:
+            reason = Reason.FRONT
         kind = SpanKind.COMPUTED
         return Span(
             kind, start, num_tokens, chunk_id, reason, "", 0, "", "", in_history, exact_after
@@ -104,11 +110,25 @@ def lay_out(
     behind = tuple(chunks[len(path) :])
     total = start + sum([chunk.num_tokens for chunk in behind]) + question_tokens
     found: list[Sequence[Stored]] = [stored.get(chunk.id, ()) for chunk in behind]
-    copies = tuple(found)
-    at_preamble = behind and not (path or num_history) and preamble.kind is SpanKind.EXACT
-    first = _first(behind[0], start, copies[0], can_load) if at_preamble else None
-    tokens = (question_tokens, total)
-    return Layout(preamble, tuple(path), behind, copies, *tokens, first, num_history, exact_tokens)
+    first, is_new_in_front = None, False
+    if behind and not path:
+        in_front = [copy for copy in found[0] if not copy.never_first]
+        is_new_in_front = len(found[0]) > 0 and not in_front
+        found[0] = found[0] if in_front else ()
+        if preamble.kind is SpanKind.EXACT and not num_history:
+            first = _first(behind[0], start, in_front, can_load)
+    return Layout(
+        preamble,
+        tuple(path),
+        behind,
+        tuple(found),
+        question_tokens,
+        total,
+        first,
+        num_history,
+        exact_tokens,
+        is_new_in_front,
+    )
 
 
 def _first(

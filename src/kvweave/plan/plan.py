@@ -53,6 +53,7 @@ class Reason(StrEnum):
     IN_TREE = "exact path in the knowledge tree"
     FIRST = "stored right behind the preamble: exact there"
     FIRST_ROUNDED = "stored right behind the preamble: exact there but for rounding"
+    FRONT = "stands in front for the first time: computed there, it is exact"
     STORED = "stored"
     HISTORY = "history of the conversation: not in the knowledge tree"
     ALWAYS = "always computed"

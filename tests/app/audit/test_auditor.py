@@ -20,6 +20,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.plan.plan import Reason
 from worlds.auto import GREEDY, TEXTS, World, model, world
+from worlds.weaves import ingest_with_fronts
 
 __all__ = ["model", "world"]
 
@@ -38,7 +39,7 @@ def question(i: int) -> str:
 def ready(world: World) -> World:
     """A world whose documents are ingested."""
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
     world.set_machine()
     return world
 

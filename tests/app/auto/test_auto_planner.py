@@ -17,7 +17,6 @@ from kvweave.app.auto.facts import (
     CalibratedGate,
     is_lossless,
     layer_bytes_per_token,
-    plain_bytes,
     strategy_info,
 )
 from kvweave.app.auto.machine_profile import profile_path
@@ -60,6 +59,7 @@ from worlds.auto import (
     world,
 )
 from worlds.running import Run, run
+from worlds.weaves import ingest_with_fronts
 
 __all__ = ["model", "run", "weave", "world"]
 
@@ -163,7 +163,7 @@ def test_a_tier_slower_than_compute_is_left_and_the_record_says_why(
     world.tier = FaultyTierConfig(disk, FaultPlan())
     world.calibrate(("reuse", 0.0, 0.0))
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         assert weave.library.store.flush()
         world.set_machine()
         quick = ask(weave)
@@ -190,7 +190,7 @@ def test_a_tier_that_recovered_is_found_again_after_a_while(world: World, tmp_pa
     world.tier = DiskTierConfig(tmp_path / "disk")
     world.calibrate(("reuse", 0.0, 0.0))
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         assert weave.library.store.flush()
         world.set_machine()
         weave.plan(QUESTION)
@@ -207,7 +207,7 @@ def test_a_tier_that_takes_longer_than_its_price_is_left_after_a_few_answers(
     world.tier = disk
     world.calibrate(("reuse", 0.0, 0.0))
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         assert weave.library.store.flush()
     world.tier = FaultyTierConfig(disk, FaultPlan(delay=1.0, delay_s=0.1))
     world.set_machine(token_s=2e-4)
@@ -238,7 +238,7 @@ def test_an_answer_that_recorded_something_says_nothing_of_what_loading_costs(
     world.tier = DiskTierConfig(tmp_path / "disk")
     world.calibrate(("reuse", 0.0, 0.0))
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         assert weave.library.store.flush()
         world.set_machine()
         weave.plan(QUESTION)  # opens the planning
@@ -265,7 +265,7 @@ def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path
     world.tier = DiskTierConfig(tmp_path / "disk")
     world.calibrate(("reuse", 0.0, 0.0))
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         assert weave.library.store.flush()
         world.set_machine()
         weave.plan(QUESTION)
@@ -393,7 +393,7 @@ def test_left_open_what_cannot_be_reused_is_computed(world: World) -> None:
     with world.open() as weave:
         weave.ingest(*TEXTS)
         none = weave.ask(QUESTION, sampling=GREEDY).explain
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         other = weave.ask(QUESTION, sampling=GREEDY, system="Be kind.").explain
         named = weave.ask(QUESTION, sampling=GREEDY, reuse="full").explain
     assert none is not None
@@ -549,7 +549,7 @@ def test_a_chunk_is_priced_by_what_a_load_of_its_layers_reads(weave: Weave) -> N
     record = ask(weave, "reuse").explain
     assert record is not None
     lengths = [chunk.num_tokens for chunk in record.chunks if chunk.tier is not None]
-    priced = sum(plain_bytes(library.encoder, num_tokens) for num_tokens in lengths)
+    priced = sum(library.encoder.plain_bytes(num_tokens) for num_tokens in lengths)
     assert record.loaded_bytes == {"host": priced}
 
 

@@ -15,6 +15,7 @@ from kvweave.kv.config import DiskTierConfig
 from kvweave.plan.plan import Plan, Reason
 from kvweave.plan.profile import TierLink
 from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, world
+from worlds.weaves import ingest_with_fronts
 
 __all__ = ["model", "world"]
 
@@ -27,7 +28,7 @@ def weave(world: World, tmp_path: Path) -> Iterator[Weave]:
     world.tier = DiskTierConfig(tmp_path / "disk")
     world.calibrate(("reuse", 0.0, 0.0))
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         assert weave.library.store.flush()
         world.set_machine()
         weave.plan(QUESTION)  # opens the planning

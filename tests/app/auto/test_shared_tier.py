@@ -5,6 +5,7 @@ import uuid
 
 from kvweave.kv.config import RedisTierConfig
 from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, probed, world
+from worlds.weaves import ingest_with_fronts
 
 __all__ = ["model", "world"]  # fixtures
 
@@ -14,7 +15,7 @@ def test_a_default_question_is_fused_from_a_shared_server(world: World, redis_ur
     world.calibrate(("reuse", 0.0, 0.0))
     world.set_machine()
     with world.open() as weave:
-        weave.ingest(*TEXTS, chunk_kv=True)
+        ingest_with_fronts(weave, *TEXTS)
         assert weave.library.store.flush()
     with world.open() as weave:  # knows nothing of the server's speed yet
         link = probed(weave, "redis/int8")["redis/int8"]

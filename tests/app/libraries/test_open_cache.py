@@ -239,7 +239,8 @@ def libraries(
     )
     made = Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
     for name in "abc":
-        made.ingest("", name, [TextSource(name, f"The node {name} has {name} pods of its own.")])
+        text = TextSource(name, f"The node {name} has {name} pods of its own.")
+        made.ingest("", name, [text], chunk_kv=True)
     yield made
     made.close()
     weave.close()

@@ -17,7 +17,7 @@ from kvweave.kv.residency import Residency
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import Chunk
+from kvweave.types import Chunk, EncodeWork
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder
 from worlds.weaves import library_over
@@ -32,15 +32,15 @@ class Looked:
     def __init__(self, library: Library) -> None:
         self.library = library
         self._offered: list[str] = []
-        self._encode = library.encoder.encode
+        self._missing = library.encoder.missing
         self.fails = False
-        library.encoder.encode = self.encode  # type: ignore[method-assign]
+        library.encoder.missing = self.missing  # type: ignore[method-assign]
 
-    def encode(self, chunks: Sequence[Chunk]) -> None:
+    def missing(self, chunks: Sequence[Chunk]) -> EncodeWork:
         if self.fails:
             raise RuntimeError("the device is gone")
         self._offered += [chunk.title for chunk in chunks]
-        self._encode(chunks)
+        return self._missing(chunks)
 
     def add(self, *words: str, only_new: bool = True, chunk_kv: bool = True) -> list[str]:
         """Bring a document for each word; give what was looked at."""
@@ -57,14 +57,13 @@ class Looked:
         self.library.remove(found.id)
 
     def without_kv(self) -> list[str]:
-        """Chunks that some KV is missing of."""
+        """Chunks that have no KV behind their encoding context."""
         encoder, store = self.library.encoder, self.library.store
         chunks = [c for batch in self.library.kb.catalogue.all_chunks(64) for c in batch]
         return [
             chunk.title
             for chunk in chunks
-            for key in (encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids))
-            if store.peek([key])[0].residency is Residency.ABSENT
+            if store.peek([encoder.key(chunk.token_ids)])[0].residency is Residency.ABSENT
         ]
 
 
@@ -177,7 +176,7 @@ def test_notes_that_are_lost_cost_one_look_at_all(
 def test_what_could_not_be_saved_is_looked_for_again(opened: Open) -> None:
     with opened() as kb:
         save = kb.library.encoder.save
-        kb.library.encoder.save = lambda *_: kb.library.encoder._saves.add_dropped()  # type: ignore[method-assign]
+        kb.library.encoder.save = lambda *_: kb.library.encoder._saves.add_dropped() or 0  # type: ignore[method-assign]
         kb.add("node")
         kb.library.encoder.save = save  # type: ignore[method-assign]
         assert kb.add("pod") == ["node", "pod"]

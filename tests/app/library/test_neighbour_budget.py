@@ -81,7 +81,7 @@ def on_disk(library: Library) -> dict[str, int]:
 def served_keys(library: Library) -> set[str]:
     encoder = library.encoder
     ids = [chunk.token_ids for chunk in chunks_of(library)]
-    return {key(each).hex() for each in ids for key in (encoder.exact_key, encoder.key)}
+    return {encoder.key(each).hex() for each in ids}
 
 
 def tight_budget(world: World) -> int:
@@ -98,8 +98,8 @@ def forbid_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(*_: object) -> None:
         raise AssertionError("computed again")
 
-    for module in ("chunk_encoder", "neighbour_encoder"):
-        monkeypatch.setattr(f"kvweave.fuse.encode.{module}.encode_chunks", compute)
+    monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.ChunkPass", compute)
+    monkeypatch.setattr("kvweave.fuse.encode.neighbour_encoder.encode_chunks", compute)
 
 
 def test_a_tight_disk_keeps_all_that_is_served_and_the_next_ingest_computes_nothing(

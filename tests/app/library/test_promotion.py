@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
+from kvweave.app.background import ActiveAnswers, BackgroundPace
+from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.library_kv import key_context
 from kvweave.app.library.promotion import ChunkPromotion
-from kvweave.app.runtime import ActiveAnswers
 from kvweave.app.weave import Answer, Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
@@ -51,7 +52,7 @@ def reused(answer: Answer) -> int:
 
 
 def num_stored(weave: Weave) -> int:
-    """Objects in the store; each chunk has one isolated and one behind filler."""
+    """Bytes in the store: a chunk has KV behind filler, isolated once it has stood in front."""
     return sum(weave.library.store.used_bytes().values())
 
 
@@ -67,7 +68,7 @@ def test_a_document_seen_twice_is_found_in_any_other_context(weave: Weave) -> No
 
 
 def test_there_is_one_copy_per_unique_chunk(weave: Weave) -> None:
-    for others in ((), (TEXTS[1],)):
+    for others in ((), (TEXTS[1],), ()):
         ask(weave, *others, TEXTS[0])
     once = num_stored(weave)
     assert once > 0
@@ -116,10 +117,10 @@ def test_encoding_waits_while_an_answer_is_in_the_making(weave: Weave) -> None:
 def test_a_failure_beside_the_answers_is_logged_and_harms_nobody(
     weave: Weave, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(chunks: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(weave.library.encoder, "encode", fail)
+    monkeypatch.setattr(weave.library.encoder, "encode_isolated", fail)
     for _ in range(2):
         ask(weave, TEXTS[0])
     assert "which requests brought, is not stored" in caplog.text
@@ -136,7 +137,7 @@ def test_closing_does_not_wait_for_what_was_not_begun(
     for _ in range(2):
         ask(weave, TEXTS[0])
     weave.close()
-    assert not [t for t in set(threading.enumerate()) - before if t.name == "promotion"]
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "chunk-kv"]
 
 
 @pytest.mark.parametrize("encoding", ["isolated", "filler:4", "neighbours:2"])
@@ -154,9 +155,11 @@ def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
             encoder = ChunkEncoder(
                 decoder, store, context, preparation, texts, neighbours_of=lambda _: None
             )
-            seen = ChunkPromotion(max_context, ActiveAnswers(), 1, lambda *_: False)
+            maker = KVMaker(BackgroundPace(ActiveAnswers()), lambda *_: False)
+            seen = ChunkPromotion(max_context, 1, maker)
             seen.saw(encoder, [chunk])
             assert seen.wait(30)
-            seen.close()
-            (peek,) = store.peek([encoder.exact_key(chunk)])
+            maker.close()
+            has_context = encoding.startswith("filler")
+            (peek,) = store.peek([(encoder.key if has_context else encoder.exact_key)(chunk)])
             assert (peek.residency is Residency.HERE) == (max_context == needed)

@@ -33,7 +33,7 @@ def test_an_audited_answer_shows_in_explain_and_in_the_metrics(
     libraries = Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
     with serving(weave, libraries=libraries) as url:
         for note in NOTES:
-            httpx.post(f"{url}/v1/kb/notes/documents", json=note, timeout=60)
+            httpx.post(f"{url}/v1/kb/notes/documents?wait_for_kv=true", json=note, timeout=60)
         body = {"messages": user("drain?"), "max_tokens": 4, "kb": "notes", "explain": True}
 
         def explained() -> dict[str, object]:

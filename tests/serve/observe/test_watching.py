@@ -44,7 +44,7 @@ def scrape(url: str) -> dict[str, float]:
 
 
 def test_an_answer_shows_in_the_metrics(kb_server: KbServer) -> None:
-    httpx.post(f"{kb_server.url}/v1/kb/watched/documents", json=NOTE, timeout=60)
+    httpx.post(f"{kb_server.url}/v1/kb/watched/documents?wait_for_kv=true", json=NOTE, timeout=60)
     before = scrape(kb_server.url)
     body = {"messages": user("drain?"), "max_tokens": 5, "temperature": 0}
     fused = {**body, "kb": "watched", "reuse": "reuse", "explain": True}
@@ -80,7 +80,7 @@ def test_an_answer_shows_in_the_metrics(kb_server: KbServer) -> None:
 def test_the_engine_shows_in_the_metrics_what_it_did_for_every_knowledge_base(
     kb_server: KbServer,
 ) -> None:
-    httpx.post(f"{kb_server.url}/v1/kb/engined/documents", json=NOTE, timeout=60)
+    httpx.post(f"{kb_server.url}/v1/kb/engined/documents?wait_for_kv=true", json=NOTE, timeout=60)
     with kb_server.libraries.use("", "engined") as over:
         assert over.engine is kb_server.weave.engine
     before = scrape(kb_server.url)
@@ -122,7 +122,7 @@ def test_a_closed_engine_is_a_503_and_no_fault_of_the_request(chat_model_folder:
 
 
 def test_a_chunk_without_stored_kv_is_a_degradation_with_its_reason(kb_server: KbServer) -> None:
-    httpx.post(f"{kb_server.url}/v1/kb/watched/documents", json=NOTE, timeout=60)
+    httpx.post(f"{kb_server.url}/v1/kb/watched/documents?wait_for_kv=true", json=NOTE, timeout=60)
     body = {"messages": user("drain?"), "max_tokens": 2, "kb": "watched", "reuse": "reuse"}
     body["documents"] = ["A text that was never stored."]
     assert httpx.post(f"{kb_server.url}/v1/chat/completions", json=body).status_code == 200

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, LibraryKey
-from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.library.library_kv import BackgroundKV, KVOptions
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.serve.limits import Limits
 from kvweave.serve.server import ServerLifecycle
 from worlds.serving import KbServer, make_libraries, make_weave, serving, user
@@ -37,8 +39,9 @@ def ask(url: str, question: str = "How do I drain a node?", **fields: Any) -> di
 
 @pytest.fixture(scope="module")
 def filled(kb_server: KbServer) -> KbServer:
+    where = "cluster/documents?wait_for_kv=true"
     for document in (DRAIN, QUOTA):
-        assert post(kb_server.url, "cluster/documents", json=document).status_code == 200
+        assert post(kb_server.url, where, json=document).status_code == 200
     return kb_server
 
 
@@ -135,15 +138,60 @@ def test_a_name_that_could_be_a_path_is_refused(kb_server: KbServer, name: str) 
 def test_progress_comes_as_events_and_ends_with_the_outcome(kb_server: KbServer) -> None:
     document = {"title": "Long", "text": make_text(400, seed=3)}
     headers = {"Accept": "text/event-stream"}
-    reply = post(kb_server.url, "slow/documents", json=document, headers=headers)
+    where = "slow/documents?wait_for_kv=true"
+    reply = post(kb_server.url, where, json=document, headers=headers)
     assert reply.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in reply.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert {e["object"] for e in events[:-1]} == {"ingest.progress"}
     assert "encode" in {e["phase"] for e in events[:-1]}
+    last = events[-2]  # of the phases
+    assert last["chunks"] == last["total_chunks"] == events[-1]["kv_chunks"]
+    assert last["kv_bytes"] == events[-1]["kv_bytes"] > 0
+    assert last["eta_s"] == 0
     assert events[-1]["object"] == "ingest"
     assert events[-1]["added"] == 1
+
+
+def test_an_upload_does_not_wait_for_kv_which_appears_and_is_told_of(
+    weave: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    libraries = make_libraries(weave, tmp_path, BackgroundKV())
+    encode = ChunkEncoder.encode
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        assert held.wait(60)
+        encode(*args, **kwargs)
+
+    monkeypatch.setattr(ChunkEncoder, "encode", slow)
+    with serving(weave, libraries=libraries) as url:
+        reports = [post(url, "own/documents", json=document).json() for document in (DRAIN, QUOTA)]
+        assert [report["kv_chunks"] for report in reports] == [0, 0]
+        hits = post(url, "own/search", json={"query": "drain a node"}).json()["data"]
+        assert len(hits) == 2, "it is found before it has KV"
+        told = httpx.get(f"{url}/v1/kb/own").json()
+        assert told["documents"] == told["chunks"] == 2
+        assert (told["kv"]["state"], told["kv"]["chunks_done"]) == ("making", 0)
+        assert told["kv"]["chunks_total"] == 2
+        held.set()
+        deadline = time.monotonic() + 60
+        while told["kv"]["state"] != "ready" and time.monotonic() < deadline:
+            told = httpx.get(f"{url}/v1/kb/own").json()
+        assert told["kv"]["chunks_done"] == 2
+        assert told["kv"]["bytes"] > 0
+        assert httpx.get(f"{url}/v1/kb").json()["data"] == [told]
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'kvweave_kv_chunks_done{kb="own",tenant=""} 2.0' in metrics
+        assert 'kvweave_kv_chunks_left{kb="own",tenant=""} 0.0' in metrics
+        assert (
+            f'kvweave_kv_chunks_bytes{{kb="own",tenant=""}} {float(told["kv"]["bytes"])}' in metrics
+        )
+        missing = httpx.get(f"{url}/v1/kb/none")
+        assert missing.status_code == 404
+        assert "known: own" in missing.json()["error"]["message"]
+    libraries.close()
 
 
 def test_an_upload_beyond_the_limit_is_a_413_and_other_bodies_have_their_own(
@@ -277,7 +325,7 @@ def test_a_second_start_serves_its_first_fused_answer_without_encoding(
         with serving(weave, libraries=libraries) as url:
             if life == 1:
                 for document in (DRAIN, QUOTA):
-                    post(url, "notes/documents", json=document)
+                    post(url, "notes/documents?wait_for_kv=true", json=document)
             told = ask(url, question, **fields)
             answers.append(told["choices"][0]["message"]["content"])
             with libraries.use("", "notes") as over:

@@ -36,6 +36,7 @@ def test_the_schema_names_every_route_and_no_422(weave: Weave) -> None:
         "/v1/embeddings",
         "/v1/models",
         "/v1/kb",
+        "/v1/kb/{name}",
         "/v1/kb/{name}/documents",
         "/v1/kb/{name}/documents/{document_id}",
         "/v1/kb/{name}/search",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvweave.app.library.promotion import IsGone
+from kvweave.app.library.kv_maker import IsGone
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.dedup import ChunkMap

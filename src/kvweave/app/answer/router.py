@@ -226,6 +226,6 @@ def _seen(kv: KVBehind | None, prompt: Prompt) -> OnFirst:
 
     def see(_: Ticket) -> None:
         if kv is not None:
-            kv.saw(prompt.chunks, as_of=prompt.as_of)
+            kv.saw(prompt.chunks, as_of=prompt.as_of, has_front=not prompt.history)
 
     return see

@@ -198,7 +198,8 @@ class AutoPlanner:
         if not (timeline.shared or timeline.preempted or was_close):
             self._measured.took(predicted_s, actual_s)
         notes.keep(record)
-        self._kv.saw(prompt.chunks, planned.elsewhere, as_of=prompt.as_of)
+        has_front = not prompt.history
+        self._kv.saw(prompt.chunks, planned.elsewhere, prompt.as_of, has_front=has_front)
         with self._lock:
             self._planner.begun(plan)
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)

@@ -25,9 +25,8 @@ from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import open_codec
-from kvweave.kv.format.header import LayerShape, plan_header
+from kvweave.kv.format.header import LayerShape
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.plan.cost import StrategyInfo
@@ -104,16 +103,6 @@ def _extra_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
     copies = sum(name.startswith("anchors") for name in needs.extras)
     anchors = copies * SHARE * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
     return anchors + 2 * needs.extras.count(INTER)
-
-
-def plain_bytes(encoder: ChunkEncoder, num_tokens: int) -> int:
-    """What a load of one chunk reads that wants nothing beside the layers but the chunk's id."""
-    spec, context = encoder.decoder.spec, encoder.context
-    shape = LayerShape(num_tokens, spec.num_kv_heads, spec.head_dim, context.dtype)
-    layer_bytes = open_codec(context.codec).num_bytes(shape)
-    beside = {CHUNK: 1}  # a page
-    header = plan_header(bytes(32), shape, context.codec, "", spec.num_layers, layer_bytes, beside)
-    return header.total_bytes
 
 
 class CalibratedGate:
@@ -217,7 +206,7 @@ class StoredChunkPeek:
         self._chunks: Mapping[ChunkId, tuple[int, ...]] = {}
         context = encoder.context
         self._rounded = not is_lossless(context.codec, context.dtype)
-        self._sizes: dict[int, int] = {}  # by tokens, see `plain_bytes`
+        self._sizes: dict[int, int] = {}  # by tokens, see `ChunkEncoder.plain_bytes`
 
     def look_at(self, chunks: Mapping[ChunkId, tuple[int, ...]]) -> None:
         """The token ids behind the names that will be asked for."""
@@ -259,7 +248,7 @@ class StoredChunkPeek:
         # a chunk without neighbours has its isolated KV under both names
         is_variant = key == self._encoder.key(ids)
         # not what the store says: that counts what lies beside the layers, wanted or not
-        size_bytes = self._sizes.get(len(ids)) or plain_bytes(self._encoder, len(ids))
+        size_bytes = self._sizes.get(len(ids)) or self._encoder.plain_bytes(len(ids))
         self._sizes[len(ids)] = size_bytes
         return Stored(
             variant=str(preparation.variant) if is_variant else ISOLATED,
@@ -269,4 +258,5 @@ class StoredChunkPeek:
             rounded=isolated and self._rounded,
             has=frozenset(preparation.extras),
             codec=self._encoder.context.codec,
+            never_first=not isolated,
         )

@@ -21,6 +21,7 @@ from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
+from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, QuestionDefaults
@@ -50,6 +51,7 @@ __all__ = [
     "FileBytes",
     "IngestProgress",
     "IngestReport",
+    "KVProgress",
     "Later",
     "Libraries",
     "LibrariesConfig",
@@ -248,10 +250,11 @@ class Libraries:
         name: str,
         sources: Sequence[TextSource | FileBytes | Later],
         *,
-        chunk_kv: bool = True,
+        chunk_kv: bool = False,
         progress: OnProgress | None = None,
     ) -> IngestReport:
-        """Bring documents in, with their chunk KV. Makes the knowledge base if it is new."""
+        """Bring documents in. Makes the knowledge base if it is new. Their chunk KV is made in the
+        background, if that is configured; `chunk_kv`: before this returns."""
         with self._writer(tenant, name, create=True) as weave:
             return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress, only_new=True)
 
@@ -270,6 +273,19 @@ class Libraries:
         assert folder is not None, "a name from `names` has a folder"
         with KnowledgeBase.open(folder) as kb:
             return kb.totals()
+
+    def kv_progress(self, tenant: str, name: str) -> KVProgress:
+        """How far its chunk KV is; it is not opened for it, and looked at on its disk unless it is
+        open and makes KV."""
+        place = LibraryKey(tenant, check_name(name))
+        with self._open_cache.all_open() as weaves:
+            progress = [weave.kv_progress() for key, weave in weaves if key == place]
+        if progress and progress[0] is not None:
+            return progress[0]
+        folder = self._folder(place)
+        assert folder is not None, "a name from `names` has a folder"
+        with KnowledgeBase.open(folder) as kb:
+            return progress_on_disk(kb)
 
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""
@@ -291,6 +307,7 @@ class Libraries:
         with self._open_cache.all_open() as weaves:
             for place, weave in weaves:
                 weave.library.store.update_gauges()
+                _gauge(weave)
                 yield place, weave.library.store.metrics
                 yield place, weave.auditor.metrics
 
@@ -331,6 +348,17 @@ class Libraries:
     def _root_of(self, tenant: str) -> Path | None:
         root = self.config.root
         return root / f"@{tenant}" if root is not None and tenant else root
+
+
+def _gauge(weave: Weave) -> None:
+    """How far the chunk KV is that is made in the background."""
+    progress, metrics = weave.kv_progress(), weave.library.store.metrics
+    if progress is not None:
+        metrics.gauge("kv_chunks_done", progress.chunks_done)
+        metrics.gauge("kv_chunks_left", progress.chunks_total - progress.chunks_done)
+        metrics.gauge("kv_chunks_bytes", progress.num_bytes)
+        metrics.gauge("kv_left_seconds", progress.eta_s or 0.0)
+        metrics.gauge("kv_full", progress.state == "full")
 
 
 def check_name(name: str) -> str:

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, replace
 
 from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
+from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.library_kv import CODEC, KVOptions, key_context
 from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.runtime import ModelRuntime
@@ -44,9 +45,8 @@ class DocumentMemory:
         self._lock = threading.Lock()
         self._encoder: ChunkEncoder | None = None  # with the store, made on first use
         self._by_preamble = KVByPreamble(self._make)
-        self.promotion = ChunkPromotion(
-            runtime.max_context, runtime.client.answers, cfg.promotion, _never_deleted
-        )
+        self.maker = KVMaker(runtime.client.pace, _never_deleted)
+        self.promotion = ChunkPromotion(runtime.max_context, cfg.promotion, self.maker)
 
     def behind(self, key: PreambleKey) -> KVBehind:
         """What is remembered of a tenant's documents behind a preamble."""
@@ -59,7 +59,7 @@ class DocumentMemory:
 
     def settle(self) -> None:
         """Store no more."""
-        self.promotion.close()
+        self.maker.close()
 
     def close(self) -> None:
         with self._lock:

@@ -9,8 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
+from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.runtime import EngineClient
+from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.kv.residency import Residency
@@ -35,15 +37,17 @@ class KVBehind:
         encoder: ChunkEncoder,
         client: EngineClient,
         promotion: ChunkPromotion | None,
+        maker: KVMaker | None = None,
         *,
         is_own: bool,
     ) -> None:
-        """`promotion` stores chunks that come back; None: nothing does. `is_own`: the preamble that
-        documents are ingested behind."""
+        """`promotion` stores chunks that come back; None: nothing does. `maker` hears what was
+        asked for. `is_own`: the preamble that documents are ingested behind."""
         self.encoder = encoder
         self.is_own = is_own
         self._client = client
         self._promotion = promotion
+        self._maker = maker
         self._preamble: Prefix | None = None
 
     @property
@@ -73,10 +77,14 @@ class KVBehind:
         chunks: Sequence[tuple[int, ...]],
         at_once: Collection[ChunkId] = frozenset(),
         as_of: int | None = None,
+        *,
+        has_front: bool = False,
     ) -> None:
         """A request with these chunks was answered, see `ChunkPromotion.saw`."""
+        if self._maker is not None and self.is_own:
+            self._maker.asked([make_chunk_id(ids) for ids in chunks])
         if self._promotion is not None:
-            self._promotion.saw(self.encoder, chunks, at_once, as_of)
+            self._promotion.saw(self.encoder, chunks, at_once, as_of, has_front=has_front)
 
 
 class KVSource(Protocol):

@@ -10,7 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvweave.app.library.corpus_kv import CorpusKV
 from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
+from kvweave.app.library.kv_maker import KVMaker
+from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import SyncJob, remove_documents
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
 from kvweave.app.library.promotion import ChunkPromotion
@@ -60,7 +63,8 @@ class Library:
         promotion: int = PROMOTION,
     ) -> None:
         """Closes `kb` and `kv`. `promotion`: requests that bring a chunk which was never ingested
-        before its KV is stored here; 0: never."""
+        before its KV is stored here; 0: never. `kv` says whether chunk KV is made in the
+        background; `start` begins with that."""
         self.kb = kb
         self.kv = kv
         self._client = client
@@ -69,12 +73,14 @@ class Library:
         self._removals = RemovalWatch(
             catalogue.path, catalogue.uid(), client.heard, client.forget, kv.store.forget
         )
+        corpus = None if kv.background is None else CorpusKV(kb, kv, kv.background)
+        if kv.background is not None:
+            client.pace.share = kv.background.share
+        self.maker = KVMaker(client.pace, self._is_gone, corpus)
         self.promotion: ChunkPromotion | None = None
         if promotion:
-            self.promotion = ChunkPromotion(
-                kv.max_context, client.answers, promotion, self._is_gone
-            )
-        self._own = KVBehind(kv.encoder, client, self.promotion, is_own=True)
+            self.promotion = ChunkPromotion(kv.max_context, promotion, self.maker)
+        self._own = KVBehind(kv.encoder, client, self.promotion, self.maker, is_own=True)
         self._others = KVByPreamble(self._behind_another)
         kv.store.know_by(self._known)
 
@@ -116,8 +122,17 @@ class Library:
             library = cls(kb, kv, client, promotion=promotion)
             stack.callback(library._removals.close)
             library.repair()
+            library.start()
             stack.pop_all()
         return library
+
+    def start(self) -> None:
+        """Make what KV is missing, in the background, if that was asked for."""
+        self.maker.start()
+
+    def kv_progress(self) -> KVProgress | None:
+        """How far the chunk KV is that is made in the background; None: none is."""
+        return self.maker.progress()
 
     @property
     def store(self) -> KVStore:
@@ -130,8 +145,7 @@ class Library:
     def settle(self) -> None:
         """Finish storing chunks, and forget what was removed elsewhere until now: chunk KV that was
         written after its removal would stay. The engine still runs. Harmless the second time."""
-        if self.promotion is not None:
-            self.promotion.close()
+        self.maker.close()
         if self._is_settled:
             return
         self._is_settled = True
@@ -164,7 +178,12 @@ class Library:
         if chunk_kv:
             self.kv.prepare_to_encode()
         encoder = self.encoder if chunk_kv else None
-        return ingest(self.kb, sources, encoder, progress=progress, options=options, kv_sync=sync)
+        try:
+            return ingest(
+                self.kb, sources, encoder, progress=progress, options=options, kv_sync=sync
+            )
+        finally:
+            self.maker.look()
 
     def remove(self, reference: str) -> int:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""

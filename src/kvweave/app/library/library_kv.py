@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from kvweave.app.background import BUSY_SHARE
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import KVSync, SyncJob
 from kvweave.app.library.neighbours import neighbours_of, open_table
@@ -48,6 +49,22 @@ CODEC = "int8"
 
 
 @dataclass(frozen=True, slots=True)
+class BackgroundKV:
+    """How chunk KV is made in the background."""
+
+    most_bytes: int | None = None  # of chunk KV of one knowledge base; None: what its tiers hold
+    share: float = BUSY_SHARE  # of the time, while answers are made; of all over one engine
+
+    @classmethod
+    def of(cls, config: WeaveConfig) -> "BackgroundKV | None":
+        """What a configuration says; None: nothing is made in the background."""
+        library = config.library
+        if not library.background_kv:
+            return None
+        return cls(library.background_bytes, library.background_share)
+
+
+@dataclass(frozen=True, slots=True)
 class KVOptions:
     """How chunk KV is made and where it is kept. None is what the knowledge base has, or the
     usual."""
@@ -58,6 +75,7 @@ class KVOptions:
     tenant_salt: str = ""  # chunk KV is shared with those alone who have the same
     store: StoreSettings = field(default_factory=StoreSettings)  # tiers, codec, what is evicted
     tiers: tuple[TierConfig, ...] | None = None  # None: those of `store`
+    background: BackgroundKV | None = None  # made by itself; None: it is not
 
     @classmethod
     def of(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
@@ -103,14 +121,16 @@ class LibraryKV:
         encoder: ChunkEncoder,
         table: NeighbourTable | None,
         max_context: int,
+        background: BackgroundKV | None = None,
     ) -> None:
         """Closes the store and `table`, which the encoder was made with; not `kb`. `max_context` is
-        the model's."""
+        the model's. `background`: how what is missing is made by itself."""
         self._kb = kb
         self.max_context = max_context
         self.store = store
         self.encoder = encoder
         self.table = table
+        self.background = background
         if barred := KVPlaces(kb.folder / KV_FOLDER).barred():
             store.bar(barred)
         self._retries = Retries(self._tell_remotes)
@@ -153,7 +173,7 @@ class LibraryKV:
                 run_alone=run_alone,
             )
             stack.pop_all()
-        return cls(kb, store, encoder, table, decoder.spec.max_context)
+        return cls(kb, store, encoder, table, decoder.spec.max_context, options.background)
 
     def prepare_to_encode(self) -> None:
         """Raise ConfigError unless every chunk fits behind its context; note how KV is prepared."""

@@ -99,7 +99,10 @@ class NeighbourKeeper:
             new = self._kb.nearest([c for c in batch if c.id not in known], self._size)
             if new:
                 table.put(self._size, new)  # before the KV, which must never be without
-            second.encode(batch, {**known, **new})
+            found = {**known, **new}
+            second.encode(batch, found)
+            # with nothing between preamble and chunk, isolated KV is all there is
+            self._encoder.encode_isolated([c for c in batch if not found.get(c.id)])
             done += len(batch)
             report(done)
 

@@ -10,7 +10,14 @@ from typing import Protocol, TypeVar
 
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.anchors import REPEAT
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.chunk_pass import (
+    PASS_ROWS,
+    ChunkPass,
+    Prefix,
+    encode_prefix,
+    passes,
+    prefix_of,
+)
 from kvweave.fuse.encode.contexts import (
     ISOLATED,
     context_filler,
@@ -22,19 +29,22 @@ from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.encode.save_log import SaveLog, Saves
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.codec import LayerKV, open_codec
+from kvweave.kv.format.header import LayerShape, plan_header
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import Chunk, ChunkId
+from kvweave.types import Chunk, ChunkId, EncodeWork
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
+SLICE_S = 0.05  # the decoder is had for so long at a time, and for a layer at least
+CPU_PASS_ROWS = 512  # on a CPU more rows are no faster, and progress is told of less often
 # Token ids of a chunk to the ids of its neighbours, nearest first; None: none were chosen yet.
 NeighboursOf = Callable[[Sequence[int]], Sequence[ChunkId] | None]
 
@@ -66,6 +76,21 @@ class RunAlone(Protocol):
     def __call__(self, job: Callable[[], T]) -> T: ...
 
 
+class Pace(Protocol):
+    """When one who can wait may have the decoder. On the thread that encodes."""
+
+    def wait(self) -> None:
+        """Until it may be had for a slice. Raises to give up what was begun."""
+        ...
+
+    def took(self, seconds: float) -> None:
+        """It was had for so long."""
+        ...
+
+
+OnEncoded = Callable[[EncodeWork], None]  # hears of each pass; on the thread that encodes
+
+
 def run_at_once(job: Callable[[], T]) -> T:
     """A `RunAlone` for a decoder that nothing else uses: on the calling thread, at once."""
     return job()
@@ -74,9 +99,11 @@ def run_at_once(job: Callable[[], T]) -> T:
 class ChunkEncoder:
     """Computes and saves the KV of chunks that the store does not have yet.
 
-    Each chunk is stored isolated, and behind its encoding context if there is one. Idempotent by
-    key, so a run that was killed goes on where it stopped. For one thread; the decoder is used
-    through `run_alone`, a batch at a time. Holds no lock on the store: others may read meanwhile.
+    A chunk is stored behind its encoding context; isolated as well where it stands in front of a
+    prompt (`encode_isolated`): there, and only there, isolated KV is exact. Idempotent by key, so a
+    run that was killed goes on where it stopped. The decoder is used through `run_alone`, a few
+    layers at a time. Any thread; two that encode the same chunk compute it twice. Holds no lock on
+    the store: others may read meanwhile.
     """
 
     def __init__(
@@ -181,8 +208,14 @@ class ChunkEncoder:
         brings where it is a neighbour."""
         return make_chunk_key(self._filled, token_ids)
 
-    def encode(self, chunks: Sequence[Chunk]) -> None:
-        """Compute and save what is absent. Raises what the device raises; the store never does.
+    def encode(
+        self,
+        chunks: Sequence[Chunk],
+        tell: OnEncoded | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """Compute and save what is absent behind the encoding context. Raises what the device
+        raises, and what `pace` does; the store never does.
 
         What stands behind neighbours comes later, when all chunks can be searched: see
         `neighbour_encoder`.
@@ -190,34 +223,92 @@ class ChunkEncoder:
         A chunk with values that the codec cannot hold is counted, named in the log and left out:
         requests compute it.
         """
-        self._encode(chunks, self.exact_key, ())
-        if self.preparation.variant.kind == "filler":
-            self._encode(chunks, self.key, self.texts.filler)
+        if self._is_encoded_here:
+            is_alone = self.preparation.variant.kind == ISOLATED
+            context_ids = () if is_alone else self.texts.filler
+            self._encode(chunks, self.key, context_ids, tell, pace)
+
+    def encode_isolated(self, chunks: Sequence[Chunk], pace: Pace | None = None) -> None:
+        """As `encode`, right behind the preamble: what a chunk takes that stands in front."""
+        self._encode(chunks, self.exact_key, (), None, pace)
+
+    def missing(self, chunks: Sequence[Chunk]) -> EncodeWork:
+        """What `encode` would compute of these."""
+        found = self.absent(chunks, self.key) if self._is_encoded_here else []
+        lengths = [len(chunk.token_ids) for chunk in found]
+        return EncodeWork(len(found), sum(lengths), sum(map(self.plain_bytes, lengths)))
+
+    @property
+    def _is_encoded_here(self) -> bool:
+        """Behind neighbours others do it, when all chunks can be searched."""
+        return self.preparation.variant.kind != "neighbours"
+
+    def plain_bytes(self, num_tokens: int) -> int:
+        """What a chunk's KV takes with nothing beside the layers but the chunk's id."""
+        spec, context = self.decoder.spec, self._context
+        shape = LayerShape(num_tokens, spec.num_kv_heads, spec.head_dim, context.dtype)
+        layer_bytes = open_codec(context.codec).num_bytes(shape)
+        beside = {CHUNK: 1}  # a page
+        codec, layers = context.codec, spec.num_layers
+        return plan_header(bytes(32), shape, codec, "", layers, layer_bytes, beside).total_bytes
 
     def _encode(
         self,
         chunks: Sequence[Chunk],
         key_of: Callable[[Sequence[int]], ChunkKey],
         context_ids: tuple[int, ...],
+        tell: OnEncoded | None,
+        pace: Pace | None,
     ) -> None:
         todo = self.absent(chunks, key_of)
-        for run in passes([len(chunk.token_ids) for chunk in todo]):
+        rows = PASS_ROWS if self.decoder.device.type != "cpu" else CPU_PASS_ROWS
+        for run in passes([len(chunk.token_ids) for chunk in todo], rows):
             batch = [todo[i] for i in run]
-            made, extras, seconds = self.run_alone(partial(self._compute, batch, context_ids))
-            per_row_s = seconds / sum(len(chunk.token_ids) for chunk in batch)
+            num_rows = sum(len(chunk.token_ids) for chunk in batch)
+            prefix = self._prefix_in_turns(context_ids, pace)
+            made, seconds = self._in_turns(prefix, [chunk.token_ids for chunk in batch], pace)
+            extras: list[dict[str, bytes]] = [{} for _ in batch]
+            if self.preparation.extras:
+                extras, took_s = self._turn(partial(self.extras, prefix, batch, made), pace)
+                seconds += took_s
+            num_bytes = 0
             for chunk, layers, each in zip(batch, made, extras, strict=True):
-                cost_s = per_row_s * len(chunk.token_ids)
-                self.save(chunk, key_of(chunk.token_ids), layers, each, cost_s)
+                cost_s = seconds / num_rows * len(chunk.token_ids)
+                num_bytes += self.save(chunk, key_of(chunk.token_ids), layers, each, cost_s)
+            if tell is not None:
+                tell(EncodeWork(len(batch), num_rows, num_bytes))
 
-    def _compute(
-        self, batch: Sequence[Chunk], context_ids: tuple[int, ...]
-    ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], float]:
-        """KV of a batch, its extras, and how long it took. All that the decoder does."""
-        started_s = time.perf_counter()
-        prefix = self._prefix(context_ids)
-        made = encode_chunks(self.decoder, prefix, [chunk.token_ids for chunk in batch])
-        extras = self.extras(prefix, batch, made)
-        return made, extras, time.perf_counter() - started_s
+    def _in_turns(
+        self, prefix: Prefix, chunks: Sequence[Sequence[int]], pace: Pace | None
+    ) -> tuple[list[list[LayerKV]], float]:
+        """KV of some chunks in one pass, and how long the decoder was had for it."""
+        begun: list[ChunkPass] = []
+
+        def advance() -> bool:
+            if not begun:
+                begun.append(ChunkPass(self.decoder, prefix, chunks))
+            return begun[0].advance(SLICE_S)
+
+        seconds, is_done = 0.0, False
+        while not is_done:
+            is_done, took_s = self._turn(advance, pace)
+            seconds += took_s
+        return begun[0].made, seconds
+
+    def _turn(self, job: Callable[[], T], pace: Pace | None) -> tuple[T, float]:
+        """Do something with the decoder, when it may be had; how long that took, besides."""
+
+        def timed() -> tuple[T, float]:
+            started_s = time.perf_counter()
+            done = job()
+            return done, time.perf_counter() - started_s
+
+        if pace is not None:
+            pace.wait()
+        done, took_s = self.run_alone(timed)
+        if pace is not None:
+            pace.took(took_s)
+        return done, took_s
 
     def save(
         self,
@@ -226,8 +317,9 @@ class ChunkEncoder:
         layers: Sequence[LayerKV],
         extras: dict[str, bytes],
         cost_s: float,
-    ) -> None:
-        """Save one chunk's KV with its id and its extras."""
+    ) -> int:
+        """Save one chunk's KV with its id and its extras; returns its bytes, 0 if it has no form
+        that can be saved."""
         self.store.metrics.count("kv_chunks_encoded_total")
         try:
             beside = {CHUNK: chunk.id.encode(), **extras}
@@ -236,8 +328,9 @@ class ChunkEncoder:
             log.warning("chunk %s is not saved: %s", chunk.id, error)
             self.store.metrics.count("kv_saves_dropped_total", reason="not representable")
             self._saves.add_dropped()
-            return
+            return 0
         self._saves.add(self.store.save(packed, cost_s=cost_s, wait_s=SAVE_WAIT_S))
+        return packed.header.total_bytes
 
     def saves(self) -> Saves:
         """What became of all that it saved, since it was made. Waits for a slow disk."""
@@ -247,6 +340,17 @@ class ChunkEncoder:
         if context_ids not in self._prefixes:
             ids = (*self.preamble_ids, *context_ids)
             self._prefixes[context_ids] = encode_prefix(self.decoder, ids)
+        return self._prefixes[context_ids]
+
+    def _prefix_in_turns(self, context_ids: tuple[int, ...], pace: Pace | None) -> Prefix:
+        """As `_prefix`, for a thread that has not got the decoder."""
+        if context_ids not in self._prefixes:
+            ids = (*self.preamble_ids, *context_ids)
+            if not ids:
+                return Prefix((), ())
+            (layers,), _ = self._in_turns(Prefix((), ()), [ids], pace)
+            turned, _ = self._turn(lambda: prefix_of(self.decoder, ids, layers), pace)
+            self._prefixes[context_ids] = turned
         return self._prefixes[context_ids]
 
     def extras(

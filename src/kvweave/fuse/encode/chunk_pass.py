@@ -7,6 +7,8 @@ later. A chunk right behind the bare preamble is exact: that is where it was com
 Shapes: R rows of all chunks, Hk KV heads, D head dim.
 """
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,6 +37,14 @@ def encode_prefix(decoder: FusionDecoder, token_ids: Sequence[int]) -> Prefix:
     if not token_ids:
         return Prefix((), ())
     (layers,) = encode_chunks(decoder, Prefix((), ()), [token_ids])
+    return prefix_of(decoder, token_ids, layers)
+
+
+@torch.inference_mode()
+def prefix_of(
+    decoder: FusionDecoder, token_ids: Sequence[int], layers: Sequence[LayerKV]
+) -> Prefix:
+    """Tokens that stand in front of everything, with their KV as `encode_chunks` gives it."""
     angles = decoder.angles(torch.arange(len(token_ids), device=decoder.device))
     turned = (LayerKV(rotate(kv.k, angles), kv.v) for kv in layers)
     return Prefix(tuple(token_ids), tuple(turned))
@@ -52,7 +62,6 @@ def passes(lengths: Sequence[int], max_rows: int = PASS_ROWS) -> Iterator[range]
         yield range(start, len(lengths))
 
 
-@torch.inference_mode()
 def encode_chunks(
     decoder: FusionDecoder, prefix: Prefix | Sequence[Prefix], chunks: Sequence[Sequence[int]]
 ) -> list[list[LayerKV]]:
@@ -61,34 +70,67 @@ def encode_chunks(
     `prefix` is one for all chunks or one for each. All chunks run in one pass; use `passes` to
     bound it. Chunks must not be empty.
     """
-    assert all(chunks), "an empty chunk has no KV"
-    prefixes = [prefix] * len(chunks) if isinstance(prefix, Prefix) else prefix
-    positions = torch.cat(  # [R] on the host
-        [
-            len(before.token_ids) + torch.arange(len(ids))
-            for before, ids in zip(prefixes, chunks, strict=True)
-        ]
-    )
-    bounds = bounds_of(map(len, chunks))
-    angles = decoder.angles(positions.to(decoder.device))
-    ids = torch.tensor([i for chunk in chunks for i in chunk], device=decoder.device)
-    h = decoder.embed(ids)  # [R, E]
-    out: list[list[LayerKV]] = [[] for _ in chunks]
-    for layer in range(decoder.spec.num_layers):
-        projected = decoder.qkv(layer, h)
-        for made, (start, end) in zip(out, bounds, strict=True):
+    work = ChunkPass(decoder, prefix, chunks)
+    work.advance()
+    return work.made
+
+
+class ChunkPass:
+    """One pass over some chunks, which may be made a few layers at a time: what else needs the
+    decoder has it in between. Made and advanced on the thread that has the decoder."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        decoder: FusionDecoder,
+        prefix: Prefix | Sequence[Prefix],
+        chunks: Sequence[Sequence[int]],
+    ) -> None:
+        """See `encode_chunks`. Computes next to nothing."""
+        assert all(chunks), "an empty chunk has no KV"
+        self._decoder = decoder
+        self._prefixes = [prefix] * len(chunks) if isinstance(prefix, Prefix) else prefix
+        self._positions = torch.cat(  # [R] on the host
+            [
+                len(before.token_ids) + torch.arange(len(ids))
+                for before, ids in zip(self._prefixes, chunks, strict=True)
+            ]
+        )
+        self._bounds = bounds_of(map(len, chunks))
+        self._angles = decoder.angles(self._positions.to(decoder.device))
+        ids = torch.tensor([i for chunk in chunks for i in chunk], device=decoder.device)
+        self._h = decoder.embed(ids)  # [R, E]
+        self._layer = 0
+        self.made: list[list[LayerKV]] = [[] for _ in chunks]  # whole once `advance` says so
+
+    @torch.inference_mode()
+    def advance(self, most_s: float = math.inf) -> bool:
+        """Compute the next layers: at least one, none that begins after `most_s`. True: all of them
+        are there."""
+        give_up_s = time.perf_counter() + most_s
+        while self._layer < self._decoder.spec.num_layers:
+            self._compute(self._layer)
+            self._layer += 1
+            if time.perf_counter() >= give_up_s:
+                break
+        return self._layer == self._decoder.spec.num_layers
+
+    def _compute(self, layer: int) -> None:
+        decoder, angles = self._decoder, self._angles
+        projected = decoder.qkv(layer, self._h)
+        for made, (start, end) in zip(self.made, self._bounds, strict=True):
             made.append(LayerKV(projected.k[start:end].clone(), projected.v[start:end].clone()))
         if layer == decoder.spec.num_layers - 1:
-            break  # nothing behind the last keys and values is kept
+            return  # nothing behind the last keys and values is kept
         turned = rotate(projected.k, angles)
         segments = [
             Segment(
                 start, end, *with_prefix(before, layer, turned[start:end], projected.v[start:end])
             )
-            for before, (start, end) in zip(prefixes, bounds, strict=True)
+            for before, (start, end) in zip(self._prefixes, self._bounds, strict=True)
         ]
-        h = decoder.finish(layer, h, attend(rotate(projected.q, angles), positions, segments))
-    return out
+        attended = attend(rotate(projected.q, angles), self._positions, segments)
+        self._h = decoder.finish(layer, self._h, attended)
 
 
 def with_prefix(prefix: Prefix, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

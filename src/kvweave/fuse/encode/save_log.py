@@ -1,5 +1,6 @@
 """What became of the chunk KV that an encoder has saved."""
 
+import threading
 import time
 from typing import NamedTuple
 
@@ -11,8 +12,8 @@ SETTLE = 256  # open promises kept at a time before the answered ones are counte
 
 
 class Saves(NamedTuple):
-    """Objects by outcome: a chunk has one isolated and one behind its encoding context. What it
-    brings where it is a neighbour is not among them."""
+    """Objects by outcome: a chunk has one behind its encoding context, and one isolated if it has
+    stood in front. What it brings where it is a neighbour is not among them."""
 
     saved: int
     dropped: int  # no tier that outlives this process has them; requests compute them
@@ -20,31 +21,38 @@ class Saves(NamedTuple):
 
 
 class SaveLog:
-    """Counts answered promises. For one thread, the encoder's."""
+    """Counts answered promises. Any thread."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
+        self._lock = threading.Lock()
         self._open: list[SaveTicket] = []
         self._num_saved = self._num_dropped = 0
 
     def add(self, ticket: SaveTicket) -> None:
-        self._open.append(ticket)
-        if len(self._open) >= SETTLE:
-            self._settle()
+        with self._lock:
+            self._open.append(ticket)
+            if len(self._open) >= SETTLE:
+                self._settle()
 
     def add_dropped(self) -> None:
-        self._num_dropped += 1
+        with self._lock:
+            self._num_dropped += 1
 
     def finish(self, timeout_s: float) -> Saves:
         """Wait for what is under way. What no tier has answered by then is not saved."""
         give_up_s = time.monotonic() + timeout_s
-        for ticket in self._open:
+        with self._lock:
+            open_ones = list(self._open)
+        for ticket in open_ones:
             ticket.wait(max(0.0, give_up_s - time.monotonic()))
-        self._settle()
-        saved, dropped = self._num_saved, self._num_dropped + len(self._open)
+        with self._lock:
+            self._settle()
+            num_open = len(self._open)
+            saved, dropped = self._num_saved, self._num_dropped + num_open
         metrics = self._store.metrics
         reasons = _reasons(metrics) if dropped else ()
-        if self._open:
+        if num_open:
             reasons = (*reasons, "the tier is too slow")
         is_left_out = metrics.value("kv_tier_errors_total", verb="open") > 0
         if saved and is_left_out and not metrics.value("kv_saves_total"):  # host memory alone
@@ -53,6 +61,7 @@ class SaveLog:
         return Saves(saved, dropped, reasons)
 
     def _settle(self) -> None:
+        """Lock is held."""
         answered = [ticket for ticket in self._open if ticket.is_answered]
         self._open = [ticket for ticket in self._open if not ticket.is_answered]
         kept = sum(ticket.wait(0.0) for ticket in answered)

@@ -10,6 +10,7 @@ from kvweave.app.libraries.libraries import (
     IngestReport,
     Later,
     Libraries,
+    NoSuchKnowledgeBase,
     OnProgress,
     check_name,
 )
@@ -30,10 +31,11 @@ from kvweave.serve.wire.kb import (
     KnowledgeBaseOut,
     RemovedOut,
     SearchRequest,
+    kv_out,
     report_out,
 )
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
-from kvweave.serve.wire.sse import EventStream, as_events
+from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 
 
 def kb_routes(context: Context) -> APIRouter:
@@ -49,13 +51,20 @@ def kb_routes(context: Context) -> APIRouter:
         tenant = tenant_of(request.scope)
         return await tasks.run(partial(_knowledge_bases, libraries, tenant))
 
+    @routes.get("/{name}")
+    async def get_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseOut:
+        tenant = tenant_of(request.scope)
+        return await tasks.run(partial(_one_knowledge_base, libraries, tenant, name))
+
     @routes.post(
         "/{name}/documents",
         response_model=IngestOut,
         responses={200: or_events("The outcome, or events while it is made")},
         openapi_extra=UPLOAD_BODY,
     )
-    async def upload_documents(request: Request, name: str = Name) -> Response | IngestOut:
+    async def upload_documents(
+        request: Request, name: str = Name, wait_for_kv: bool = False
+    ) -> Response | IngestOut:
         tenant = tenant_of(request.scope)
         if libraries.config.root is None and name not in libraries.names(tenant):
             message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
@@ -66,13 +75,14 @@ def kb_routes(context: Context) -> APIRouter:
             with ExitStack() as spooled:
                 spool = spooled.enter_context(closing(Spool()))
                 sources = await uploads.read(request, spool)
-                ingest = partial(_ingest, context, tenant, name, sources)
+                ingest = partial(_ingest, context, tenant, name, sources, wait_for_kv)
                 work = IngestJob(admission, ingest, spool.close, turn=(tenant, name))
                 spooled.pop_all()  # from here on it goes when the work is over
         finally:
             admission.leave()
         if "text/event-stream" in request.headers.get("accept", ""):
-            return EventStream(as_events(work.events()), on_close=lambda: None)
+            events = as_events(work.events(), HEARTBEAT_S)
+            return EventStream(events, on_close=lambda: None)
         report = await work.report()
         if report.skipped and len(report.skipped) == len(sources):
             reasons = "; ".join(f"{s.source}: {s.reason}" for s in report.skipped[:4])
@@ -118,28 +128,42 @@ def kb_routes(context: Context) -> APIRouter:
 
 
 def _ingest(
-    context: Context, tenant: str, name: str, sources: list[Later], progress: OnProgress
+    context: Context,
+    tenant: str,
+    name: str,
+    sources: list[Later],
+    wait_for_kv: bool,
+    progress: OnProgress,
 ) -> IngestReport:
     def told(news: IngestProgress) -> None:
         context.writing.check()
         progress(news)
 
-    return context.libraries.ingest(tenant, name, sources, progress=told)
+    libraries = context.libraries
+    return libraries.ingest(tenant, name, sources, chunk_kv=wait_for_kv, progress=told)
 
 
 def _knowledge_bases(libraries: Libraries, tenant: str) -> KnowledgeBaseList:
-    found = []
-    for name in libraries.names(tenant):
-        totals = libraries.totals(tenant, name)
-        found.append(
-            KnowledgeBaseOut(
-                name=name,
-                documents=totals.num_documents,
-                chunks=totals.num_chunks,
-                tokens=totals.num_tokens,
-            )
-        )
-    return KnowledgeBaseList(data=found)
+    names = libraries.names(tenant)
+    return KnowledgeBaseList(data=[_knowledge_base(libraries, tenant, name) for name in names])
+
+
+def _one_knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBaseOut:
+    if check_name(name) not in libraries.names(tenant):
+        known = ", ".join(libraries.names(tenant)[:8]) or "none yet"
+        raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+    return _knowledge_base(libraries, tenant, name)
+
+
+def _knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBaseOut:
+    totals = libraries.totals(tenant, name)
+    return KnowledgeBaseOut(
+        name=name,
+        documents=totals.num_documents,
+        chunks=totals.num_chunks,
+        tokens=totals.num_tokens,
+        kv=kv_out(libraries.kv_progress(tenant, name)),
+    )
 
 
 def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -> HitList:

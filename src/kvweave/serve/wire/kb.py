@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from kvweave.app.libraries.libraries import IngestProgress, IngestReport
+from kvweave.app.libraries.libraries import IngestProgress, IngestReport, KVProgress
 from kvweave.serve.wire.base import Incoming, Outgoing, Text
 
 
@@ -22,11 +22,23 @@ class SearchRequest(Incoming):
     mode: Literal["vector", "words", "hybrid"] = "vector"
 
 
+class KVOut(Outgoing):
+    """How far the chunk KV is that is made in the background."""
+
+    state: Literal["off", "making", "ready", "full", "failed"]
+    chunks_done: int
+    chunks_total: int
+    bytes: int
+    eta_s: float | None  # until the rest is there; null: not known, or nothing is made
+    why: str | None = None  # nothing more can be made
+
+
 class KnowledgeBaseOut(Outgoing):
     name: str
     documents: int
     chunks: int
     tokens: int  # of distinct chunks
+    kv: KVOut
 
 
 class KnowledgeBaseList(Outgoing):
@@ -68,6 +80,8 @@ class IngestOut(Outgoing):
     shared_chunks: int  # already there before
     skipped: list[SkippedOut]
     elapsed_s: float
+    kv_chunks: int  # whose KV was made before this reply: none unless it was waited for
+    kv_bytes: int
 
 
 class ProgressOut(Outgoing):
@@ -78,7 +92,10 @@ class ProgressOut(Outgoing):
     done_bytes: int
     total_bytes: int | None
     documents: int  # looked at so far
-    chunks: int
+    chunks: int  # cut so far; in phases encode and neighbours: with KV
+    total_chunks: int | None  # in those phases
+    kv_bytes: int  # written so far
+    eta_s: float | None  # until the end of the phase; null: not known
 
 
 class RemovedOut(Outgoing):
@@ -112,6 +129,20 @@ def report_out(report: IngestReport) -> IngestOut:
         shared_chunks=report.shared_chunks,
         skipped=[SkippedOut(source=s.source, reason=s.reason) for s in report.skipped],
         elapsed_s=round(report.elapsed_s, 3),
+        kv_chunks=report.kv_chunks,
+        kv_bytes=report.kv_bytes,
+    )
+
+
+def kv_out(progress: KVProgress) -> KVOut:
+    """How far chunk KV is, in the wire format."""
+    return KVOut(
+        state=progress.state,
+        chunks_done=progress.chunks_done,
+        chunks_total=progress.chunks_total,
+        bytes=progress.num_bytes,
+        eta_s=None if progress.eta_s is None else round(progress.eta_s, 1),
+        why=progress.why or None,
     )
 
 
@@ -123,4 +154,7 @@ def progress_out(progress: IngestProgress) -> ProgressOut:
         total_bytes=progress.total_bytes,
         documents=progress.num_documents,
         chunks=progress.num_chunks,
+        total_chunks=progress.total_chunks,
+        kv_bytes=progress.kv_bytes,
+        eta_s=None if progress.eta_s is None else round(progress.eta_s, 1),
     )

@@ -1,5 +1,6 @@
 """Server-sent events: `data: {…}` and a blank line for each chunk, `data: [DONE]` at the end."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -10,6 +11,8 @@ from starlette.types import Receive, Scope, Send
 from kvweave.serve.errors import as_api_error, error_body
 
 DONE = "data: [DONE]\n\n"
+HEARTBEAT = ": still at it\n\n"  # a comment: clients pass it over
+HEARTBEAT_S = 10.0
 
 
 class EventStream(StreamingResponse):
@@ -28,15 +31,35 @@ class EventStream(StreamingResponse):
             self._on_close()
 
 
-async def as_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    """Chunks as events. The status has been sent, so a failure is an event too, and the last."""
+async def as_events(
+    chunks: AsyncIterator[dict[str, Any]], heartbeat_s: float | None = None
+) -> AsyncIterator[str]:
+    """Chunks as events. The status has been sent, so a failure is an event too, and the last. A
+    comment goes out where there was none for `heartbeat_s`: proxies cut what is silent."""
     try:
-        async for chunk in chunks:
-            yield _event(chunk)
+        async for chunk in chunks if heartbeat_s is None else _or_silence(chunks, heartbeat_s):
+            yield HEARTBEAT if chunk is None else _event(chunk)
     except Exception as error:  # nothing above could still tell the client
         yield _event(error_body(as_api_error(error)))
     else:
         yield DONE
+
+
+async def _or_silence(
+    chunks: AsyncIterator[dict[str, Any]], silence_s: float
+) -> AsyncIterator[dict[str, Any] | None]:
+    """Chunks as they come, and None for each time that none came for so long."""
+    while True:
+        waiting = asyncio.ensure_future(anext(chunks))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=silence_s))[0]:
+                yield None
+            chunk = waiting.result()
+        except StopAsyncIteration:
+            return
+        finally:
+            waiting.cancel()
+        yield chunk
 
 
 def _event(document: dict[str, Any]) -> str:

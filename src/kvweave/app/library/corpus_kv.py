@@ -1,0 +1,231 @@
+"""Which chunks of a knowledge base have KV and which have none yet: by the catalogue, which says
+what there is, and the store, which says what it holds. Nothing of it is kept, so it cannot be wrong
+after a kill.
+
+Most asked for first, then newest first: who has just brought a document will ask about it.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvweave.app.library.kv_progress import KVProgress, KVState
+from kvweave.app.library.library_kv import BackgroundKV, LibraryKV
+from kvweave.app.library.neighbours import NeighbourKeeper
+from kvweave.app.library.stored_kv import StoredKV
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import KVWeaveError
+from kvweave.fuse.encode.chunk_encoder import Pace
+from kvweave.kv.provenance import find_tagged
+from kvweave.kv.residency import Residency
+from kvweave.types import Chunk, ChunkId
+
+log = logging.getLogger(__name__)
+
+BATCH = 256  # chunks looked at together
+RATE_OF = 32  # chunks that the time left is estimated from
+
+
+class CorpusKV:
+    """See the module. `progress` and `nothing_left` on any thread, all else on the maker's."""
+
+    def __init__(self, kb: KnowledgeBase, kv: LibraryKV, options: BackgroundKV) -> None:
+        self._kb = kb
+        self._kv = kv
+        self._most_bytes = options.most_bytes
+        self._lock = threading.Lock()  # guards the rest
+        self._generation = -1  # of the catalogue, as it was looked at
+        self._last = 0  # the highest vector id that was
+        self._sizes: dict[ChunkId, int] = {}  # of those with KV
+        self._missing: dict[ChunkId, int] = {}  # tokens of those without, oldest first
+        self._left: set[ChunkId] = set()  # of those without, what could not be made
+        self._why = ""
+        self._is_full = False
+        self._pieces: deque[tuple[float, int]] = deque(maxlen=RATE_OF)  # when made, its tokens
+
+    # ---- any thread
+
+    def progress(self) -> KVProgress:
+        total = self._kb.catalogue.num_chunks()  # some may have come since the last look
+        with self._lock:
+            done, missing = len(self._sizes), len(self._missing)
+            num_bytes, total = sum(self._sizes.values()), max(total, done)
+            state: KVState = "making"
+            if self._generation < 0 and self._why:
+                state = "failed"
+            elif self._is_full:
+                state = "full"
+            elif missing == len(self._left) and total <= done + missing:
+                state = "failed" if self._why else "ready"
+            eta_s = self._eta_s() if state == "making" else None
+            return KVProgress(state, done, total, num_bytes, eta_s, self._why)
+
+    def nothing_left(self) -> bool:
+        """Whether there is nothing that could be made now, by the last look."""
+        with self._lock:
+            is_seen = self._generation >= 0 or bool(self._why)
+            return is_seen and (self._is_full or len(self._missing) == len(self._left))
+
+    def _eta_s(self) -> float | None:
+        if len(self._pieces) < 2:
+            return None
+        (first_s, first), (last_s, _) = self._pieces[0], self._pieces[-1]
+        made = sum(tokens for _, tokens in self._pieces) - first
+        return (last_s - first_s) / max(1, made) * sum(self._missing.values())
+
+    # ---- the maker's thread
+
+    def prepare(self) -> bool:
+        """Whether KV can be made here at all; `progress` says why not. Deletes what a maker that
+        was killed may have left of chunks that went meanwhile."""
+        try:
+            self._kv.prepare_to_encode()
+            self._sweep()
+        except (KVWeaveError, OSError) as error:
+            log.warning("%s: no chunk KV is made in the background: %s", self._kb.folder, error)
+            with self._lock:
+                self._why = str(error)
+            return False
+        return True
+
+    def _sweep(self) -> None:
+        """A maker looks whether a chunk is still there after its KV is written, and deletes the KV
+        if not. One that was killed in between is made good here. (What it may have sent to a shared
+        tier in that moment is left to that tier's own eviction.)"""
+        gone = self._kb.catalogue.gone()
+        if not gone:
+            return
+        store = self._kv.store
+        tiers = [slot.tier for slot in store.inventory.below if not slot.tier.remote]
+        keys = [key for tier in tiers for key in find_tagged(tier, gone)]
+        if keys:
+            log.warning("%d chunk KV of removed documents were left over: deleted", len(keys))
+            store.delete(keys)
+
+    def look(self) -> None:
+        """Take in what came and went. Quick if nothing did."""
+        catalogue = self._kb.catalogue
+        generation = catalogue.generation()
+        if generation == self._generation:
+            return
+        if self._is_behind_neighbours:  # what saw a chunk that went has lost its KV
+            with self._lock:
+                self._sizes, self._missing, self._last = {}, {}, 0
+        while rows := catalogue.chunks_after(self._last, BATCH):
+            self._take_in([chunk for _, chunk in rows])
+            self._last = rows[-1][0]
+        alive = set(catalogue.chunk_ids())
+        with self._lock:
+            for known in (self._sizes, self._missing):
+                for chunk_id in known.keys() - alive:
+                    del known[chunk_id]
+            self._left = set()  # another try
+            self._is_full = False
+            self._why = ""
+            self._generation = generation
+
+    def _take_in(self, chunks: Sequence[Chunk]) -> None:
+        encoder = self._kv.encoder
+        peeks = self._kv.store.peek([encoder.key(chunk.token_ids) for chunk in chunks])
+        with self._lock:
+            for chunk, peek in zip(chunks, peeks, strict=True):
+                if peek.residency is Residency.ABSENT:
+                    self._missing[chunk.id] = len(chunk.token_ids)
+                else:
+                    size = peek.size_bytes or encoder.plain_bytes(len(chunk.token_ids))
+                    self._sizes[chunk.id] = size
+
+    def next(self, num_asked: Callable[[ChunkId], int], asked: Sequence[ChunkId]) -> Chunk | None:
+        """The chunk whose KV should be made next, None if there is none or no room for it.
+        `num_asked`: how many questions found each of the chunks `asked`."""
+        while True:
+            with self._lock:
+                wanted = [c for c in asked if c in self._missing and c not in self._left]
+                chunk_id = max(wanted, key=num_asked, default=None)
+                if chunk_id is None:
+                    newest = (c for c in reversed(self._missing) if c not in self._left)
+                    chunk_id = next(newest, None)
+                if chunk_id is None:
+                    return None
+                self._is_full = not self._has_room(self._missing[chunk_id])
+                if self._is_full:
+                    return None
+            chunk = self._kb.catalogue.chunks([chunk_id]).get(chunk_id)
+            if chunk is not None:
+                return chunk
+            with self._lock:  # it went since the last look
+                self._missing.pop(chunk_id, None)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Lock is held."""
+        size = self._kv.encoder.plain_bytes(num_tokens)
+        if self._is_behind_neighbours:
+            size *= 2  # with what it brings where it is a neighbour
+        room = self._kv.store.room_bytes()
+        if room is not None and size > room:
+            return False
+        return self._most_bytes is None or sum(self._sizes.values()) + size <= self._most_bytes
+
+    def make(self, chunk: Chunk, pace: Pace) -> None:
+        """Compute and save a chunk's KV, behind its encoding context. Raises what the device does
+        and what `pace` does; KVWeaveError where another process is writing."""
+        if not self._is_behind_neighbours:
+            self._kv.encoder.encode([chunk], pace=pace)
+            return
+        pace.wait()
+        with self._kb.writing_briefly():  # what it sees must not go meanwhile
+            self._kv.sync().before()
+            table = self._kv.table
+            assert table is not None, "an encoder behind neighbours has a table of them"
+            kept = StoredKV(self._kb.folder, self._kv.store)
+            NeighbourKeeper(self._kb, table, self._kv.encoder, kept).give(None, [chunk.id])
+
+    def flush(self) -> None:
+        """Wait for what was saved to lie where a removal would find it."""
+        self._kv.store.flush()
+
+    def was_deleted(self, chunk: Chunk) -> bool:
+        """Whether a chunk is no more. Asked when its KV lies where a removal would find it."""
+        return not self._kb.catalogue.known([chunk.id])
+
+    def made(self, chunk: Chunk) -> None:
+        """A chunk's KV was computed, and its writes are done: is it there?"""
+        encoder = self._kv.encoder
+        (peek,) = self._kv.store.peek([encoder.key(chunk.token_ids)])
+        with self._lock:
+            tokens = self._missing.pop(chunk.id, len(chunk.token_ids))
+            self._pieces.append((time.monotonic(), tokens))
+            if peek.residency is Residency.ABSENT:
+                self._missing[chunk.id] = tokens
+                self._leave(chunk.id, "it could not be kept")
+            else:
+                self._sizes[chunk.id] = peek.size_bytes or encoder.plain_bytes(tokens)
+
+    def failed(self, chunk: Chunk, error: Exception) -> None:
+        """A chunk's KV could not be computed: it is left until documents change."""
+        with self._lock:
+            self._leave(chunk.id, str(error) if isinstance(error, KVWeaveError) else repr(error))
+
+    def forget(self, chunk: Chunk) -> None:
+        """It is no more: nor is its KV, from now on."""
+        encoder, ids = self._kv.encoder, chunk.token_ids
+        self._kv.store.delete([encoder.key(ids), encoder.exact_key(ids)])
+        with self._lock:
+            self._missing.pop(chunk.id, None)
+            self._sizes.pop(chunk.id, None)
+
+    def _leave(self, chunk_id: ChunkId, why: str) -> None:
+        """Lock is held."""
+        self._left.add(chunk_id)
+        self._why = f"chunk {chunk_id[:8]}: {why}"
+
+    @property
+    def is_idle_only(self) -> bool:
+        """Behind neighbours a piece of work is long: several chunks may have to be computed."""
+        return self._is_behind_neighbours
+
+    @property
+    def _is_behind_neighbours(self) -> bool:
+        return self._kv.encoder.preparation.variant.kind == "neighbours"

@@ -1,0 +1,241 @@
+"""Makes chunk KV in the background: one thread for all that a knowledge base, or the memory of
+documents, wants stored.
+
+    1  what requests brought again, and what stood in front for the first time   (`promotion.py`)
+    2  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
+
+One chunk at a time, a few layers at a time, when the engine may be had (`app/background.py`): an
+answer that comes meanwhile waits for a slice, never for a chunk.
+
+A chunk may be deleted while its KV is in the making. So its KV is written first, and then it is
+looked whether the chunk is still there: a deletion before that look is seen by it, a deletion after
+it finds the KV where it lies. No lock of the knowledge base is held meanwhile.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from kvweave.app.background import BackgroundPace, GaveUp
+from kvweave.app.library.corpus_kv import CorpusKV
+from kvweave.app.library.kv_progress import KVProgress
+from kvweave.errors import CorpusError, EngineClosed, KVWeaveError
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
+from kvweave.plan.ordering import AccessTable
+from kvweave.types import Chunk, ChunkId
+
+log = logging.getLogger(__name__)
+
+CLOSE_WAIT_S = 10.0  # more than a slice and a flush take
+LOOK_S = 2.0  # how often it looks whether another process has brought documents
+MAX_WAITING = 64  # chunks that requests want stored; more are left for the next time they are seen
+IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
+
+
+class WantedKV(NamedTuple):
+    """A chunk whose KV some request would have found useful."""
+
+    encoder: ChunkEncoder
+    chunk: Chunk
+    as_of: int | None  # when it was found; None: it cannot be deleted
+    in_front: bool  # isolated, as it is taken right behind the preamble
+
+    @property
+    def name(self) -> str:
+        """A chunk behind one preamble: behind another it is another one."""
+        context = self.encoder.context.context_id().hex()
+        return f"{context}|{self.chunk.id}|{self.in_front}"
+
+    def is_absent(self) -> bool:
+        encoder = self.encoder
+        return bool(
+            encoder.absent([self.chunk], encoder.exact_key if self.in_front else encoder.key)
+        )
+
+    def encode(self, pace: Pace) -> None:
+        if self.in_front:
+            self.encoder.encode_isolated([self.chunk], pace)
+        else:
+            self.encoder.encode([self.chunk], pace=pace)
+
+
+class KVMaker:
+    """See the module. Any thread; nothing here waits but `wait` and `close`."""
+
+    def __init__(
+        self, pace: BackgroundPace, is_gone: IsGone, corpus: CorpusKV | None = None
+    ) -> None:
+        """`is_gone`: of a chunk that was found some time ago, whether it was deleted since; then it
+        is not stored. `corpus` None: only what requests want is made."""
+        self._pace = pace
+        self._is_gone = is_gone
+        self._corpus = corpus
+        self._closing = threading.Event()
+        self._changed = threading.Condition()  # guards the rest
+        self._wanted: deque[WantedKV] = deque()
+        self._names: set[str] = set()  # of those, and of the one in the making
+        self._is_making = False
+        self._asked = AccessTable()
+        self._asked_ids: dict[ChunkId, None] = {}  # that have a count, as far as remembered
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin with what the knowledge base lacks."""
+        if self._corpus is not None:
+            with self._changed:
+                self._begin()
+
+    def want(self, wanted: WantedKV) -> bool:
+        """Have a chunk's KV stored. False: it is under way, or too many are."""
+        with self._changed:
+            is_new = wanted.name not in self._names and len(self._names) < MAX_WAITING
+            if is_new and not self._closing.is_set():
+                self._names.add(wanted.name)
+                self._wanted.append(wanted)
+                self._begin()
+                self._changed.notify_all()
+            return is_new
+
+    def asked(self, chunk_ids: Collection[ChunkId]) -> None:
+        """A question found these: what it lacks of them comes first."""
+        if self._corpus is None or not chunk_ids:
+            return
+        with self._changed:
+            self._asked.push(chunk_ids)
+            self._asked_ids |= dict.fromkeys(chunk_ids)
+            if len(self._asked_ids) > 2 * len(self._asked):
+                counted = (c for c in self._asked_ids if self._asked.count(c))
+                self._asked_ids = dict.fromkeys(counted)
+
+    def look(self) -> None:
+        """Documents came or went."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def progress(self) -> KVProgress | None:
+        """Of the knowledge base; None: its KV is not made in the background."""
+        return None if self._corpus is None else self._corpus.progress()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until nothing is left to be made, by the last look. False: it takes longer."""
+        with self._changed:
+            return self._changed.wait_for(self._is_idle, timeout_s)
+
+    def close(self) -> None:
+        """Make no more. What is under way is given up at its next slice."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(CLOSE_WAIT_S)
+
+    # ---- the thread
+
+    def _begin(self) -> None:
+        """Lock is held."""
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._work, name="chunk-kv", daemon=True)
+            self._thread.start()
+
+    def _is_idle(self) -> bool:
+        """Lock is held."""
+        is_done = not self._names and not self._is_making
+        return is_done and (self._corpus is None or self._corpus.nothing_left())
+
+    def _work(self) -> None:
+        corpus = self._corpus
+        if corpus is not None and not corpus.prepare():
+            corpus = None
+        while not self._closing.is_set():
+            try:
+                did_something = self._make_wanted() or self._make_next(corpus)
+            except (GaveUp, EngineClosed):
+                return
+            except KVWeaveError as error:  # a catalogue that cannot be read just now
+                log.warning("%s", error)
+                did_something = False
+            if not did_something:
+                with self._changed:
+                    self._changed.notify_all()
+                    if not self._wanted and not self._closing.is_set():
+                        self._changed.wait(None if corpus is None else LOOK_S)
+
+    def _make_wanted(self) -> bool:
+        with self._changed:
+            if not self._wanted:
+                return False
+            wanted = self._wanted.popleft()
+        try:
+            if wanted.is_absent():
+                self._make(wanted)
+        except (GaveUp, EngineClosed):
+            raise
+        except Exception:  # what the device raises: answers go on, and it must be seen
+            chunk_id = wanted.chunk.id
+            log.exception("the KV of chunk %s, which requests brought, is not stored", chunk_id)
+        finally:
+            with self._changed:
+                self._names.discard(wanted.name)
+                self._changed.notify_all()
+        return True
+
+    def _make(self, wanted: WantedKV) -> None:
+        encoder, chunk, as_of, _ = wanted
+        with self._pace.turn(self._closing) as turn:
+            turn.wait()
+            if self._was_deleted(chunk, as_of):
+                return
+            wanted.encode(turn)
+        if as_of is not None:
+            encoder.store.flush()  # a deletion from now on finds it where it lies
+        if self._was_deleted(chunk, as_of):  # meanwhile, before there was anything to delete
+            _delete(encoder, chunk)
+
+    def _was_deleted(self, chunk: Chunk, as_of: int | None) -> bool:
+        return as_of is not None and self._is_gone(chunk.id, as_of)
+
+    def _make_next(self, corpus: CorpusKV | None) -> bool:
+        """The chunk of the knowledge base whose turn it is. False: there is none."""
+        if corpus is None:
+            return False
+        corpus.look()
+        with self._changed:
+            asked = list(self._asked_ids)
+        chunk = corpus.next(self._asked.count, asked)
+        if chunk is None:
+            return False
+        with self._changed:
+            self._is_making = True
+        try:
+            with self._pace.turn(self._closing, idle_only=corpus.is_idle_only) as turn:
+                turn.wait()
+                corpus.make(chunk, turn)
+            self._settle(corpus, chunk)
+        except (GaveUp, EngineClosed):
+            raise
+        except CorpusError:  # another process writes: later
+            return False
+        except Exception as error:  # as above
+            log.exception("the KV of chunk %s is not stored", chunk.id)
+            corpus.failed(chunk, error)
+            self._settle(corpus, chunk, is_made=False)
+        finally:
+            with self._changed:
+                self._is_making = False
+                self._changed.notify_all()
+        return True
+
+    def _settle(self, corpus: CorpusKV, chunk: Chunk, *, is_made: bool = True) -> None:
+        """See the module: written first, then looked for."""
+        corpus.flush()
+        if corpus.was_deleted(chunk):
+            corpus.forget(chunk)
+        elif is_made:
+            corpus.made(chunk)
+
+
+def _delete(encoder: ChunkEncoder, chunk: Chunk) -> None:
+    encoder.store.delete([encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids)])
