@@ -116,7 +116,8 @@ class LibrarySettings(ConfigSection):
     encoding: str | None = unset("what it has, filler for a new one")  # context of chunk KV
     extras: tuple[str, ...] | None = unset("what it has, none for a new one")  # beside chunk KV
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
-    background_kv: bool = True  # a server makes chunk KV that is missing by itself
+    # whether a server makes chunk KV that is missing by itself; auto: where it would be used
+    background_kv: Literal["auto", "always", "never"] = "auto"
     background_share: Share = 0.1  # of the time, while answers are made; the rest in idle time
     background_bytes: Bytes0 | None = unset("what its tiers hold")  # of one knowledge base's KV
     remembered_bytes: Bytes0 = 1 << 30  # host memory for documents of no knowledge base; 0: none

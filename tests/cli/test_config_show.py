@@ -247,13 +247,13 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     limits = Limits(running=2, waiting=0, body_bytes=1 << 20, upload_bytes=5, request_s=7.0)
     assert serve.make_limits(config.server) == limits
     folders = {LibraryKey("", "a"): Path("x")}
-    kv = replace(KVOptions.of(config), background=BackgroundKV(most_bytes=9, share=0.25))
+    kv = replace(KVOptions.of(config), background=BackgroundKV(9, 0.25, bound=0.02))
     places = LibrariesConfig(Path("kbs"), folders, "e", kv, open_most=3, host_bytes=1 << 30)
     assert serve.make_places(config, ["a=x"]) == places
     assert serve.make_limits(WeaveConfig().server) == Limits()
-    usual = LibrariesConfig(kb_root(), kv=KVOptions(background=BackgroundKV()))
+    usual = LibrariesConfig(kb_root(), kv=KVOptions(background=BackgroundKV(bound=0.02)))
     assert serve.make_places(WeaveConfig(), []) == usual, "by default KV is made by itself"
-    without = WeaveConfig(library=LibrarySettings(background_kv=False))
+    without = WeaveConfig(library=LibrarySettings(background_kv="never"))
     assert serve.make_places(without, []) == LibrariesConfig(kb_root())
 
 

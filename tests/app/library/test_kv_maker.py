@@ -65,6 +65,24 @@ def weave(tmp_path: Path, model: Model) -> Iterator[Weave]:
         yield weave
 
 
+def test_nothing_is_made_that_no_answer_would_use(tmp_path: Path, model: Model) -> None:
+    """The tiny model was never calibrated: with a bound nothing is made, without one all is."""
+    with opened(tmp_path / "kb", model, BackgroundKV(bound=0.02)) as weave:
+        weave.ingest(*TEXTS)
+        library = weave.library
+        library.start()
+        while not progress_of(weave).why:
+            time.sleep(0.01)
+        progress = progress_of(weave)
+        assert (progress.state, progress.chunks_done) == ("unused", 0)
+        assert progress.why == "the model is not calibrated, so nothing would be fused"
+        assert library.maker.wait(10.0)
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
+        weave.library.start()
+        assert weave.library.maker.wait(60.0)
+        assert progress_of(weave).state == "ready"
+
+
 def progress_of(weave: Weave) -> KVProgress:
     progress = weave.kv_progress()
     assert progress is not None

@@ -573,7 +573,7 @@ def test_an_ingest_killed_before_it_forgets_is_repaired_at_the_next_open(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(library.encoder, "encode", die)  # documents are committed by then
+            patch.setattr(library.encoder, "missing", die)  # documents are committed by then
             with pytest.raises(KeyboardInterrupt):
                 ingest(library, docs)
         assert gone in table_of(library).mentioned()

@@ -35,6 +35,8 @@ class CorpusKV:
         self._kb = kb
         self._kv = kv
         self._most_bytes = options.most_bytes
+        self._bound = options.bound
+        self._is_unused = False  # what would be made
         self._lock = threading.Lock()  # guards the rest
         self._generation = -1  # of the catalogue, as it was looked at
         self._last = 0  # the highest vector id that was
@@ -53,7 +55,9 @@ class CorpusKV:
             done, missing = len(self._sizes), len(self._missing)
             num_bytes, total = sum(self._sizes.values()), max(total, done)
             state: KVState = "making"
-            if self._generation < 0 and self._why:
+            if self._is_unused:
+                state = "unused"
+            elif self._generation < 0 and self._why:
                 state = "failed"
             elif self._is_full:
                 state = "full"
@@ -78,9 +82,15 @@ class CorpusKV:
     # ---- the maker's thread
 
     def prepare(self) -> bool:
-        """Whether KV can be made here at all; `progress` says why not. Deletes what a maker that
-        was killed may have left of chunks that went meanwhile."""
+        """Whether KV can be made here at all, and would be used; `progress` says why not. Deletes
+        what a maker that was killed may have left of chunks that went meanwhile."""
         try:
+            why = None if self._bound is None else self._kv.why_unused(self._bound)
+            if why is not None:
+                log.info("%s: no chunk KV is made in the background: %s", self._kb.folder, why)
+                with self._lock:
+                    self._why, self._is_unused = why, True
+                return False
             self._kv.prepare_to_encode()
             self._sweep()
         except (KVWeaveError, OSError) as error:

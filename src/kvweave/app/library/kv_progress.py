@@ -20,8 +20,9 @@ FOLDER = "kv"  # in the folder of the knowledge base
 RECENT_S = 60.0  # an object as new as that: some process is making them
 RATE_OF = 32  # objects that the time left is estimated from
 
-# off: nothing is made; full: no room is left for more; failed: `why` says what is in the way
-KVState = Literal["off", "making", "ready", "full", "failed"]
+# off: nothing is made; full: no room is left for more; failed: `why` says what is in the way;
+# unused: nothing is made because no answer would be fused from it, and `why` says why not
+KVState = Literal["off", "making", "ready", "full", "failed", "unused"]
 
 
 class KVProgress(NamedTuple):

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from kvweave.app.background import BUSY_SHARE
@@ -18,6 +19,7 @@ from kvweave.app.library.neighbours import neighbours_of, open_table
 from kvweave.app.library.retries import Retries
 from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.app.library.stored_kv import KV_FOLDER, StoredKV
+from kvweave.calibrate.gate import ELSEWHERE, Table, choose, deciding, worst_cells
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -48,20 +50,31 @@ log = logging.getLogger(__name__)
 CODEC = "int8"
 
 
+WhyUnused = Callable[[float], str | None]
+
+
+def _is_used(_bound: float) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class BackgroundKV:
     """How chunk KV is made in the background."""
 
     most_bytes: int | None = None  # of chunk KV of one knowledge base; None: what its tiers hold
     share: float = BUSY_SHARE  # of the time, while answers are made; of all over one engine
+    # nats: made only where calibration lets something be fused within them; None: in any case
+    bound: float | None = None
 
     @classmethod
     def of(cls, config: WeaveConfig) -> "BackgroundKV | None":
         """What a configuration says; None: nothing is made in the background."""
-        library = config.library
-        if not library.background_kv:
+        library, quality = config.library, config.quality
+        if library.background_kv == "never":
             return None
-        return cls(library.background_bytes, library.background_share)
+        is_named = quality.reuse is not None and not quality.reuse.startswith("auto")
+        bound = None if library.background_kv == "always" or is_named else quality.bound
+        return cls(library.background_bytes, library.background_share, bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +135,18 @@ class LibraryKV:
         table: NeighbourTable | None,
         max_context: int,
         background: BackgroundKV | None = None,
+        why_unused: WhyUnused = _is_used,
     ) -> None:
         """Closes the store and `table`, which the encoder was made with; not `kb`. `max_context` is
-        the model's. `background`: how what is missing is made by itself."""
+        the model's. `background`: how what is missing is made by itself. `why_unused`: why no
+        answer would be fused from it within so many nats; None: some would be."""
         self._kb = kb
         self.max_context = max_context
         self.store = store
         self.encoder = encoder
         self.table = table
         self.background = background
+        self.why_unused = why_unused
         if barred := KVPlaces(kb.folder / KV_FOLDER).barred():
             store.bar(barred)
         self._retries = Retries(self._tell_remotes)
@@ -173,7 +189,9 @@ class LibraryKV:
                 run_alone=run_alone,
             )
             stack.pop_all()
-        return cls(kb, store, encoder, table, decoder.spec.max_context, options.background)
+        unused = partial(_why_unused, encoder, decoder, tokenizer)
+        max_context = decoder.spec.max_context
+        return cls(kb, store, encoder, table, max_context, options.background, unused)
 
     def prepare_to_encode(self) -> None:
         """Raise ConfigError unless every chunk fits behind its context; note how KV is prepared."""
@@ -231,6 +249,25 @@ def key_context(
         rope=repr(decoder.spec.rope),
         tenant_salt=options.tenant_salt,
     )
+
+
+def _why_unused(
+    encoder: ChunkEncoder, decoder: Decoder, tokenizer: Tokenizer, bound: float
+) -> str | None:
+    """Why no answer would be fused from what `encoder` makes; None: some would be, at least where
+    nothing was said before. Raises ConfigError for a profile that cannot be read."""
+    profile = find_profile(decoder.weights.fingerprint, tokenizer.fingerprint)
+    preamble = digest_ids(encoder.preamble_ids)
+    tables: tuple[Table, ...] = ()
+    if profile is not None:
+        tables = profile.tables(decoder.revision, encoder.encoding_context, preamble)
+    alone = [table for table in deciding(tables) if not table.has_history]
+    if not alone:
+        return "the model is not calibrated, so nothing would be fused"
+    is_here = all(table.preamble == preamble for table in alone)
+    if choose(worst_cells(alone), bound if is_here else ELSEWHERE * bound) is None:
+        return f"calibration lets nothing be fused within {bound:g} nats per token"
+    return None
 
 
 def _calibrated(

@@ -25,7 +25,7 @@ class SearchRequest(Incoming):
 class KVOut(Outgoing):
     """How far the chunk KV is that is made in the background."""
 
-    state: Literal["off", "making", "ready", "full", "failed"]
+    state: Literal["off", "making", "ready", "full", "failed", "unused"]
     chunks_done: int
     chunks_total: int
     bytes: int
