@@ -25,6 +25,7 @@ from kvweave.kernels.rounded import GROUP, SMALLEST, RoundedWeight
 
 # What is rounded and multiplied at a time: what lies between the two stays in the cache.
 BLOCK_VALUES = 384 << 10  # rows × the wider side of the matrix
+WHOLE = 64  # sizes that torch's weight-only operators are given: they crash on others (72 × 48)
 SMALLEST_BLOCK = 128  # rows: fewer and the product itself is slower
 
 
@@ -176,6 +177,8 @@ def int8_weights(dtype: torch.dtype) -> Callable[[RoundedWeight], Projection]:
     """8-bit weights, activations in `dtype`."""
 
     def make(weight: RoundedWeight) -> Projection:
+        if any(size % WHOLE for size in weight.codes.shape):
+            raise ValueError(f"sizes {list(weight.codes.shape)} are no multiples of {WHOLE}")
         # the operator's scale would be rounded to bfloat16, alike for all of a channel
         ones = torch.ones(len(weight.scale), dtype=dtype)
 
@@ -192,6 +195,8 @@ def int4_weights(weight: RoundedWeight) -> Projection:
     groups = weight.groups
     if groups is None:
         raise ValueError("these weights lie on no 4-bit grid")
+    if any(size % WHOLE for size in groups.codes.shape):
+        raise ValueError(f"sizes {list(groups.codes.shape)} are no multiples of {WHOLE}")
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.codes, 1)
     # the operator takes codes as -8 to 7 and a value for 0: [G, O, 2]
     parts = torch.stack([groups.step, groups.low + 8 * groups.step], dim=-1)
@@ -217,7 +222,6 @@ WAYS: dict[str, Callable[[RoundedWeight], Projection]] = {
     "int4 weights, bfloat16": int4_weights,
 }
 INT4_WAYS = frozenset({"int4 weights, bfloat16"})  # for weights on a 4-bit grid; lose nothing
-WEIGHT_WAYS = frozenset(name for name in WAYS if " weights, " in name)  # activations stay
 
 
 class ByRows:

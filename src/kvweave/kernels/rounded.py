@@ -54,11 +54,13 @@ class RoundedWeight:
 
 
 def split_dims(largest: Tensor, extra: int) -> Tensor:
-    """How many columns each dim becomes [I], `extra` more than dims at most, so that the largest
+    """How many columns each dim becomes [I], `extra` more than dims in all, so that the largest
     share is as small as can be. `largest` [I]: the largest value seen of each dim."""
     top = float(largest.max())
-    if extra <= 0 or top <= 0.0:
+    if extra <= 0:
         return torch.ones(len(largest), dtype=torch.int64)
+    if top <= 0.0:  # nothing to go by
+        return split_dims(torch.ones_like(largest), extra)
     low, high = top / MOST_PARTS, top  # of the largest share
     for _ in range(40):
         tried = (low + high) / 2
@@ -66,7 +68,10 @@ def split_dims(largest: Tensor, extra: int) -> Tensor:
             high = tried
         else:
             low = tried
-    return (largest / high).ceil().clamp(1, MOST_PARTS).to(torch.int64)
+    parts = (largest / high).ceil().clamp(1, MOST_PARTS).to(torch.int64)
+    while (left := len(largest) + extra - int(parts.sum())) > 0:  # ties: a few are left over
+        parts[(largest / parts).topk(min(left, len(largest))).indices] += 1
+    return parts
 
 
 def round_weight(

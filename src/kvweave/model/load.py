@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.model.decoder import Decoder
+from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.product_ways import ProductWays
 from kvweave.model.rounding import Rounding, load_notes
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTS = ("auto", "none", "int8")
-SMALL_KL = 0.01  # nats per token to float32 below which `auto` takes rounded weights
 
 
 def load_decoder(

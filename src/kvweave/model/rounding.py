@@ -8,7 +8,7 @@ the memory of its rounded weights and one layer. What was found is kept:
     <home>/profiles/rounding-<weights>.json
 
 The first and the last layer stay exact (float32, or 4 bits where the file has no more): they are a
-few percent of the work and a quarter of the cost. So does whatever stands between layers.
+few percent of the work and a quarter of the cost. So do embeddings, norms and routers.
 
 Shapes: R rows, I input dims, E hidden dim, V vocabulary.
 """
@@ -28,7 +28,8 @@ from kvweave import paths
 from kvweave.kernels.attention import attend
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.product_probe import extra_columns
-from kvweave.kernels.products import FLOAT32, INT4_WAYS, WAYS, WEIGHT_WAYS
+from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.products import FLOAT32, INT4_WAYS, WAYS
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.rounded import split_dims
 from kvweave.kernels.types import Segment
@@ -150,8 +151,10 @@ class Rounding:
         return layer
 
     def head(self, final_norm: Tensor, exact: Linear) -> Projection:
-        """The head, its weights alone rounded: few rows ever come here."""
-        product, self.taken["head"] = self._ways.product(exact, None, WEIGHT_WAYS)
+        """The head: at one row it is up to a third of the work."""
+        largest = None if self._streams is None else self._streams.before_head(final_norm)
+        parts = self._split("head", exact, largest)
+        product, self.taken["head"] = self._ways.product(exact, parts)
         if self._streams is not None:
             kl = self._streams.divergence(final_norm, exact, product)
             self._notes = RoundingNotes(kl, self._parts)
@@ -169,7 +172,7 @@ class Rounding:
     ) -> Tensor:
         dim_count = linear.weight.shape[1]
         if largest is not None:
-            parts = split_dims(largest[key.split(".")[1]], extra_columns(dim_count))
+            parts = split_dims(largest[key.split(".")[-1]], extra_columns(dim_count))
             split = (parts > 1).nonzero()[:, 0].tolist()
             self._parts[key] = [(dim, int(parts[dim])) for dim in split]
             return parts
@@ -211,6 +214,11 @@ class _Streams:
 
     def rounded(self, layer: LayerWeights) -> None:
         self._h_rounded = self._through(layer, self._h_rounded)
+
+    def before_head(self, final_norm: Tensor) -> dict[str, Tensor]:
+        """The largest value of each dim that goes into the head."""
+        x = rms_norm(self._h, final_norm, self._spec.norm_eps)
+        return {"head": x.abs().amax(dim=0)}
 
     @torch.inference_mode()
     def divergence(self, final_norm: Tensor, exact: Projection, rounded: Projection) -> float:

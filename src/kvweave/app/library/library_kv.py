@@ -225,13 +225,13 @@ def _calibrated(
     filler = context_filler(tokenizer, preparation.variant)
     preamble_ids, _ = split_template(tokenizer, system)
     try:
-        profile = find_profile(decoder.weights.fingerprint, tokenizer.fingerprint)
+        profile = find_profile(decoder.calibrated_as.fingerprint, tokenizer.fingerprint)
     except ConfigError as error:
         log.warning("%s; until then %s is taken", error, preparation.variant)
         return preparation
     if profile is None:
         return preparation
-    size = calibrated_neighbours(profile, decoder.revision, digest_ids(preamble_ids), filler)
+    size = calibrated_neighbours(profile, decoder.calibrated_as.revision, digest_ids(preamble_ids), filler)
     if size is None:
         return preparation
     say(f"neighbours:{size}, as calibrated")
