@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,12 +53,16 @@ def load_decoder(
     rounding = Rounding(spec, ProductWays(), notes, lambda text: _encode(folder, text))
     weights = load_weights(files, spec, DTYPES[dtype], place, rounding)
     cost = weights.rounding
-    if quant == "auto" and cost is not None and cost.kl_nats >= SMALL_KL:
+    if quant == "int8" or cost is None:
+        return Decoder(spec, weights)
+    if cost.changes_nothing:
+        log.info("quant: auto → none, float32 is the fastest way for every product here")
+        return Decoder(spec, replace(weights, fingerprint=cost.exact_fingerprint, rounding=None))
+    if cost.kl_nats >= SMALL_KL:
         log.info("quant: auto → none, rounding costs %.4f nats per token", cost.kl_nats)
         del weights
         return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
-    if quant == "auto":
-        log.info("quant: auto → %s", "none, float32 is fastest here" if cost is None else "int8")
+    log.info("quant: auto → int8, which costs %.4f nats per token", cost.kl_nats)
     return Decoder(spec, weights)
 
 

@@ -29,7 +29,7 @@ from kvweave.kernels.attention import attend
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.product_probe import extra_columns
 from kvweave.kernels.norm import rms_norm
-from kvweave.kernels.products import FLOAT32, INT4_WAYS, WAYS
+from kvweave.kernels.products import INT4_WAYS, WAYS
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.rounded import split_dims
 from kvweave.kernels.types import Segment
@@ -119,11 +119,6 @@ class Rounding:
         self._streams: _Streams | None = None
         self._encode = encode
         self.taken: dict[str, tuple[str, ...]] = {}  # product → ways by ROWS, of a middle layer
-
-    @property
-    def rounds_anything(self) -> bool:
-        """Whether any product is not float32."""
-        return any(set(names) != {FLOAT32} for names in self.taken.values())
 
     def start(self, embedding: Tensor) -> None:
         """The embeddings are there."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.products import FLOAT32
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec
 
@@ -51,6 +52,11 @@ class RoundingCost:
     kl_nats: float  # per token, to the exact weights, on a short text (rounding.py)
     ways: dict[str, tuple[str, ...]]  # product → how it is multiplied, by product_probe.ROWS
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether float32 is the fastest way for every product here."""
+        return {way for ways in self.ways.values() for way in ways} <= {FLOAT32}
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -71,8 +77,6 @@ class Rounder(Protocol):
     def layer(self, index: int, exact: LayerWeights) -> LayerWeights: ...
     def head(self, final_norm: Tensor, exact: Linear) -> Projection: ...
     def cost(self, fingerprint: str) -> RoundingCost: ...
-    @property
-    def rounds_anything(self) -> bool: ...
 
 
 def load_weights(
@@ -101,10 +105,9 @@ def load_weights(
     rounder.start(embedding)
     rounded = tuple(rounder.layer(i, layer) for i, layer in enumerate(layers))
     rounded_head = rounder.head(final_norm, head)
-    cost = rounder.cost(fingerprint)
-    if not rounder.rounds_anything:
-        return Weights(embedding, rounded, final_norm, rounded_head, fingerprint)
+    # named by what was asked for, not by what the probe found here: other machines share chunk KV
     name = fingerprint + ROUNDED
+    cost = rounder.cost(fingerprint)
     return Weights(embedding, rounded, final_norm, rounded_head, name, cost)
 
 
