@@ -61,5 +61,4 @@ def complete(server: xllamacpp.Server, ids: list[int], steps: int) -> dict:
     return server.handle_completions(asked)
 
 
-if __name__ == "__main__":
-    main()
+main()

@@ -1,4 +1,4 @@
-"""Models whose weights are rounded while they are loaded: what it costs, and what must still hold."""
+"""Models whose weights are rounded while they are loaded: what it costs, what must still hold."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from kvweave.model.rounding import Rounding, RoundingNotes, load_notes, notes_pa
 from kvweave.model.rows import Rows
 from kvweave.model.spec import read_spec
 from kvweave.model.weights import ROUNDED, load_weights
-from tests.worlds.tiny_models import make_model_folder
+from worlds.tiny_models import make_model_folder
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
 IDS = list(range(3, 60))
@@ -143,7 +143,9 @@ def test_auto_takes_rounded_weights_only_where_they_cost_little(
     def measure(shape: Shape) -> Times:
         return {FLOAT32: dict.fromkeys(ROWS, 1.0), INT_MM: dict.fromkeys(ROWS, 0.1)}
 
-    monkeypatch.setattr(ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure})
+    monkeypatch.setattr(
+        ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
+    )
     exact = load_decoder(folder, device="cpu", quant="none")
     save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}))
     with caplog.at_level(logging.INFO):
@@ -163,7 +165,9 @@ def test_auto_stays_exact_where_float32_is_fastest(
             FLOAT32: dict.fromkeys(ROWS, 1.0)
         }
 
-    monkeypatch.setattr(ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure})
+    monkeypatch.setattr(
+        ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
+    )
     auto = load_decoder(folder, device="cpu", quant="auto")
     exact = load_decoder(folder, device="cpu", quant="none")
     assert auto.weights.rounding is None

@@ -15,6 +15,7 @@ from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
+from kvweave.model.product_ways import ways_path
 from kvweave.plan.profile import MachineProfile
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
@@ -55,6 +56,11 @@ class ModelRuntime:
     def close(self) -> None:
         """End what runs. Harmless the second time."""
         self.client.close()
+
+
+def forget_ways() -> None:
+    """The next model with rounded weights measures again how to multiply them."""
+    ways_path().unlink(missing_ok=True)
 
 
 class EngineClient:

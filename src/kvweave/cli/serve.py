@@ -293,6 +293,7 @@ def greet(weave: "Weave", url: str, *, with_key: bool) -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     say(f"kvweave serves {weave.model_name} at {url}/v1", "bold green")
+    say(weave.weights_words, "dim")
     say("Ctrl-C stops it. Try it from another terminal:", "dim")
     say()
     say(f"  curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\")

@@ -1,4 +1,4 @@
-"""The ways to multiply rounded weights on a CPU. Which one is fastest is measured: product_probe.py.
+"""The ways to multiply rounded weights on a CPU. product_probe.py measures which one is fastest.
 
 Two kinds. *Rows in integers*: each row of activations is rounded to 8 bits by a scale of its own
 and multiplied in integers. *Weights alone*: activations stay floating point, the weights come from

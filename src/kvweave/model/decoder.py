@@ -79,6 +79,17 @@ class Decoder:
         return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
     @property
+    def weights_words(self) -> str:
+        """What its weights are and how they are multiplied, for people."""
+        cost = self.weights.rounding
+        if cost is None:
+            return f"weights in {str(self.dtype).removeprefix('torch.')}"
+        rows = ("one row", "few rows", "some rows", "many rows")
+        named = cost.ways.get("gate_up") or cost.ways["qkv"]
+        ways = "; ".join(f"{few}: {way}" for few, way in zip(rows, named, strict=True))
+        return f"weights rounded at {cost.kl_nats:.4f} nats per token to float32; {ways}"
+
+    @property
     def can_record(self) -> bool:
         """Whether passes can be recorded as CUDA graphs: experts are chosen on the host."""
         return self.device.type == "cuda" and self.spec.experts is None

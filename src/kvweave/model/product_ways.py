@@ -50,6 +50,12 @@ def machine_words() -> str:
     return f"{platform.machine()} {cpu} {capability}, torch {torch.__version__}, {threads} threads"
 
 
+def ways_path() -> Path:
+    """Where the times of this machine lie."""
+    digest = hashlib.blake2b(machine_words().encode(), digest_size=8).hexdigest()
+    return paths.home() / "profiles" / f"products-{digest}.json"
+
+
 _NAMES = ("model name", "CPU implementer", "CPU part")
 
 
@@ -65,8 +71,7 @@ class ProductWays:
     ) -> None:
         """`path`: None is the file of this machine. `machine` and `measure` are for tests."""
         self._machine = machine or machine_words()
-        digest = hashlib.blake2b(self._machine.encode(), digest_size=8).hexdigest()
-        self._path = path or paths.home() / "profiles" / f"products-{digest}.json"
+        self._path = path or ways_path()
         self._measure = measure
         self._times = self._load()
 
@@ -78,12 +83,6 @@ class ProductWays:
             self._times[shape] = self._measure(shape)
             self._save()
         return self._times[shape]
-
-    def best_speedup(self, shape: Shape) -> float:
-        """float32's time over the fastest way's, for many rows."""
-        times = self.times(shape)
-        last = ROWS[-1]
-        return times[FLOAT32][last] / min(each[last] for each in times.values() if last in each)
 
     def product(
         self, linear: Linear, parts: Tensor | None, allowed: Collection[str] = WAYS.keys()
@@ -134,6 +133,6 @@ def _shape(name: str) -> Shape:
 def _times(kept: Mapping[str, Mapping[str, Any]]) -> Times:
     """Times from JSON, whose keys are strings. Raises where float32's are missing."""
     times = {way: {int(r): float(s) for r, s in each.items()} for way, each in kept.items()}
-    assert_complete = [times[FLOAT32][rows] for rows in ROWS]  # KeyError: broken
-    del assert_complete
+    if not set(ROWS) <= set(times[FLOAT32]):
+        raise ValueError("float32 was not measured")
     return {way: each for way, each in times.items() if way in WAYS or way == FLOAT32}

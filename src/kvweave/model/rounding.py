@@ -27,8 +27,8 @@ from torch import Tensor
 from kvweave import paths
 from kvweave.kernels.attention import attend
 from kvweave.kernels.linear import Linear, Projection
-from kvweave.kernels.product_probe import extra_columns
 from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.product_probe import extra_columns
 from kvweave.kernels.products import INT4_WAYS, WAYS
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.rounded import split_dims
@@ -162,9 +162,7 @@ class Rounding:
             save_notes(fingerprint, self._notes)
         return RoundingCost(fingerprint, self._notes.kl_nats, dict(self.taken))
 
-    def _split(
-        self, key: str, linear: Linear, largest: dict[str, Tensor] | None
-    ) -> Tensor:
+    def _split(self, key: str, linear: Linear, largest: dict[str, Tensor] | None) -> Tensor:
         dim_count = linear.weight.shape[1]
         if largest is not None:
             parts = split_dims(largest[key.split(".")[-1]], extra_columns(dim_count))
@@ -200,9 +198,7 @@ class _Streams:
     def exact(self, layer: LayerWeights) -> dict[str, Tensor]:
         """Run the exact layer; the largest value of each input dim, by product."""
         taps = {
-            name: _Tap(linear)
-            for name in _PRODUCTS
-            if (linear := getattr(layer, name)) is not None
+            name: _Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
         }
         self._h = self._through(replace(layer, **taps), self._h)
         return {name: tap.largest for name, tap in taps.items()}
@@ -236,9 +232,7 @@ class _Streams:
         segments = [Segment(a, b, k[a:b], v[a:b]) for a, b in self._bounds]
         return decoder.finish(0, h, attend(rotate(q, angles), self._positions, segments))
 
-    def _decoder(
-        self, layer: LayerWeights | None, final_norm: Tensor, head: Projection
-    ) -> Decoder:
+    def _decoder(self, layer: LayerWeights | None, final_norm: Tensor, head: Projection) -> Decoder:
         layers = () if layer is None else (layer,)
         return Decoder(self._spec, Weights(self._embedding, layers, final_norm, head, ""))
 

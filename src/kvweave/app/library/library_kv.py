@@ -231,7 +231,9 @@ def _calibrated(
         return preparation
     if profile is None:
         return preparation
-    size = calibrated_neighbours(profile, decoder.calibrated_as.revision, digest_ids(preamble_ids), filler)
+    size = calibrated_neighbours(
+        profile, decoder.calibrated_as.revision, digest_ids(preamble_ids), filler
+    )
     if size is None:
         return preparation
     say(f"neighbours:{size}, as calibrated")
