@@ -8,6 +8,7 @@ is found where the last pass left it. A way that is far behind is not tried with
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -116,7 +117,7 @@ def _take_turns(
         for name, product in products.items():
             if cold is not None:
                 cold.add_(1)
-            best[name] = min(best[name], time_of(lambda product=product: product(x, out)))
+            best[name] = min(best[name], time_of(partial(product, x, out)))
     return best
 
 

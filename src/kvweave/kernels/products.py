@@ -70,7 +70,8 @@ class IntegerRows:
         if len(x) <= self._block:
             yield x, y
             return
-        yield from zip(x.split(self._block), y.split(self._block), strict=True)
+        for start in range(0, len(x), self._block):
+            yield x[start : start + self._block], y[start : start + self._block]
 
 
 # [R, C] of values from -127 to 127, its own to overwrite → the integer product [R, O], times the

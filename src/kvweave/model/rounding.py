@@ -130,7 +130,7 @@ class Rounding:
         at_edge = index in (0, self._spec.num_layers - 1)
         allowed = INT4_WAYS if at_edge else WAYS.keys()
         largest = None if self._streams is None else self._streams.exact(exact)
-        rounded: dict[str, Projection] = {}
+        rounded: dict[str, Any] = {}  # products by field name
         for name in _PRODUCTS:
             linear = getattr(exact, name)
             if linear is None:
@@ -197,7 +197,7 @@ class _Streams:
 
     def exact(self, layer: LayerWeights) -> dict[str, Tensor]:
         """Run the exact layer; the largest value of each input dim, by product."""
-        taps = {
+        taps: dict[str, Any] = {
             name: _Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
         }
         self._h = self._through(replace(layer, **taps), self._h)
