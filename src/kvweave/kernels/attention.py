@@ -150,7 +150,7 @@ def _sdpa(
 ) -> Tensor:
     """Rows over the first `num_keys` keys: all, or causal from the top left, or as masked."""
     if len(q) == 1 and mask is None:
-        # One row: its heads that share a KV head are as rows of it. A third off, 9/3 heads, 512 keys
+        # heads that share a KV head are as rows of it: a third off for 9/3 heads and 512 keys
         grouped = F.scaled_dot_product_attention(
             q.reshape(1, segment.keys.shape[1], -1, q.shape[-1]),  # [1, Hk, G, D]
             segment.keys[:num_keys].transpose(0, 1)[None],
