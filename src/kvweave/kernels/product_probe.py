@@ -21,8 +21,9 @@ ROWS = (1, 8, 64, 512)  # measured; up to BOUNDS rows it is taken
 BOUNDS = (2, 16, 160)  # rows up to which the way of ROWS[i] serves; beyond them the last
 COLD_ROWS = 8  # up to here caches are emptied
 COLD_BYTES = 48 << 20
-TURNS = 7
+TURNS = 15
 BUDGET_S = 0.4  # for one number of rows
+COLD_BUDGET_S = 1.2  # where emptying the caches takes most of it
 BEHIND = 3.0  # times the fastest: is not tried again
 GAIN = 0.95  # of float32's time that a way must stay below: ties go to exact weights
 MOST_OUT = 16384  # output dims that are measured of a larger matrix
@@ -110,7 +111,7 @@ def _take_turns(
     best = dict.fromkeys(products, float("inf"))
     for product in products.values():
         product(x, out)
-    ends_s = time.perf_counter() + BUDGET_S
+    ends_s = time.perf_counter() + (BUDGET_S if cold is None else COLD_BUDGET_S)
     for turn in range(TURNS):
         if turn > 1 and time.perf_counter() > ends_s:
             break
