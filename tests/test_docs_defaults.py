@@ -344,6 +344,16 @@ QUOTED = [
         ("within {} GiB of slots", "fuse.transfer.ring:RING_BYTES >> 30"),
         ("For up to {:,} rows it is recorded too", "fuse.recorded_layers:MOST_ROWS"),
     ),
+    *quoted(
+        "cpu.md",
+        ("costs less than {} nats per token, `none` never", "model.decoder:SMALL_KL"),
+        (
+            "with {}, {}, {} and {} rows",
+            *(f"kernels.product_probe:ROWS[{i}]" for i in range(4)),
+        ),
+        ("an eighth more columns at most", "kernels.product_probe:extra_columns(512) == 64"),
+    ),
+    *quoted("calibration.md", ("costs less than {} nats per token", "model.decoder:SMALL_KL")),
 ]
 
 

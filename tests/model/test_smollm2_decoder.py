@@ -96,4 +96,4 @@ def test_int8_changes_little(folder: Path, decoder: Decoder) -> None:
         for d in (decoder, int8)
     )
     kl = (exact.exp() * (exact - rough)).sum(-1).mean()
-    assert 0 < kl < 0.2
+    assert -1e-6 < kl < 0.03  # 0 where float32 is the fastest way for every product

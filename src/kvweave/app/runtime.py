@@ -15,6 +15,7 @@ from kvweave.model.files.default_model import default_model
 from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
+from kvweave.model.product_ways import ways_path
 from kvweave.plan.profile import MachineProfile
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
@@ -59,6 +60,11 @@ class ModelRuntime:
     def close(self) -> None:
         """End what runs. Harmless the second time."""
         self.client.close()
+
+
+def forget_ways() -> None:
+    """The next model with rounded weights measures again how to multiply them."""
+    ways_path().unlink(missing_ok=True)
 
 
 class EngineClient:

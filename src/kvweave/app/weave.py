@@ -348,6 +348,11 @@ class Weave:
     # ---- what it is made of
 
     @property
+    def weights_words(self) -> str:
+        """What the model's weights are and how they are multiplied, for people."""
+        return self._runtime.decoder.weights_words
+
+    @property
     def model_name(self) -> str:
         return self._runtime.name
 

@@ -32,8 +32,10 @@ def command(renew: bool, as_json: bool, effective: EffectiveConfig) -> None:
     """
     from kvweave.app.auto.machine_profile import find_machine, new_machine, profile_path, save
     from kvweave.app.library.library_kv import CODEC
-    from kvweave.app.runtime import ModelRuntime
+    from kvweave.app.runtime import ModelRuntime, forget_ways
 
+    if renew:
+        forget_ways()  # of products with rounded weights: measured while the model loads
     runtime = ModelRuntime.open(with_model(effective.config).model)
     codec = effective.config.store.codec or CODEC
     try:
@@ -48,12 +50,14 @@ def command(renew: bool, as_json: bool, effective: EffectiveConfig) -> None:
     finally:
         runtime.close()
     if as_json:
-        click.echo(json.dumps({"model": runtime.name, "file": str(path), **document(machine)}))
+        told = {"model": runtime.name, "weights": decoder.weights_words, "file": str(path)}
+        click.echo(json.dumps({**told, **document(machine)}))
         return
     from rich.console import Console
 
     console = Console(highlight=False)
     console.print(f"{runtime.name} on {machine.device}", style="bold", markup=False)
+    console.print(decoder.weights_words, markup=False, soft_wrap=True)
     console.print(_table(machine))
     for line in words(machine):
         console.print(line, markup=False, soft_wrap=True)

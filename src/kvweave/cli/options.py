@@ -140,7 +140,11 @@ model_options = _all_of(
     ),
     config_option("model.device", "--device", help="auto, cpu, cuda or cuda:N."),
     config_option("model.dtype", "--dtype", help="auto, float32, bfloat16 or float16."),
-    config_option("model.quant", "--quant", help="none, or int8 (CPU: faster, nearly as good)."),
+    config_option(
+        "model.quant",
+        "--quant",
+        help="none, int8 (CPU), or auto: int8 where it costs under 0.01 nats.",
+    ),
 )
 system_option = config_option(
     "model.system",

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,17 @@ from kvweave.model.rows import Rows, after_exits, flat, hooked_rows, wanted_rows
 from kvweave.model.sequence_kv import SequenceKV
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import Weights
+
+# nats per token to the exact weights: below it rounded ones count as the same model, and `auto`
+# takes them
+SMALL_KL = 0.01
+
+
+class CalibratedAs(NamedTuple):
+    """Names under which calibration tables are looked up."""
+
+    fingerprint: str  # of weights
+    revision: str  # of a decoder
 
 
 class Decoder:
@@ -51,8 +63,31 @@ class Decoder:
     @cached_property
     def revision(self) -> str:
         """Names the function this decoder computes: weights, every setting and the precision."""
-        parts = (self.weights.fingerprint, repr(self.spec), str(self.dtype))
+        return self._revision_of(self.weights.fingerprint)
+
+    @cached_property
+    def calibrated_as(self) -> CalibratedAs:
+        """Whose calibration tables hold for this decoder: its own, or, where rounding its weights
+        costs less than SMALL_KL, those of the same weights in float32 (docs/calibration.md)."""
+        cost = self.weights.rounding
+        if cost is None or cost.kl_nats >= SMALL_KL:
+            return CalibratedAs(self.weights.fingerprint, self.revision)
+        return CalibratedAs(cost.exact_fingerprint, self._revision_of(cost.exact_fingerprint))
+
+    def _revision_of(self, fingerprint: str) -> str:
+        parts = (fingerprint, repr(self.spec), str(self.dtype))
         return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def weights_words(self) -> str:
+        """What its weights are and how they are multiplied, for people."""
+        cost = self.weights.rounding
+        if cost is None:
+            return f"weights in {str(self.dtype).removeprefix('torch.')}"
+        rows = ("one row", "few rows", "some rows", "many rows")
+        named = cost.ways.get("gate_up") or cost.ways["qkv"]
+        ways = "; ".join(f"{few}: {way}" for few, way in zip(rows, named, strict=True))
+        return f"weights rounded at {cost.kl_nats:.4f} nats per token to float32; {ways}"
 
     @property
     def can_record(self) -> bool:

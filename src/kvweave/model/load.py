@@ -2,20 +2,23 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.model.decoder import Decoder
+from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
+from kvweave.model.product_ways import ProductWays
+from kvweave.model.rounding import Rounding, load_notes
 from kvweave.model.spec import read_spec
 from kvweave.model.weights import load_weights
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTS = ("none", "int8")
+QUANTS = ("auto", "none", "int8")
 
 
 def load_decoder(
@@ -24,8 +27,10 @@ def load_decoder(
     """Load the model in `folder`.
 
     `device`: "auto" takes CUDA where there is one. `dtype`: "auto" is bfloat16 on CUDA and float32
-    on a CPU; a CPU without bfloat16 emulates it, and a warning says so. `quant="int8"` rounds the
-    layers' products to 8 bits (CPU, float32 only).
+    on a CPU; a CPU without bfloat16 emulates it, and a warning says so. `quant`: "int8" rounds the
+    products to 8 bits (4 where the file has no more) and multiplies them the fastest way this CPU
+    has (float32 only); "auto" does so where that costs less than SMALL_KL and is faster, "none"
+    never. The first start measures both, in seconds.
     """
     place = torch.device(_resolve_device(device))
     if dtype == "auto":
@@ -35,13 +40,32 @@ def load_decoder(
         raise ConfigError(f"dtype {dtype!r} is unknown; known: auto, {', '.join(DTYPES)}")
     if quant not in QUANTS:
         raise ConfigError(f"quant {quant!r} is unknown; known: {', '.join(QUANTS)}")
-    if quant == "int8" and (place.type != "cpu" or dtype != "float32"):
+    fits = place.type == "cpu" and dtype == "float32"
+    if quant == "int8" and not fits:
         raise ConfigError("quant='int8' is for CPUs with dtype float32; drop one of the two")
     if place.type == "cpu" and dtype == "bfloat16" and not has_bfloat16():
         _emulate_bfloat16()
     spec = read_spec(folder)
     files = TensorFiles(folder)
-    weights = load_weights(files, spec, DTYPES[dtype], place, int8=quant == "int8")
+    if quant == "none" or not fits:
+        return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
+    notes = load_notes(files.fingerprint())
+    if quant == "auto" and notes is not None and notes.kl_nats >= SMALL_KL:
+        log.info("quant: auto → none, rounding costs %.4f nats per token", notes.kl_nats)
+        return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
+    rounding = Rounding(spec, ProductWays(), notes, lambda text: _encode(folder, text))
+    weights = load_weights(files, spec, DTYPES[dtype], place, rounding)
+    cost = weights.rounding
+    if quant == "int8" or cost is None:
+        return Decoder(spec, weights)
+    if cost.changes_nothing:
+        log.info("quant: auto → none, float32 is the fastest way for every product here")
+        return Decoder(spec, replace(weights, fingerprint=cost.exact_fingerprint, rounding=None))
+    if cost.kl_nats >= SMALL_KL:
+        log.info("quant: auto → none, rounding costs %.4f nats per token", cost.kl_nats)
+        del weights
+        return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
+    log.info("quant: auto → int8, which costs %.4f nats per token", cost.kl_nats)
     return Decoder(spec, weights)
 
 
@@ -60,6 +84,17 @@ def _emulate_bfloat16() -> None:
     log.warning(
         "this CPU has no bfloat16: it is emulated, which is slow; leave --dtype out for float32"
     )
+
+
+def _encode(folder: Path, text: str) -> list[int]:
+    """Tokens of a text; none for a folder without a tokenizer."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return []
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
+    return ids
 
 
 def _resolve_device(device: str) -> str:

@@ -6,13 +6,18 @@ instead of three on the hot path. Names are those of Hugging Face checkpoints.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvweave.kernels.linear import Linear, Projection, to_int8
+from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.products import FLOAT32
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec
+
+# behind the fingerprint of rounded weights; another number when they are rounded another way
+ROUNDED = "-int8.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,20 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundingCost:
+    """What was rounded, and at what price."""
+
+    exact_fingerprint: str  # of the weights before they were rounded
+    kl_nats: float  # per token, to the exact weights, on a short text (rounding.py)
+    ways: dict[str, tuple[str, ...]]  # product → how it is multiplied, by product_probe.ROWS
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether float32 is the fastest way for every product here."""
+        return {way for ways in self.ways.values() for way in ways} <= {FLOAT32}
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """All weights of a model. Read-only once loaded, so any thread may use them."""
 
@@ -48,6 +67,16 @@ class Weights:
     final_norm: Tensor  # [E]
     head: Projection  # [E] -> [V]
     fingerprint: str  # names the bytes; part of every chunk key
+    rounding: RoundingCost | None = None  # None: as the checkpoint has them
+
+
+class Rounder(Protocol):
+    """Rounds a model while it is loaded. Called in this order, layers ascending."""
+
+    def start(self, embedding: Tensor) -> None: ...
+    def layer(self, index: int, exact: LayerWeights) -> LayerWeights: ...
+    def head(self, final_norm: Tensor, exact: Linear) -> Projection: ...
+    def cost(self, fingerprint: str) -> RoundingCost: ...
 
 
 def load_weights(
@@ -55,35 +84,38 @@ def load_weights(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    int8: bool = False,
+    rounder: Rounder | None = None,
 ) -> Weights:
-    """Read all weights. `int8` rounds the products inside the layers; embeddings stay as they are.
+    """Read all weights. `rounder` rounds the products layer by layer; embeddings and norms stay as
+    they are.
 
-    Peak memory is the weights themselves plus one matrix.
+    Peak memory is the weights themselves plus one matrix, one layer where they are rounded.
     """
-    load = _Loader(files, dtype, device, int8)
+    load = _Loader(files, dtype, device)
     embedding = load.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_dim)
     if spec.tied_embeddings:
         head = Linear(embedding)
     else:
         head = Linear(load.matrix("lm_head.weight", spec.vocab_size, spec.hidden_dim))
-    return Weights(
-        embedding=embedding,
-        layers=tuple(_load_layer(load, spec, i) for i in range(spec.num_layers)),
-        final_norm=load.vector("model.norm.weight", spec.hidden_dim),
-        head=head,
-        fingerprint=files.fingerprint() + ("-int8" if int8 else ""),
-    )
+    layers = (_load_layer(load, spec, i) for i in range(spec.num_layers))
+    final_norm = load.vector("model.norm.weight", spec.hidden_dim)
+    fingerprint = files.fingerprint()
+    if rounder is None:
+        return Weights(embedding, tuple(layers), final_norm, head, fingerprint)
+    rounder.start(embedding)
+    rounded = tuple(rounder.layer(i, layer) for i, layer in enumerate(layers))
+    rounded_head = rounder.head(final_norm, head)
+    # named by what was asked for, not by what the probe found here: other machines share chunk KV
+    name = fingerprint + ROUNDED
+    cost = rounder.cost(fingerprint)
+    return Weights(embedding, rounded, final_norm, rounded_head, name, cost)
 
 
 class _Loader:
-    """Allocates, reads, fuses and, if asked, quantises."""
+    """Allocates, reads and fuses."""
 
-    def __init__(
-        self, files: TensorFiles, dtype: torch.dtype, device: torch.device, int8: bool
-    ) -> None:
-        self._files, self._dtype, self._device, self._int8 = files, dtype, device, int8
+    def __init__(self, files: TensorFiles, dtype: torch.dtype, device: torch.device) -> None:
+        self._files, self._dtype, self._device = files, dtype, device
 
     def vector(self, name: str, dim: int) -> Tensor:
         out = torch.empty(dim, dtype=self._dtype, device=self._device)
@@ -106,8 +138,7 @@ class _Loader:
             if offsets is not None:
                 self._files.read_into(f"{name}.bias", offsets[start : start + dim])
             start += dim
-        linear = Linear(weight, offsets)
-        return to_int8(linear) if self._int8 else linear
+        return Linear(weight, offsets)
 
 
 def _load_layer(load: _Loader, spec: ModelSpec, index: int) -> LayerWeights:

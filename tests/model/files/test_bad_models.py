@@ -194,7 +194,7 @@ def test_an_index_cannot_reach_outside_its_folder(folder: Path) -> None:
         ({"dtype": "int4"}, "dtype 'int4' is unknown; known: auto, float32"),
         ({"device": "cpu:x"}, "device 'cpu:x' is unknown"),
         ({"device": "tpu"}, "device 'tpu' is unknown; known: auto, cpu, cuda"),
-        ({"quant": "int3"}, "quant 'int3' is unknown; known: none, int8"),
+        ({"quant": "int3"}, "quant 'int3' is unknown; known: auto, none, int8"),
         ({"quant": "int8", "dtype": "bfloat16"}, "quant='int8' is for CPUs with dtype float32"),
     ],
 )

@@ -89,7 +89,9 @@ class AutoPlanner:
         preamble = digest_ids(encoder.preamble_ids)
         tables: tuple[Table, ...] = ()
         if profile is not None:
-            tables = profile.tables(decoder.revision, encoder.encoding_context, preamble)
+            tables = profile.tables(
+                decoder.calibrated_as.revision, encoder.encoding_context, preamble
+            )
         if not tables and self._doubt is None:
             self._doubt = NOT_CALIBRATED
         if self._doubt is not None:

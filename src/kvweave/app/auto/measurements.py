@@ -60,7 +60,7 @@ class Measurements:
         """What was measured of the model: the user's profile, or the packaged one."""
         if self._given_profile is not None:
             return self._given_profile
-        return find_profile(self.decoder.weights.fingerprint, self._tokenizer.fingerprint)
+        return find_profile(self.decoder.calibrated_as.fingerprint, self._tokenizer.fingerprint)
 
     @cached_property
     def doubt(self) -> str | None:

@@ -260,7 +260,7 @@ def _why_unused(
     preamble = digest_ids(encoder.preamble_ids)
     tables: tuple[Table, ...] = ()
     if profile is not None:
-        tables = profile.tables(decoder.revision, encoder.encoding_context, preamble)
+        tables = profile.tables(decoder.calibrated_as, encoder.encoding_context, preamble)
     alone = [table for table in deciding(tables) if not table.has_history]
     if not alone:
         return "the model is not calibrated, so nothing would be fused"
@@ -282,13 +282,15 @@ def _calibrated(
     filler = context_filler(tokenizer, preparation.variant)
     preamble_ids, _ = split_template(tokenizer, system)
     try:
-        profile = find_profile(decoder.weights.fingerprint, tokenizer.fingerprint)
+        profile = find_profile(decoder.calibrated_as.fingerprint, tokenizer.fingerprint)
     except ConfigError as error:
         log.warning("%s; until then %s is taken", error, preparation.variant)
         return preparation
     if profile is None:
         return preparation
-    size = calibrated_neighbours(profile, decoder.revision, digest_ids(preamble_ids), filler)
+    size = calibrated_neighbours(
+        profile, decoder.calibrated_as.revision, digest_ids(preamble_ids), filler
+    )
     if size is None:
         return preparation
     say(f"neighbours:{size}, as calibrated")

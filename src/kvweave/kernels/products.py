@@ -1,0 +1,245 @@
+"""The ways to multiply rounded weights on a CPU. product_probe.py measures which one is fastest.
+
+Two kinds. *Rows in integers*: each row of activations is rounded to 8 bits by a scale of its own
+and multiplied in integers. *Weights alone*: activations stay floating point, the weights come from
+memory in 8 or 4 bits; for a row or a few, where memory is what a product waits for.
+
+A row's result never depends on the rows beside it: every scale is a row's own. (torch's
+`linear_dynamic` takes one scale for all rows; `dynamic_rows` says how that is kept out.)
+
+A way whose operator this torch build or CPU does not have raises when it is made or first used; the
+probe leaves it out.
+
+Shapes: R rows, I input dims, C columns, O output dims.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvweave.kernels.linear import Projection
+from kvweave.kernels.rounded import GROUP, SMALLEST, RoundedWeight
+
+# What is rounded and multiplied at a time: what lies between the two stays in the cache.
+BLOCK_VALUES = 384 << 10  # rows × the wider side of the matrix
+WHOLE = 64  # sizes that torch's weight-only operators are given: they crash on others (72 × 48)
+SMALLEST_BLOCK = 128  # rows: fewer and the product itself is slower
+
+
+class IntegerRows:
+    """y = (x₈ W₈ᵀ) · row scale · channel scale + b."""
+
+    def __init__(self, weight: RoundedWeight, multiply: "MultiplyRows") -> None:
+        self._weight = weight
+        self._multiply = multiply
+        width = max(weight.codes.shape)
+        self._block = max(SMALLEST_BLOCK, BLOCK_VALUES // width // 32 * 32)  # rows
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = x.new_empty(len(x), len(self._weight.scale))
+        for part, place in self._blocks(x, out):
+            y, row_scale = self._product(part)
+            torch.mul(y, row_scale, out=place)
+            if self._weight.bias is not None:
+                place.add_(self._weight.bias)
+        return out
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        for part, place in self._blocks(x, h):
+            y, row_scale = self._product(part)
+            place.addcmul_(y, row_scale)
+            if self._weight.bias is not None:
+                place.add_(self._weight.bias)
+
+    def _product(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, O] without the row scale, and the row scale [R, 1]."""
+        columns = self._weight.columns(x)
+        # two plain passes: torch's largest absolute value takes several times as long
+        least = columns.amin(dim=1, keepdim=True).neg_()
+        largest = torch.maximum(columns.amax(dim=1, keepdim=True), least)
+        row_scale = largest.clamp_min_(SMALLEST).div_(127.0)
+        scaled = columns / row_scale if columns is x else columns.div_(row_scale)
+        return self._multiply(scaled), row_scale
+
+    def _blocks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same rows of x and y, a block at a time."""
+        if len(x) <= self._block:
+            yield x, y
+            return
+        for start in range(0, len(x), self._block):
+            yield x[start : start + self._block], y[start : start + self._block]
+
+
+# [R, C] of values from -127 to 127, its own to overwrite → the integer product [R, O], times the
+# channel scale
+MultiplyRows = Callable[[Tensor], Tensor]
+
+
+def onednn_rows(weight: RoundedWeight) -> Projection:
+    """oneDNN with the weights in its own blocked layout. Codes are 0 to 255 around 128: signed ones
+    run in a reference loop on x86-64 CPUs without AMX (60 ms for one row, against 0.2)."""
+    packed = torch.ops.onednn.qlinear_prepack(weight.codes, None)
+    zero_points = torch.zeros(len(weight.scale), dtype=torch.int64)
+    offset = weight.offset + 128.0
+
+    def multiply(x: Tensor) -> Tensor:
+        codes = x.add_(offset).to(torch.uint8)
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            codes, 1.0, 128, packed, weight.scale, zero_points,
+            None, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return y
+
+    return IntegerRows(weight, multiply)
+
+
+def int_mm_rows(weight: RoundedWeight) -> Projection:
+    """The plain integer product: needs no layout of its own."""
+    turned = weight.codes.t()
+
+    def multiply(x: Tensor) -> Tensor:
+        codes = x.add_(weight.offset).floor_().to(torch.int8)
+        return torch._int_mm(codes, turned) * weight.scale
+
+    return IntegerRows(weight, multiply)
+
+
+def dynamic_rows(engine: str) -> Callable[[RoundedWeight], Projection]:
+    """torch's dynamic quantised product on one of its engines: oneDNN's is the fast one on Arm.
+
+    It takes its scale from the least and largest value of all rows. A row that holds both ends
+    behind them makes that scale 1, whatever the rows are: integers stay what they are.
+    """
+
+    def make(weight: RoundedWeight) -> Projection:
+        packed = _pack_dynamic(weight, engine)
+        ends = torch.zeros(1, weight.codes.shape[1])
+        ends[0, 0], ends[0, -1] = 127.0, -128.0
+
+        def multiply(x: Tensor) -> Tensor:
+            ranged = torch.cat([x.add_(weight.offset).floor_(), ends])
+            y: Tensor = torch.ops.quantized.linear_dynamic(ranged, packed)
+            return y[:-1]
+
+        return IntegerRows(weight, multiply)
+
+    return make
+
+
+def _pack_dynamic(weight: RoundedWeight, engine: str) -> object:
+    """The engine is a setting of the process; it only counts while weights are packed."""
+    before = torch.backends.quantized.engine
+    zero_points = torch.zeros(len(weight.scale), dtype=torch.int64)
+    with warnings.catch_warnings():
+        # torch says that these tensors will go; a build without them loses this way, nothing else
+        warnings.simplefilter("ignore")
+        try:
+            torch.backends.quantized.engine = engine
+            held = torch._make_per_channel_quantized_tensor(
+                weight.codes, weight.scale.double(), zero_points, 0
+            )
+            return torch.ops.quantized.linear_prepack(held, None)
+        finally:
+            torch.backends.quantized.engine = before
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAlone:
+    """y = (x Wᵀ) · channel scale + b, x in `dtype`, the weights in few bits."""
+
+    multiply: Callable[[Tensor], Tensor]  # [R, I] in dtype → [R, O]
+    dtype: torch.dtype
+    scale: Tensor | None  # [O]
+    bias: Tensor | None  # [O]
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = self.multiply(x.to(self.dtype))
+        if self.scale is not None:
+            y = torch.mul(y, self.scale, out=out)
+        else:
+            y = y.to(x.dtype) if out is None else out.copy_(y)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        y = self.multiply(x.to(self.dtype))
+        if self.scale is None:
+            h.add_(y)
+        else:
+            h.addcmul_(y.to(h.dtype), self.scale)
+        if self.bias is not None:
+            h.add_(self.bias)
+
+
+def int8_weights(dtype: torch.dtype) -> Callable[[RoundedWeight], Projection]:
+    """8-bit weights, activations in `dtype`."""
+
+    def make(weight: RoundedWeight) -> Projection:
+        if any(size % WHOLE for size in weight.codes.shape):
+            raise ValueError(f"sizes {list(weight.codes.shape)} are no multiples of {WHOLE}")
+        # the operator's scale would be rounded to bfloat16, alike for all of a channel
+        ones = torch.ones(len(weight.scale), dtype=dtype)
+
+        def multiply(x: Tensor) -> Tensor:
+            return torch._weight_int8pack_mm(weight.columns(x), weight.codes, ones)
+
+        return WeightsAlone(multiply, dtype, weight.scale, weight.bias)
+
+    return make
+
+
+def int4_weights(weight: RoundedWeight) -> Projection:
+    """4-bit weights, activations in bfloat16. Only for weights that lie on a 4-bit grid."""
+    groups = weight.groups
+    if groups is None:
+        raise ValueError("these weights lie on no 4-bit grid")
+    if any(size % WHOLE for size in groups.codes.shape):
+        raise ValueError(f"sizes {list(groups.codes.shape)} are no multiples of {WHOLE}")
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.codes, 1)
+    # the operator takes codes as -8 to 7 and a value for 0: [G, O, 2]
+    parts = torch.stack([groups.step, groups.low + 8 * groups.step], dim=-1)
+    grids = parts.transpose(0, 1).contiguous().to(torch.bfloat16)
+
+    def multiply(x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, grids)
+        return y
+
+    return WeightsAlone(multiply, torch.bfloat16, None, weight.bias)
+
+
+FLOAT32 = "float32"  # the way of weights that are not rounded: the yardstick of all others
+# name → how it is made of a rounded weight. The names are kept on disk with their times.
+WAYS: dict[str, Callable[[RoundedWeight], Projection]] = {
+    "int8 rows, onednn": onednn_rows,
+    "int8 rows, int_mm": int_mm_rows,
+    "int8 rows, dynamic fbgemm": dynamic_rows("fbgemm"),
+    "int8 rows, dynamic onednn": dynamic_rows("onednn"),
+    "int8 rows, dynamic qnnpack": dynamic_rows("qnnpack"),
+    "int8 weights, bfloat16": int8_weights(torch.bfloat16),
+    "int8 weights, float32": int8_weights(torch.float32),
+    "int4 weights, bfloat16": int4_weights,
+}
+INT4_WAYS = frozenset({"int4 weights, bfloat16"})  # for weights on a 4-bit grid; lose nothing
+
+
+class ByRows:
+    """A product that takes another way for few rows than for many."""
+
+    def __init__(self, ways: Sequence[tuple[int, Projection]]) -> None:
+        """`ways`: up to how many rows, in ascending order; the last is for all beyond, too."""
+        self._ways = ways
+        self._few_rows, self._few = ways[0]
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._for(len(x))(x, out)
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        self._for(len(x)).add_to(h, x)
+
+    def _for(self, num_rows: int) -> Projection:
+        if num_rows <= self._few_rows:
+            return self._few
+        return next((way for most, way in self._ways if num_rows <= most), self._ways[-1][1])

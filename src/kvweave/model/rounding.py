@@ -1,0 +1,253 @@
+"""Rounds the weights of a model while they are loaded, and measures what that costs.
+
+Layers come one by one in float32. A short text and some random tokens are carried through each,
+once in float32 and once as rounded: the first tells which input dims are large, the difference of
+the two, behind the last layer, what rounding costs in nats per token. So a model is rounded within
+the memory of its rounded weights and one layer. What was found is kept:
+
+    <home>/profiles/rounding-<weights>.json
+
+The first and the last layer stay exact (float32, or 4 bits where the file has no more): they are a
+few percent of the work and a quarter of the cost. So do embeddings, norms and routers.
+
+Shapes: R rows, I input dims, E hidden dim, V vocabulary.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvweave import paths
+from kvweave.kernels.attention import attend
+from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.product_probe import extra_columns
+from kvweave.kernels.products import INT4_WAYS, WAYS
+from kvweave.kernels.rope import rotate
+from kvweave.kernels.rounded import split_dims
+from kvweave.kernels.types import Segment
+from kvweave.model.decoder import Decoder
+from kvweave.model.product_ways import ProductWays
+from kvweave.model.spec import ModelSpec
+from kvweave.model.weights import LayerWeights, RoundingCost, Weights
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+RANDOM_TOKENS = 96
+TEXT_TOKENS = 160
+# Prose, dialogue, figures and code: what a prompt is made of.
+TEXT = """The ferry leaves the harbour at 6:40 and reaches the island before eight, unless the wind
+comes from the north. "You could wait for the noon boat," said the woman behind the counter, "but
+then the museum will be closed." We took the early one. Of the 212 seats only nineteen were taken.
+The lighthouse, built in 1874 by a father and his two daughters, is 31 metres high; its lamp was
+turned by hand until electricity came. To compute the average height of all towers on the coast:
+
+def mean(values: list[float]) -> float:
+    total = sum(values)
+    return total / len(values) if values else 0.0
+
+Question: who built the lighthouse? Answer: a father and his two daughters built it in 1874.
+Water boils at a lower temperature on a mountain because the pressure of the air is lower there.
+"""
+_PRODUCTS = ("qkv", "out", "gate_up", "down")
+Parts = dict[str, list[tuple[int, int]]]  # "layer.product" → (dim, columns) of split dims
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingNotes:
+    """What was found out about the rounding of one model."""
+
+    kl_nats: float  # per token, to float32
+    parts: Parts
+
+
+def notes_path(fingerprint: str) -> Path:
+    return paths.home() / "profiles" / f"rounding-{fingerprint[:16]}.json"
+
+
+def load_notes(fingerprint: str) -> RoundingNotes | None:
+    """What an earlier start found. None: nothing that can be used."""
+    try:
+        kept: dict[str, Any] = json.loads(notes_path(fingerprint).read_text())
+        if (kept["format"], kept["weights"]) != (FORMAT, fingerprint):
+            return None
+        parts = {k: [(int(d), int(n)) for d, n in pairs] for k, pairs in kept["parts"].items()}
+        return RoundingNotes(float(kept["kl_nats"]), parts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def save_notes(fingerprint: str, notes: RoundingNotes) -> None:
+    path = notes_path(fingerprint)
+    kept = {"format": FORMAT, "weights": fingerprint, **_fields(notes)}
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(kept) + "\n")
+        fresh.replace(path)
+    except OSError as error:
+        log.warning("cannot keep what rounding costs %s: %s", path, error.strerror)
+
+
+def _fields(notes: RoundingNotes) -> dict[str, Any]:
+    return {"kl_nats": notes.kl_nats, "parts": notes.parts}
+
+
+class Rounding:
+    """Rounds one model. Made for one load, on its thread."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ways: ProductWays,
+        notes: RoundingNotes | None,
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        """With `notes` nothing is measured. `encode` turns text into tokens."""
+        self._spec = spec
+        self._ways = ways
+        self._notes = notes
+        self._parts: Parts = {}
+        self._streams: _Streams | None = None
+        self._encode = encode
+        self.taken: dict[str, tuple[str, ...]] = {}  # product → ways by ROWS, of a middle layer
+
+    def start(self, embedding: Tensor) -> None:
+        """The embeddings are there."""
+        if self._notes is None:
+            self._streams = _Streams(self._spec, embedding, self._encode)
+
+    def layer(self, index: int, exact: LayerWeights) -> LayerWeights:
+        """The layer with its products rounded."""
+        at_edge = index in (0, self._spec.num_layers - 1)
+        allowed = INT4_WAYS if at_edge else WAYS.keys()
+        largest = None if self._streams is None else self._streams.exact(exact)
+        rounded: dict[str, Any] = {}  # products by field name
+        for name in _PRODUCTS:
+            linear = getattr(exact, name)
+            if linear is None:
+                continue  # experts have none of these
+            key = f"{index}.{name}"
+            parts = None if at_edge else self._split(key, linear, largest)
+            rounded[name], names = self._ways.product(linear, parts, allowed)
+            if not at_edge or self._spec.num_layers <= 2:
+                self.taken[name] = names
+        layer = replace(exact, **rounded)
+        if self._streams is not None:
+            self._streams.rounded(layer)
+        return layer
+
+    def head(self, final_norm: Tensor, exact: Linear) -> Projection:
+        """The head: at one row it is up to a third of the work."""
+        largest = None if self._streams is None else self._streams.before_head(final_norm)
+        parts = self._split("head", exact, largest)
+        product, self.taken["head"] = self._ways.product(exact, parts)
+        if self._streams is not None:
+            kl = self._streams.divergence(final_norm, exact, product)
+            self._notes = RoundingNotes(kl, self._parts)
+        return product
+
+    def cost(self, fingerprint: str) -> RoundingCost:
+        """What it costs; `fingerprint` is of the exact weights. Keeps what was measured."""
+        assert self._notes is not None, "the head was rounded before"
+        if self._streams is not None:
+            save_notes(fingerprint, self._notes)
+        return RoundingCost(fingerprint, self._notes.kl_nats, dict(self.taken))
+
+    def _split(self, key: str, linear: Linear, largest: dict[str, Tensor] | None) -> Tensor:
+        dim_count = linear.weight.shape[1]
+        if largest is not None:
+            parts = split_dims(largest[key.split(".")[-1]], extra_columns(dim_count))
+            split = (parts > 1).nonzero()[:, 0].tolist()
+            self._parts[key] = [(dim, int(parts[dim])) for dim in split]
+            return parts
+        assert self._notes is not None, "neither notes nor a measurement"
+        parts = torch.ones(dim_count, dtype=torch.int64)
+        for dim, count in self._notes.parts.get(key, ()):
+            parts[dim] = count
+        return parts
+
+
+class _Streams:
+    """Hidden states of the same tokens, computed exactly and as rounded."""
+
+    def __init__(
+        self, spec: ModelSpec, embedding: Tensor, encode: Callable[[str], list[int]]
+    ) -> None:
+        self._spec = replace(spec, num_layers=1)
+        generator = torch.Generator().manual_seed(0)
+        random_ids = torch.randint(0, spec.vocab_size, (RANDOM_TOKENS,), generator=generator)
+        text_ids = torch.tensor(encode(TEXT)[:TEXT_TOKENS], dtype=torch.int64)
+        if not len(text_ids):
+            text_ids = random_ids.flip(0)
+        ids = torch.cat([random_ids, text_ids]).clamp_max(spec.vocab_size - 1)
+        self._bounds = ((0, RANDOM_TOKENS), (RANDOM_TOKENS, len(ids)))
+        self._positions = torch.cat([torch.arange(end - start) for start, end in self._bounds])
+        self._embedding = embedding
+        self._h = torch.nn.functional.embedding(ids, embedding)
+        self._h_rounded = self._h.clone()
+
+    def exact(self, layer: LayerWeights) -> dict[str, Tensor]:
+        """Run the exact layer; the largest value of each input dim, by product."""
+        taps: dict[str, Any] = {
+            name: _Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
+        }
+        self._h = self._through(replace(layer, **taps), self._h)
+        return {name: tap.largest for name, tap in taps.items()}
+
+    def rounded(self, layer: LayerWeights) -> None:
+        self._h_rounded = self._through(layer, self._h_rounded)
+
+    def before_head(self, final_norm: Tensor) -> dict[str, Tensor]:
+        """The largest value of each dim that goes into the head."""
+        x = rms_norm(self._h, final_norm, self._spec.norm_eps)
+        return {"head": x.abs().amax(dim=0)}
+
+    @torch.inference_mode()
+    def divergence(self, final_norm: Tensor, exact: Projection, rounded: Projection) -> float:
+        """Mean KL of the text's next tokens, in nats."""
+        start, end = self._bounds[1]
+        found = []
+        for head, h in ((exact, self._h), (rounded, self._h_rounded)):
+            decoder = self._decoder(None, final_norm, head)
+            # as it is used: a row at a time takes the way of few rows
+            rows = [decoder.logits(h[i : i + 1]) for i in range(start, end)]
+            found.append(torch.cat(rows).log_softmax(-1))
+        return max(float((found[0].exp() * (found[0] - found[1])).sum(-1).mean()), 0.0)
+
+    @torch.inference_mode()
+    def _through(self, layer: LayerWeights, h: Tensor) -> Tensor:
+        decoder = self._decoder(layer, h.new_ones(h.shape[1]), Linear(self._embedding))
+        angles = decoder.angles(self._positions)
+        q, k, v = decoder.qkv(0, h)
+        k = rotate(k, angles)
+        segments = [Segment(a, b, k[a:b], v[a:b]) for a, b in self._bounds]
+        return decoder.finish(0, h, attend(rotate(q, angles), self._positions, segments))
+
+    def _decoder(self, layer: LayerWeights | None, final_norm: Tensor, head: Projection) -> Decoder:
+        layers = () if layer is None else (layer,)
+        return Decoder(self._spec, Weights(self._embedding, layers, final_norm, head, ""))
+
+
+class _Tap:
+    """A product that notes how large its inputs were."""
+
+    def __init__(self, product: Projection) -> None:
+        self._product = product
+        self.largest = torch.zeros(0)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        self.largest = x.abs().amax(dim=0)
+        return self._product(x, out)
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        self.largest = x.abs().amax(dim=0)
+        self._product.add_to(h, x)

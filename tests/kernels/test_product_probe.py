@@ -1,0 +1,66 @@
+"""The probe takes the fastest way that works, and never one that is slower than float32."""
+
+from collections.abc import Callable
+
+import torch
+
+from kvweave.kernels import product_probe
+from kvweave.kernels.product_probe import ROWS, Shape, choose_ways, measure_ways
+from kvweave.kernels.products import FLOAT32, INT4_WAYS, WAYS
+
+SMALL = Shape(128, 64)
+FAST, SLOW = "int8 rows, int_mm", "int8 weights, bfloat16"
+
+
+def make_times(**seconds: float) -> product_probe.Times:
+    return {name.replace("_", " "): dict.fromkeys(ROWS, s) for name, s in seconds.items()}
+
+
+def test_the_fastest_way_is_taken_by_rows() -> None:
+    times = {FLOAT32: dict.fromkeys(ROWS, 1.0), FAST: dict.fromkeys(ROWS, 0.5)}
+    times[SLOW] = {1: 0.2, 8: 0.9}  # fell behind: not measured with more rows
+    assert choose_ways(times) == (SLOW, FAST, FAST, FAST)
+    assert choose_ways(times, [SLOW]) == (SLOW, SLOW, FLOAT32, FLOAT32)
+
+
+def test_what_is_no_faster_than_float32_is_never_taken() -> None:
+    times = {FLOAT32: dict.fromkeys(ROWS, 1.0), FAST: dict.fromkeys(ROWS, 0.99)}
+    times[SLOW] = dict.fromkeys(ROWS, 7.0)
+    assert choose_ways(times) == (FLOAT32,) * len(ROWS)
+
+
+def test_every_way_that_works_here_is_timed_and_float32_for_all_rows() -> None:
+    times = measure_ways(SMALL)
+    assert set(times[FLOAT32]) == set(ROWS)
+    assert set(times) <= {FLOAT32, *WAYS}
+    assert all(seconds > 0 for each in times.values() for seconds in each.values())
+
+
+def test_a_way_far_behind_is_not_tried_with_more_rows() -> None:
+    calls: list[float] = []
+
+    def timed(run: Callable[[], object]) -> float:
+        run()
+        calls.append(1.0)
+        return 1.0 if len(calls) % num_ways == 1 else 10.0  # float32 comes first in every turn
+
+    num_ways = len(measure_ways(SMALL))
+    times = measure_ways(SMALL, timed)
+    assert set(times[FLOAT32]) == set(ROWS)
+    assert all(set(each) == {ROWS[0]} for name, each in times.items() if name != FLOAT32)
+
+
+def test_a_way_that_raises_is_no_candidate() -> None:
+    def broken(weight: object) -> torch.nn.Module:
+        raise RuntimeError("no such operator")
+
+    name = "int8 rows, of a machine to come"
+    WAYS[name] = broken  # type: ignore[assignment]
+    try:
+        assert name not in measure_ways(SMALL)
+    finally:
+        del WAYS[name]
+
+
+def test_four_bit_ways_are_ways() -> None:
+    assert set(WAYS) >= INT4_WAYS

@@ -1,0 +1,152 @@
+"""Every way to multiply rounded weights that this machine has, against float32."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.products import INT4_WAYS, WAYS, ByRows
+from kvweave.kernels.rounded import find_groups, round_weight, split_dims
+
+IN, OUT = 192, 64
+INTEGER_WAYS = sorted(name for name in WAYS if " rows, " in name)
+
+
+def make_weight(*, on_grid: bool = False) -> Tensor:
+    weight = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0))
+    if on_grid:
+        low, high = weight.view(OUT, -1, 32).aminmax(dim=-1, keepdim=True)
+        step = (high - low) / 15
+        weight = (((weight.view(OUT, -1, 32) - low) / step).round() * step + low).view(OUT, IN)
+    return weight
+
+
+def make_rows(num_rows: int) -> Tensor:
+    """Rows of very different size, with two dims far larger than the others."""
+    x = torch.randn(num_rows, IN, generator=torch.Generator().manual_seed(1))
+    x[:, 7] *= 20.0
+    x[:, 50] *= 9.0
+    return x * torch.logspace(-2, 2, num_rows)[:, None]
+
+
+def make_product(name: str, bias: Tensor | None = None, *, split: bool = True) -> Projection:
+    weight = make_weight(on_grid=name in INT4_WAYS)
+    parts = split_dims(make_rows(8).abs().amax(0), 64) if split else None
+    try:
+        product = WAYS[name](round_weight(weight, bias, parts, four_bits=name in INT4_WAYS))
+        product(make_rows(2))
+    except Exception as error:
+        pytest.skip(f"this torch or CPU has no such way: {error}")
+    return product
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 300])
+@pytest.mark.parametrize("name", WAYS)
+def test_a_way_stays_within_its_rounding_steps(name: str, num_rows: int) -> None:
+    bias = torch.randn(OUT, generator=torch.Generator().manual_seed(2))
+    product, x = make_product(name, bias), make_rows(num_rows)
+    weight = make_weight(on_grid=name in INT4_WAYS)
+    exact = Linear(weight, bias)(x)
+    # Half a step of each weight times its input, half a step of each input times its weight. A
+    # row's step is 1/127 of its largest share: at most of its largest value. bfloat16 is 2^-9 of
+    # each term and of the sum.
+    weight_step = torch.zeros(OUT, 1) if name in INT4_WAYS else weight.abs().amax(1)[:, None] / 254
+    row_step = x.abs().amax(1)[:, None] / 254 if " rows, " in name else torch.zeros(len(x), 1)
+    worst = x.abs().sum(1)[:, None] * weight_step.T + row_step * weight.abs().sum(1)[None]
+    worst += row_step * weight_step.T * IN
+    if "bfloat16" in name:
+        worst += 3 * 2**-8 * (x.abs() @ weight.abs().T)
+    assert ((product(x) - exact).abs() <= worst + 1e-4).all()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
+    product, x = make_product(name), make_rows(12)
+    together = product(x)
+    other = x.flip(0).clone()
+    other[11] = x[0]  # the same row behind others
+    torch.testing.assert_close(product(other)[11], together[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product(x[:5]), together[:5], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product(x[3:4]), together[3:4], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", WAYS)
+def test_products_can_be_added_in_place_or_written_into_given_memory(name: str, bias: bool) -> None:
+    product = make_product(name, torch.ones(OUT) if bias else None)
+    x, h = make_rows(5), torch.randn(5, OUT)
+    plain = product(x)
+    out = torch.full((5, OUT), torch.nan)
+    assert product(x, out=out).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out, plain)
+    total = h.clone()
+    product.add_to(total, x)
+    torch.testing.assert_close(total, h + plain, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_row_of_zeros_stays_zero(name: str) -> None:
+    assert torch.equal(make_product(name)(torch.zeros(2, IN)), torch.zeros(2, OUT))
+
+
+@pytest.mark.parametrize("name", INTEGER_WAYS)
+def test_splitting_large_dims_makes_the_others_finer(name: str) -> None:
+    x, exact = make_rows(40), Linear(make_weight())(make_rows(40))
+    plain, split = (make_product(name, split=s)(x) for s in (False, True))
+    assert (split - exact).square().mean() < 0.25 * (plain - exact).square().mean()
+
+
+@pytest.mark.parametrize("name", INTEGER_WAYS)
+def test_a_split_value_is_rounded_as_one(name: str) -> None:
+    """Equal weights and a row whose values are whole steps: nothing may be lost."""
+    weight = torch.ones(OUT, IN)
+    parts = torch.ones(IN, dtype=torch.int64)
+    parts[3] = 5
+    try:
+        product = WAYS[name](round_weight(weight, None, parts))
+        x = torch.zeros(2, IN)
+        x[:, 0], x[:, 3], x[:, 9] = 127.0, 333.0, -55.0  # the scale of the row is 1
+        found = product(x)
+    except Exception as error:
+        pytest.skip(f"this torch or CPU has no such way: {error}")
+    torch.testing.assert_close(found, torch.full((2, OUT), 127.0 + 333.0 - 55.0))
+
+
+def test_as_many_columns_as_allowed_and_the_largest_dims_get_them() -> None:
+    largest = torch.tensor([1.0, 8.0, 1.0, 4.0, 0.0])
+    parts = split_dims(largest, 4)
+    assert int(parts.sum()) == len(largest) + 4
+    assert parts.argmax() == 1
+    assert parts.min() == 1
+    assert float((largest / parts).max()) <= 2.7
+    assert split_dims(torch.ones(3), 0).tolist() == [1, 1, 1]
+    assert int(split_dims(torch.zeros(3), 4).sum()) == 7
+
+
+@pytest.mark.parametrize("steps", [15, 9, 1])
+def test_a_4_bit_grid_is_found_and_nothing_else_is_one(steps: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, steps + 1, (6, IN), generator=generator).float()
+    step = torch.rand(6, IN // 32, generator=generator).half().float().repeat_interleave(32, 1)
+    weight = codes * step - 3 * step
+    groups = find_groups(weight)
+    assert groups is not None
+    wide = [x.repeat_interleave(32, 1) for x in (groups.low, groups.step)]
+    torch.testing.assert_close(wide[0] + wide[1] * groups.codes, weight)
+    assert int(groups.codes.min()) >= 0
+    assert int(groups.codes.max()) <= 15
+    assert find_groups(make_weight()) is None
+    five_bits = torch.randint(0, 32, (6, IN), generator=generator).float()
+    assert find_groups(five_bits) is None
+
+
+def test_rows_are_served_by_the_way_of_their_number() -> None:
+    def doubling(factor: float) -> Linear:
+        return Linear(torch.eye(4) * factor)
+
+    product = ByRows([(2, doubling(1.0)), (16, doubling(2.0)), (512, doubling(3.0))])
+    found = [float(product(torch.ones(n, 4))[0, 0]) for n in (1, 2, 3, 16, 17, 512, 3000)]
+    assert found == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    h = torch.zeros(3, 4)
+    product.add_to(h, torch.ones(3, 4))
+    assert float(h[0, 0]) == 2.0

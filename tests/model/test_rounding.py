@@ -1,0 +1,180 @@
+"""Models whose weights are rounded while they are loaded: what it costs, what must still hold."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvweave.kernels.product_probe import ROWS, Shape, Times
+from kvweave.kernels.products import FLOAT32, WAYS
+from kvweave.model.decoder import SMALL_KL, Decoder
+from kvweave.model.files.tensor_files import TensorFiles
+from kvweave.model.load import load_decoder
+from kvweave.model.product_ways import ProductWays
+from kvweave.model.rounding import Rounding, RoundingNotes, load_notes, notes_path, save_notes
+from kvweave.model.rows import Rows
+from kvweave.model.spec import read_spec
+from kvweave.model.weights import ROUNDED, load_weights
+from worlds.tiny_models import make_model_folder
+
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
+IDS = list(range(3, 60))
+INT_MM = "int8 rows, int_mm"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module", params=["llama-tied", "qwen2", "qwen3_moe-mixed"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"), request.param, **SIZES)
+
+
+def rounded(folder: Path, tmp_path: Path, way: str = INT_MM) -> Decoder:
+    def measure(shape: Shape) -> Times:
+        return {FLOAT32: dict.fromkeys(ROWS, 1.0), way: dict.fromkeys(ROWS, 0.1)}
+
+    spec, files = read_spec(folder), TensorFiles(folder)
+    ways = ProductWays(tmp_path / "products.json", measure=measure)
+    rounding = Rounding(spec, ways, load_notes(files.fingerprint()), lambda text: [])
+    cpu = torch.device("cpu")
+    return Decoder(spec, load_weights(files, spec, torch.float32, cpu, rounding))
+
+
+def logits(decoder: Decoder, ids: list[int], step: int | None = None) -> torch.Tensor:
+    kv, parts = decoder.new_kv(len(ids)), []
+    for start in range(0, len(ids), step or len(ids)):
+        at = range(start, min(start + (step or len(ids)), len(ids)))
+        part = [Rows(ids[at.start : at.stop], at, kv, range(len(at)))]
+        parts.append(decoder.forward(part))
+    return torch.cat(parts)
+
+
+def assert_within_rounding(gap: torch.Tensor, found: torch.Tensor, folder: Path) -> None:
+    exact = logits(load_decoder(folder, device="cpu", quant="none"), IDS)
+    assert gap.square().mean() <= (found - exact).square().mean()
+    assert gap[0].abs().max() < 1e-4  # the first row sees nobody
+
+
+def test_a_rounded_model_is_near_the_exact_one_and_says_how_near(
+    folder: Path, home: Path, tmp_path: Path
+) -> None:
+    exact, rough = load_decoder(folder, device="cpu", quant="none"), rounded(folder, tmp_path)
+    expected, found = (logits(d, IDS).log_softmax(-1) for d in (exact, rough))
+    kl = float((expected.exp() * (expected - found)).sum(-1).mean())
+    assert not torch.equal(expected, found)
+    cost = rough.weights.rounding
+    assert cost is not None
+    assert cost.ways["qkv"] == (INT_MM,) * len(ROWS)
+    assert 0 < kl < 0.05
+    assert 0 < cost.kl_nats < 0.05
+
+
+def test_token_by_token_or_in_one_go_is_the_same(folder: Path, home: Path, tmp_path: Path) -> None:
+    """A row has a scale of its own, so its products are the same. What float32's order of sums
+    leaves may move a value across the edge between two integers, and rows behind it see that: no
+    more than rounding itself changes."""
+    decoder = rounded(folder, tmp_path)
+    whole = logits(decoder, IDS)
+    for step in (1, 7):
+        gap = logits(decoder, IDS, step) - whole
+        assert_within_rounding(gap, whole, folder)
+
+
+def test_sequences_of_a_batch_do_not_change_each_other(
+    folder: Path, home: Path, tmp_path: Path
+) -> None:
+    decoder = rounded(folder, tmp_path)
+    alone = logits(decoder, IDS)
+    others = [[9] * 30, list(range(80, 20, -1))]
+    batch = [
+        Rows(ids, range(len(ids)), decoder.new_kv(len(ids)), range(len(ids)))
+        for ids in (others[0], IDS, others[1])
+    ]
+    beside = decoder.forward(batch)[30 : 30 + len(IDS)]
+    assert_within_rounding(beside - alone, alone, folder)
+
+
+def test_what_was_found_is_kept_and_gives_the_same_weights(
+    folder: Path, home: Path, tmp_path: Path
+) -> None:
+    first = rounded(folder, tmp_path)
+    assert load_notes(first.weights.rounding.exact_fingerprint) is not None  # type: ignore[union-attr]
+    second = rounded(folder, tmp_path)
+    assert torch.equal(logits(first, IDS), logits(second, IDS))
+    assert second.weights.rounding == first.weights.rounding
+
+
+def test_notes_of_other_weights_are_not_read(home: Path) -> None:
+    notes = RoundingNotes(0.004, {"1.qkv": [(3, 2)]})
+    save_notes("a" * 32, notes)
+    assert load_notes("a" * 32) == notes
+    assert load_notes("a" * 16 + "b" * 16) is None  # the same file name
+    kept = json.loads(notes_path("a" * 32).read_text())
+    notes_path("a" * 32).write_text(json.dumps({**kept, "format": 0}))
+    assert load_notes("a" * 32) is None
+
+
+def test_tables_of_the_exact_weights_hold_while_rounding_costs_little(
+    folder: Path, home: Path, tmp_path: Path
+) -> None:
+    exact = load_decoder(folder, device="cpu", quant="none")
+    assert exact.calibrated_as == (exact.weights.fingerprint, exact.revision)
+    fingerprint = exact.weights.fingerprint
+    for kl, holds in ((0.5 * SMALL_KL, True), (SMALL_KL, False)):
+        save_notes(fingerprint, RoundingNotes(kl, {}))
+        rough = rounded(folder, tmp_path)
+        assert rough.weights.fingerprint == fingerprint + ROUNDED
+        assert rough.revision != exact.revision
+        assert rough.calibrated_as == (exact if holds else rough).calibrated_as
+        assert (rough.calibrated_as.revision == exact.revision) is holds
+
+
+@pytest.mark.parametrize("kl", [0.5 * SMALL_KL, 2 * SMALL_KL])
+def test_auto_takes_rounded_weights_only_where_they_cost_little(
+    folder: Path, home: Path, kl: float, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def measure(shape: Shape) -> Times:
+        return {FLOAT32: dict.fromkeys(ROWS, 1.0), INT_MM: dict.fromkeys(ROWS, 0.1)}
+
+    monkeypatch.setattr(
+        ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
+    )
+    exact = load_decoder(folder, device="cpu", quant="none")
+    save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}))
+    with caplog.at_level(logging.INFO):
+        auto = load_decoder(folder, device="cpu", quant="auto")
+    assert (auto.weights.rounding is not None) is (kl < SMALL_KL)
+    assert (auto.revision == exact.revision) is (kl >= SMALL_KL)
+    assert f"{kl:.4f} nats" in caplog.text
+    named = load_decoder(folder, device="cpu", quant="int8")
+    assert named.weights.rounding is not None, "what is asked for by name is done"
+
+
+def test_auto_stays_exact_where_float32_is_fastest(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(shape: Shape) -> Times:
+        return {name: dict.fromkeys(ROWS, 9.0) for name in WAYS} | {
+            FLOAT32: dict.fromkeys(ROWS, 1.0)
+        }
+
+    monkeypatch.setattr(
+        ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
+    )
+    auto = load_decoder(folder, device="cpu", quant="auto")
+    exact = load_decoder(folder, device="cpu", quant="none")
+    assert auto.weights.rounding is None
+    assert auto.revision == exact.revision
+    assert torch.equal(logits(auto, IDS), logits(exact, IDS))
+
+
+def test_auto_is_exact_in_other_dtypes(folder: Path, home: Path) -> None:
+    auto = load_decoder(folder, device="cpu", dtype="float16", quant="auto")
+    assert auto.weights.rounding is None
