@@ -256,11 +256,11 @@ def _why_unused(
 ) -> str | None:
     """Why no answer would be fused from what `encoder` makes; None: some would be, at least where
     nothing was said before. Raises ConfigError for a profile that cannot be read."""
-    profile = find_profile(decoder.weights.fingerprint, tokenizer.fingerprint)
+    profile = find_profile(decoder.calibrated_as.fingerprint, tokenizer.fingerprint)
     preamble = digest_ids(encoder.preamble_ids)
     tables: tuple[Table, ...] = ()
     if profile is not None:
-        tables = profile.tables(decoder.calibrated_as, encoder.encoding_context, preamble)
+        tables = profile.tables(decoder.calibrated_as.revision, encoder.encoding_context, preamble)
     alone = [table for table in deciding(tables) if not table.has_history]
     if not alone:
         return "the model is not calibrated, so nothing would be fused"
