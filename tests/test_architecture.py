@@ -44,8 +44,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "engine": {"kernels", "model", "kv", "kv/format", "kv/tree", "fuse", "fuse/encode"},
     "app": {
-        *("text", "corpus", "model", "model/files", "calibrate", "engine", "fuse", "ingest"),
-        *("plan", "app/answer", "app/audit", "app/library"),
+        *("text", "corpus", "kernels", "model", "model/files", "calibrate", "engine", "fuse"),
+        *("ingest", "plan", "app/answer", "app/audit", "app/library"),
     },
     "app/library": {
         *("text", "corpus", "model", "model/files", "kv", "kv/format", "kv/tiers"),

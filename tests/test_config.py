@@ -64,7 +64,7 @@ def test_without_anything_there_are_the_defaults(nowhere: Path) -> None:
     assert loaded == EffectiveConfig(
         WeaveConfig(), dict.fromkeys(known_keys(), "default"), None, frozenset()
     )
-    assert loaded.config.model == ModelChoice(None, "auto", "auto", "none", None)
+    assert loaded.config.model == ModelChoice(None, "auto", "auto", "auto", None)
 
 
 def test_flags_beat_variables_beat_the_file_beats_defaults(tmp_path: Path) -> None:
@@ -377,6 +377,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
 
     known = {name: key.kind.known for name, key in known_keys().items() if key.kind.known}
     assert known == {
+        "library.background_kv": ("auto", "always", "never"),
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),

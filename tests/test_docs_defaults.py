@@ -346,7 +346,10 @@ QUOTED = [
     ),
     *quoted(
         "cpu.md",
-        ("costs less than {} nats per token, `none` never", "model.decoder:SMALL_KL"),
+        ("for models of {} million weights", "model.load:round(SMALLEST_ROUNDED / 1e6)"),
+        ("costs less than {} nats per token on", "model.load:AUTO_KL"),
+        ("twice as much: {} is the aim", "model.decoder:SMALL_KL"),
+        ("(up to {} MiB)", "kernels.freed_memory:KEPT_BYTES >> 20"),
         (
             "with {}, {}, {} and {} rows",
             *(f"kernels.product_probe:ROWS[{i}]" for i in range(4)),

@@ -104,7 +104,7 @@ class ModelChoice(ConfigSection):
     model: str | None = unset("qwen2.5-coder-0.5b, or smollm2 where that cannot be had")
     device: str = "auto"  # auto, cpu, cuda or cuda:N
     dtype: str = "auto"  # auto, float32, bfloat16 or float16
-    quant: str = "none"  # none; int8 on a CPU; auto: int8 where it is faster and costs little
+    quant: str = "auto"  # none; int8 on a CPU; auto: int8 where it is faster and costs little
     system: str | None = unset("kvweave's own")  # system prompt; chunk KV belongs to one
 
 

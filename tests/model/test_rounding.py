@@ -9,9 +9,10 @@ import torch
 
 from kvweave.kernels.product_probe import ROWS, Shape, Times
 from kvweave.kernels.products import FLOAT32, WAYS
+from kvweave.model import load
 from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
-from kvweave.model.load import load_decoder
+from kvweave.model.load import AUTO_KL, load_decoder
 from kvweave.model.product_ways import ProductWays
 from kvweave.model.rounding import Rounding, RoundingNotes, load_notes, notes_path, save_notes
 from kvweave.model.rows import Rows
@@ -135,7 +136,7 @@ def test_tables_of_the_exact_weights_hold_while_rounding_costs_little(
         assert (rough.calibrated_as.revision == exact.revision) is holds
 
 
-@pytest.mark.parametrize("kl", [0.5 * SMALL_KL, 2 * SMALL_KL])
+@pytest.mark.parametrize("kl", [0.5 * AUTO_KL, 2 * AUTO_KL])
 def test_auto_takes_rounded_weights_only_where_they_cost_little(
     folder: Path, home: Path, kl: float, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -148,10 +149,13 @@ def test_auto_takes_rounded_weights_only_where_they_cost_little(
     )
     exact = load_decoder(folder, device="cpu", quant="none")
     save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}))
+    small = load_decoder(folder, device="cpu", quant="auto")
+    assert small.weights.rounding is None, "a small model is quick anyway"
+    monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
     with caplog.at_level(logging.INFO):
         auto = load_decoder(folder, device="cpu", quant="auto")
-    assert (auto.weights.rounding is not None) is (kl < SMALL_KL)
-    assert (auto.revision == exact.revision) is (kl >= SMALL_KL)
+    assert (auto.weights.rounding is not None) is (kl < AUTO_KL)
+    assert (auto.revision == exact.revision) is (kl >= AUTO_KL)
     assert f"{kl:.4f} nats" in caplog.text
     named = load_decoder(folder, device="cpu", quant="int8")
     assert named.weights.rounding is not None, "what is asked for by name is done"
@@ -160,6 +164,8 @@ def test_auto_takes_rounded_weights_only_where_they_cost_little(
 def test_auto_stays_exact_where_float32_is_fastest(
     folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
+
     def measure(shape: Shape) -> Times:
         return {name: dict.fromkeys(ROWS, 9.0) for name in WAYS} | {
             FLOAT32: dict.fromkeys(ROWS, 1.0)

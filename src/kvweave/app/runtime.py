@@ -10,6 +10,7 @@ from kvweave.config import ModelChoice
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed
+from kvweave.kernels.freed_memory import keep_freed_memory
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.default_model import default_model
 from kvweave.model.files.generation import read_generation
@@ -47,6 +48,7 @@ class ModelRuntime:
         """Load a model: an embedded name, a folder, a .gguf file, a hub id, or the default."""
         model = default_model() if choice.model is None else choice.model
         folder = locate(model)
+        keep_freed_memory()
         decoder = load_decoder(folder, device=choice.device, dtype=choice.dtype, quant=choice.quant)
         path = Path(model).expanduser()
         name = path.resolve().name if path.exists() else model  # resolved: `--model .`

@@ -108,7 +108,7 @@ class Weave:
         model: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
-        quant: str = "none",
+        quant: str = "auto",
         system: str = SYSTEM,
         embedder: str | None = None,
         encoding: str | None = None,

@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def revision(self) -> str:
-        return self.decoder.revision
+        return self.decoder.calibrated_as.revision
 
     @property
     def dtype(self) -> str:
@@ -74,7 +74,7 @@ class Subject:
 
     def save(self, profile: Profile, path: Path | None) -> Path:
         """Write a profile, to the user's folder unless there is a `path`; returns where it lies."""
-        path = path or user_path(self.decoder.weights.fingerprint)
+        path = path or user_path(self.decoder.calibrated_as.fingerprint)
         if path == self.unusable:
             set_aside(path)
         save_profile(path, profile)
@@ -93,8 +93,10 @@ def load_subject(
     model = default_model() if model is None else model
     folder = locate(model)
     tokenizer = Tokenizer(folder)
+    if quant == "auto":  # what it rounds is held to the tables of the exact weights
+        quant = "none"
     decoder = load_decoder(folder, device=device, dtype=dtype, quant=quant)
-    weights = decoder.weights.fingerprint
+    weights = decoder.calibrated_as.fingerprint
     path = Path(model).expanduser()
     name = path.resolve().name if path.exists() else model
     written = profile_file or user_path(weights)

@@ -26,6 +26,7 @@ BUDGET_S = 0.4  # for one number of rows
 COLD_BUDGET_S = 1.2  # where emptying the caches takes most of it
 BEHIND = 3.0  # times the fastest: is not tried again
 GAIN = 0.95  # of float32's time that a way must stay below: ties go to exact weights
+COPY = 1.2  # times the fastest that a way may take which saves a copy of the weights
 MOST_OUT = 16384  # output dims that are measured of a larger matrix
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,22 @@ def _on_grid(weight: torch.Tensor) -> torch.Tensor:
 
 def choose_ways(times: Times, allowed: Sequence[str] | None = None) -> tuple[str, ...]:
     """The way to take for each of ROWS: the fastest of those allowed (None: all), and float32
-    wherever none of them is faster."""
+    wherever none of them is faster. Every way has a copy of the weights in memory, which takes time
+    to make: one that is hardly faster than another that is taken anyway is not."""
+    chosen = _fastest(times, allowed)
+    ends = {chosen[0], chosen[-1]}
+    for place, rows in enumerate(ROWS):
+        near = {
+            name: times[name][rows]
+            for name in ends
+            if rows in times[name] and times[name][rows] < COPY * times[chosen[place]][rows]
+        }
+        if near:
+            chosen[place] = min(near, key=near.__getitem__)
+    return tuple(chosen)
+
+
+def _fastest(times: Times, allowed: Sequence[str] | None) -> list[str]:
     chosen = []
     for rows in ROWS:
         exact_s = times[FLOAT32][rows]
@@ -145,4 +161,4 @@ def choose_ways(times: Times, allowed: Sequence[str] | None = None) -> tuple[str
         }
         best = min(tried, key=tried.__getitem__, default=FLOAT32)
         chosen.append(best if best in tried and tried[best] < GAIN * exact_s else FLOAT32)
-    return tuple(chosen)
+    return chosen

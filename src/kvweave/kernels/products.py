@@ -24,17 +24,21 @@ from kvweave.kernels.linear import Projection
 from kvweave.kernels.rounded import GROUP, SMALLEST, RoundedWeight
 
 # What is rounded and multiplied at a time: what lies between the two stays in the cache.
-BLOCK_VALUES = 384 << 10  # rows × the wider side of the matrix
+BLOCK_VALUES = 8 << 20  # rows × the wider side of the matrix
 WHOLE = 64  # sizes that torch's weight-only operators are given: they crash on others (72 × 48)
-SMALLEST_BLOCK = 128  # rows: fewer and the product itself is slower
+SMALLEST_BLOCK = 512  # rows: fewer and the product itself is slower
 
 
 class IntegerRows:
     """y = (x₈ W₈ᵀ) · row scale · channel scale + b."""
 
-    def __init__(self, weight: RoundedWeight, multiply: "MultiplyRows") -> None:
+    def __init__(
+        self, weight: RoundedWeight, multiply: "MultiplyRows", middle: float = 0.0
+    ) -> None:
+        """`middle`: what stands for 0 among the integers that are multiplied."""
         self._weight = weight
         self._multiply = multiply
+        self._offset = weight.offset + middle
         width = max(weight.codes.shape)
         self._block = max(SMALLEST_BLOCK, BLOCK_VALUES // width // 32 * 32)  # rows
 
@@ -43,9 +47,10 @@ class IntegerRows:
             out = x.new_empty(len(x), len(self._weight.scale))
         for part, place in self._blocks(x, out):
             y, row_scale = self._product(part)
-            torch.mul(y, row_scale, out=place)
-            if self._weight.bias is not None:
-                place.add_(self._weight.bias)
+            if self._weight.bias is None:
+                torch.mul(y, row_scale, out=place)
+            else:
+                torch.addcmul(self._weight.bias, y, row_scale, out=place)
         return out
 
     def add_to(self, h: Tensor, x: Tensor) -> None:
@@ -62,8 +67,9 @@ class IntegerRows:
         least = columns.amin(dim=1, keepdim=True).neg_()
         largest = torch.maximum(columns.amax(dim=1, keepdim=True), least)
         row_scale = largest.clamp_min_(SMALLEST).div_(127.0)
-        scaled = columns / row_scale if columns is x else columns.div_(row_scale)
-        return self._multiply(scaled), row_scale
+        spare = None if columns is x else columns  # what may be overwritten
+        moved = torch.addcmul(self._offset, columns, row_scale.reciprocal(), out=spare)
+        return self._multiply(moved), row_scale
 
     def _blocks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The same rows of x and y, a block at a time."""
@@ -74,8 +80,8 @@ class IntegerRows:
             yield x[start : start + self._block], y[start : start + self._block]
 
 
-# [R, C] of values from -127 to 127, its own to overwrite → the integer product [R, O], times the
-# channel scale
+# [R, C] of values from -127 to 127 and the offsets, its own to overwrite: cut to integers and
+# multiplied → [R, O], times the channel scale
 MultiplyRows = Callable[[Tensor], Tensor]
 
 
@@ -84,17 +90,16 @@ def onednn_rows(weight: RoundedWeight) -> Projection:
     run in a reference loop on x86-64 CPUs without AMX (60 ms for one row, against 0.2)."""
     packed = torch.ops.onednn.qlinear_prepack(weight.codes, None)
     zero_points = torch.zeros(len(weight.scale), dtype=torch.int64)
-    offset = weight.offset + 128.0
 
     def multiply(x: Tensor) -> Tensor:
-        codes = x.add_(offset).to(torch.uint8)
+        codes = x.to(torch.uint8)
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, 128, packed, weight.scale, zero_points,
             None, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return y
 
-    return IntegerRows(weight, multiply)
+    return IntegerRows(weight, multiply, middle=128.0)
 
 
 def int_mm_rows(weight: RoundedWeight) -> Projection:
@@ -102,7 +107,7 @@ def int_mm_rows(weight: RoundedWeight) -> Projection:
     turned = weight.codes.t()
 
     def multiply(x: Tensor) -> Tensor:
-        codes = x.add_(weight.offset).floor_().to(torch.int8)
+        codes = x.floor_().to(torch.int8)
         return torch._int_mm(codes, turned) * weight.scale
 
     return IntegerRows(weight, multiply)
@@ -121,7 +126,7 @@ def dynamic_rows(engine: str) -> Callable[[RoundedWeight], Projection]:
         ends[0, 0], ends[0, -1] = 127.0, -128.0
 
         def multiply(x: Tensor) -> Tensor:
-            ranged = torch.cat([x.add_(weight.offset).floor_(), ends])
+            ranged = torch.cat([x.floor_(), ends])
             y: Tensor = torch.ops.quantized.linear_dynamic(ranged, packed)
             return y[:-1]
 

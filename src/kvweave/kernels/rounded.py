@@ -38,9 +38,9 @@ class FourBitGroups:
 class RoundedWeight:
     """One matrix in 8 bits, and in 4 if it has such a grid. Read-only."""
 
-    codes: Tensor  # [O, C] int8
+    codes: Tensor  # [O, C] int8; column i < I is of dim i
     scale: Tensor  # [O] float32
-    dims: Tensor | None  # [C] int64: the input dim of each column; None: no dim is split
+    more: Tensor | None  # [C - I] int64: the dims of the columns behind; None: no dim is split
     share: Tensor | None  # [C] float32: of the dim's value that the column takes
     offset: Tensor  # [C] float32: is added before the integers are cut
     bias: Tensor | None  # [O]
@@ -48,9 +48,13 @@ class RoundedWeight:
 
     def columns(self, x: Tensor) -> Tensor:
         """[R, I] as [R, C]: split dims by their shares. May be x itself."""
-        if self.dims is None or self.share is None:
+        if self.more is None or self.share is None:
             return x
-        return x.index_select(1, self.dims).mul_(self.share)
+        # gathering all columns takes longer than the product itself
+        wide, dims = x.new_empty(len(x), len(self.share)), x.shape[1]
+        torch.mul(x, self.share[:dims].to(x.dtype), out=wide[:, :dims])
+        torch.mul(x[:, self.more], self.share[dims:].to(x.dtype), out=wide[:, dims:])
+        return wide
 
 
 def split_dims(largest: Tensor, extra: int) -> Tensor:
@@ -86,11 +90,13 @@ def round_weight(
     if parts is None or int(parts.sum()) == dim_count:
         offset = torch.full((dim_count,), 0.5)
         return RoundedWeight(codes, scale, None, None, offset, bias, groups)
-    dims = torch.arange(dim_count).repeat_interleave(parts)  # [C]
-    nth = torch.arange(len(dims)) - (parts.cumsum(0) - parts)[dims]
-    of = parts[dims].float()
-    codes = codes.index_select(1, dims)
-    return RoundedWeight(codes, scale, dims, of.reciprocal(), (nth + 0.5) / of, bias, groups)
+    every = torch.arange(dim_count)
+    more = every.repeat_interleave(parts - 1)  # [C - I]
+    behind = parts.cumsum(0) - parts - every  # columns of the dims before, among `more`
+    nth = torch.cat([torch.zeros_like(every), torch.arange(len(more)) - behind[more] + 1])
+    of = torch.cat([parts, parts[more]]).float()  # [C]
+    codes = torch.cat([codes, codes[:, more]], dim=1)
+    return RoundedWeight(codes, scale, more, of.reciprocal(), (nth + 0.5) / of, bias, groups)
 
 
 def find_groups(weight: Tensor) -> FourBitGroups | None:

@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTS = ("auto", "none", "int8")
+# "auto" asks for half of SMALL_KL: the text that it is measured on is short, and longer prose was
+# seen to cost up to twice as much.
+AUTO_KL = SMALL_KL / 2
+SMALLEST_ROUNDED = 64 << 20  # weights: smaller models are quick in float32, and start at once
 
 
 def load_decoder(
@@ -29,7 +33,7 @@ def load_decoder(
     `device`: "auto" takes CUDA where there is one. `dtype`: "auto" is bfloat16 on CUDA and float32
     on a CPU; a CPU without bfloat16 emulates it, and a warning says so. `quant`: "int8" rounds the
     products to 8 bits (4 where the file has no more) and multiplies them the fastest way this CPU
-    has (float32 only); "auto" does so where that costs less than SMALL_KL and is faster, "none"
+    has (float32 only); "auto" does so where that costs less than AUTO_KL and is faster, "none"
     never. The first start measures both, in seconds.
     """
     place = torch.device(_resolve_device(device))
@@ -47,10 +51,12 @@ def load_decoder(
         _emulate_bfloat16()
     spec = read_spec(folder)
     files = TensorFiles(folder)
+    if quant == "auto" and files.num_weights < SMALLEST_ROUNDED:
+        quant = "none"
     if quant == "none" or not fits:
         return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
     notes = load_notes(files.fingerprint())
-    if quant == "auto" and notes is not None and notes.kl_nats >= SMALL_KL:
+    if quant == "auto" and notes is not None and notes.kl_nats >= AUTO_KL:
         log.info("quant: auto → none, rounding costs %.4f nats per token", notes.kl_nats)
         return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
     rounding = Rounding(spec, ProductWays(), notes, lambda text: _encode(folder, text))
@@ -61,7 +67,7 @@ def load_decoder(
     if cost.changes_nothing:
         log.info("quant: auto → none, float32 is the fastest way for every product here")
         return Decoder(spec, replace(weights, fingerprint=cost.exact_fingerprint, rounding=None))
-    if cost.kl_nats >= SMALL_KL:
+    if cost.kl_nats >= AUTO_KL:
         log.info("quant: auto → none, rounding costs %.4f nats per token", cost.kl_nats)
         del weights
         return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))

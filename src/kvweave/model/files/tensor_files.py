@@ -63,6 +63,10 @@ class TensorFiles:
         if not in_place:
             out.copy_(staging)
 
+    @property
+    def num_weights(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self._entries.values())
+
     def fingerprint(self) -> str:
         """Names the weights: changes with any tensor's name, type, shape or sampled bytes.
 
