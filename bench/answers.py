@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
         "--way", action="append", help="auto or STRATEGY[:RATIO] besides full; auto if none"
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quant", default="none")
+    parser.add_argument("--quant", default="auto")
     parser.add_argument("--limit", type=int, default=None, help="only the first questions")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
