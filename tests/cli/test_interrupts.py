@@ -63,7 +63,7 @@ def test_while_an_answer_is_written(chat_model_folder: Path) -> None:
     [
         ("worlds.tiny_corpus:WordEmbedder.embed_passages", []),
         ("kvweave.model.load:load_weights", ["--kv"]),
-        ("kvweave.fuse.encode.chunk_encoder:encode_chunks", ["--kv", "--encoding", "isolated"]),
+        ("kvweave.fuse.encode.chunk_pass:ChunkPass.advance", ["--kv", "--encoding", "isolated"]),
     ],
 )
 def test_while_documents_come_in(
@@ -73,7 +73,7 @@ def test_while_documents_come_in(
     process = start(moment, LONG, args)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    stopped, last = err.strip().splitlines()[0], err.strip().splitlines()[-1]
+    *_, stopped, last = err.strip().splitlines()
     assert (process.returncode, last) == (EXIT_CODE, "kvweave: interrupted")
     assert "documents are in, run the same command to go on" in stopped
     assert "Traceback" not in err

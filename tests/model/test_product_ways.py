@@ -9,12 +9,12 @@ from kvweave.kernels.product_probe import ROWS, Shape, Times
 from kvweave.kernels.products import FLOAT32
 from kvweave.model.product_ways import ProductWays, machine_words
 
-INT_MM, INT4 = "int8 rows, int_mm", "int4 weights, bfloat16"
+INT_MM = "int8 rows, int_mm"
 SHAPE = Shape(128, 64)
 
 
 def make_times(**by_way: float) -> Times:
-    names = {"float32": FLOAT32, "int_mm": INT_MM, "int4": INT4}
+    names = {"float32": FLOAT32, "int_mm": INT_MM}
     return {names[way]: dict.fromkeys(ROWS, seconds) for way, seconds in by_way.items()}
 
 
@@ -69,17 +69,16 @@ def test_a_large_matrix_is_measured_by_a_part_of_it(tmp_path: Path) -> None:
 
 def test_a_product_that_float32_does_fastest_stays_as_it_is(tmp_path: Path) -> None:
     linear = Linear(torch.randn(64, 128))
-    slow = Measured(make_times(float32=1.0, int_mm=2.0, int4=1.0))
+    slow = Measured(make_times(float32=1.0, int_mm=2.0))
     product, names = ProductWays(tmp_path / "p.json", measure=slow).product(linear, None)
     assert product is linear
     assert set(names) == {FLOAT32}
 
 
-def test_four_bits_are_for_weights_on_such_a_grid(tmp_path: Path) -> None:
-    times = Measured(make_times(float32=1.0, int_mm=0.5, int4=0.2))
-    ways = ProductWays(tmp_path / "p.json", measure=times)
-    on_grid = Linear(torch.randint(0, 16, (64, 128)).float())
-    assert set(ways.product(on_grid, None)[1]) == {INT4}
-    product, names = ways.product(Linear(torch.randn(64, 128)), None)
+def test_a_product_that_integers_do_faster_is_rounded(tmp_path: Path) -> None:
+    times = Measured(make_times(float32=1.0, int_mm=0.5))
+    product, names = ProductWays(tmp_path / "p.json", measure=times).product(
+        Linear(torch.randn(64, 128)), None
+    )
     assert set(names) == {INT_MM}
     assert product(torch.randn(3, 128)).shape == (3, 64)

@@ -86,11 +86,18 @@ class BackgroundPace:
     ) -> Iterator["BackgroundTurn"]:
         """One piece of work, which no other runs beside. `idle_only`: not while answers are in the
         making. Raises GaveUp once `ended` is set."""
-        while not self._one.acquire(timeout=LOOK_S):
+        turn = BackgroundTurn(self, ended, idle_only)
+        while True:
+            if idle_only:
+                turn.wait()  # not with the lock: others have their share while answers are made
             if ended.is_set():
                 raise GaveUp
+            if self._one.acquire(timeout=LOOK_S):
+                if not idle_only or self._answers.wait_for_quiet(QUIET_S, 0.0):
+                    break
+                self._one.release()
         try:
-            yield BackgroundTurn(self, ended, idle_only)
+            yield turn
         finally:
             self._one.release()
 

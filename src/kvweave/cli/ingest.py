@@ -319,8 +319,8 @@ def _kv_line(kb: "KnowledgeBase", *, has_kv: bool) -> str:
     if done.state == "ready":
         return progress_text(done)
     return (
-        f"{progress_text(done)}: a server makes the rest in the background; "
-        "to make it now, run this with --kv"
+        f"{progress_text(done)}: a server makes the rest in the background where answers would "
+        "use it; to make it now, run this with --kv"
     )
 
 

@@ -292,6 +292,7 @@ class _Terminated(BaseException):
 
 
 def _end(_signal: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: it is being closed
     raise _Terminated
 
 

@@ -52,16 +52,17 @@ class BertFolder(NamedTuple):
                 return None
             config, own = _json(path / "config.json"), _json(path / "sentence_bert_config.json")
             words, table = _json(path / "tokenizer_config.json"), _json(path / "tokenizer.json")
+            is_plain = all(config.get(key, absent) == ours for key, (absent, ours) in BERT.items())
+            is_plain &= own.get("transformer_task", "feature-extraction") == "feature-extraction"
+            is_plain &= not own.get("do_lower_case") and _normalises_alike(words, table)
+            longest = int(config["max_position_embeddings"])
+            given = own.get("max_seq_length") or words.get("model_max_length") or longest
+            max_tokens = min(int(given), longest)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        is_plain = all(config.get(key, absent) == ours for key, (absent, ours) in BERT.items())
-        is_plain &= own.get("transformer_task", "feature-extraction") == "feature-extraction"
-        is_plain &= not own.get("do_lower_case") and _normalises_alike(words, table)
         if not is_plain or not _has_weights(path / "model.safetensors"):
             return None
-        longest = int(config["max_position_embeddings"])
-        given = own.get("max_seq_length") or words.get("model_max_length") or longest
-        return cls(path, config, min(int(given), longest))
+        return cls(path, config, max_tokens)
 
 
 class BertEncoder:

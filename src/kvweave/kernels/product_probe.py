@@ -6,16 +6,17 @@ is found where the last pass left it. A way that is far behind is not tried with
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from kvweave.kernels.linear import Linear, Projection
-from kvweave.kernels.products import FLOAT32, WAYS
-from kvweave.kernels.rounded import GROUP, RoundedWeight, round_weight
+from kvweave.kernels.products import FLOAT32, WAYS, IntegerRows, plain_integers
+from kvweave.kernels.rounded import RoundedWeight, round_weight
 
 ROWS = (1, 8, 64, 512)  # measured; up to BOUNDS rows it is taken
 BOUNDS = (2, 16, 160)  # rows up to which the way of ROWS[i] serves; beyond them the last
@@ -25,7 +26,8 @@ TURNS = 15
 BUDGET_S = 0.4  # for one number of rows
 COLD_BUDGET_S = 1.2  # where emptying the caches takes most of it
 BEHIND = 3.0  # times the fastest: is not tried again
-GAIN = 0.95  # of float32's time that a way must stay below: ties go to exact weights
+GAIN = 0.9  # of float32's time that a way must stay below with many rows
+LOSS = 1.05  # of float32's time that it may take with any number of them
 COPY = 1.2  # times the fastest that a way may take which saves a copy of the weights
 MOST_OUT = 16384  # output dims that are measured of a larger matrix
 
@@ -69,7 +71,7 @@ def measure_ways(shape: Shape, time_of: Clock = clock) -> Times:
     exact = torch.randn(shape.out_dim, shape.in_dim, generator=generator).mul_(0.02)
     parts = torch.ones(shape.in_dim, dtype=torch.int64)
     parts[: extra_columns(shape.in_dim)] = 2
-    weight = round_weight(_on_grid(exact), None, parts, four_bits=True)
+    weight = round_weight(exact, None, parts)
     products: dict[str, Projection] = {FLOAT32: Linear(exact)}
     times: Times = {}
     products |= _made(weight, torch.randn(1, shape.in_dim, generator=generator))
@@ -88,13 +90,16 @@ def measure_ways(shape: Shape, time_of: Clock = clock) -> Times:
 
 
 def _made(weight: RoundedWeight, x: torch.Tensor) -> dict[str, Projection]:
-    """The ways that this torch and CPU have: made and run once."""
+    """The ways that this torch and CPU have: made, run once, and right. Some CPUs multiply 8-bit
+    integers in 16 bits, which overflow."""
     made: dict[str, Projection] = {}
+    x = torch.cat([x, x.abs(), torch.full_like(x, 3.0)])  # the last: every integer is the largest
+    right = IntegerRows(weight, plain_integers(weight))(x)
     for name, make in WAYS.items():
         try:
             product = make(weight)
-            product(x)
-            product(torch.cat([x, x]))
+            torch.testing.assert_close(product(x), right, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(product(x[:1]), right[:1], rtol=1e-3, atol=1e-3)
         except Exception as error:  # whatever it is: not a candidate
             log.debug("no way %r here: %s", name, error)
             continue
@@ -123,42 +128,27 @@ def _take_turns(
     return best
 
 
-def _on_grid(weight: torch.Tensor) -> torch.Tensor:
-    """The same on a 4-bit grid, so that such ways can be measured."""
-    if weight.shape[1] % GROUP:
-        return weight
-    grouped = weight.view(len(weight), -1, GROUP)
-    low, high = grouped.aminmax(dim=-1, keepdim=True)
-    step = (high - low) / 15
-    return ((grouped - low) / step).round_().mul_(step).add_(low).view_as(weight)
+def choose_ways(times: Times) -> tuple[str, ...]:
+    """The way to take for each of ROWS: the fastest, in integers for all of them or in float32 for
+    all, so that a row is the same whatever runs beside it. In integers only where they win with
+    many rows and lose with none.
 
-
-def choose_ways(times: Times, allowed: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The way to take for each of ROWS: the fastest of those allowed (None: all), and float32
-    wherever none of them is faster. Every way has a copy of the weights in memory, which takes time
-    to make: one that is hardly faster than another that is taken anyway is not."""
-    chosen = _fastest(times, allowed)
-    ends = {chosen[0], chosen[-1]}
-    for place, rows in enumerate(ROWS):
-        near = {
-            name: times[name][rows]
-            for name in ends
-            if rows in times[name] and times[name][rows] < COPY * times[chosen[place]][rows]
-        }
-        if near:
-            chosen[place] = min(near, key=near.__getitem__)
-    return tuple(chosen)
-
-
-def _fastest(times: Times, allowed: Sequence[str] | None) -> list[str]:
+    Every way has a copy of the weights in memory, which takes time to make: one that is hardly
+    faster than another that is taken anyway is not."""
+    exact = times[FLOAT32]
+    tried = {name: each for name, each in times.items() if name != FLOAT32}
     chosen = []
     for rows in ROWS:
-        exact_s = times[FLOAT32][rows]
-        tried = {
-            name: seconds[rows]
-            for name, seconds in times.items()
-            if rows in seconds and name != FLOAT32 and (allowed is None or name in allowed)
-        }
-        best = min(tried, key=tried.__getitem__, default=FLOAT32)
-        chosen.append(best if best in tried and tried[best] < GAIN * exact_s else FLOAT32)
-    return chosen
+        timed = {name: each[rows] for name, each in tried.items() if rows in each}
+        best = min(timed, key=timed.__getitem__, default=FLOAT32)
+        if best == FLOAT32 or timed[best] > LOSS * exact[rows]:
+            return (FLOAT32,) * len(ROWS)
+        chosen.append(best)
+    if tried[chosen[-1]][ROWS[-1]] > GAIN * exact[ROWS[-1]]:
+        return (FLOAT32,) * len(ROWS)
+    ends = (chosen[-1], chosen[0])
+    for place, rows in enumerate(ROWS):
+        most_s = COPY * tried[chosen[place]][rows]
+        near = [name for name in ends if tried[name].get(rows, math.inf) < most_s]
+        chosen[place] = near[0] if near else chosen[place]
+    return tuple(chosen)

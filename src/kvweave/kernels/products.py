@@ -1,11 +1,11 @@
 """The ways to multiply rounded weights on a CPU. product_probe.py measures which one is fastest.
 
-Two kinds. *Rows in integers*: each row of activations is rounded to 8 bits by a scale of its own
-and multiplied in integers. *Weights alone*: activations stay floating point, the weights come from
-memory in 8 or 4 bits; for a row or a few, where memory is what a product waits for.
-
-A row's result never depends on the rows beside it: every scale is a row's own. (torch's
-`linear_dynamic` takes one scale for all rows; `dynamic_rows` says how that is kept out.)
+Each row of activations is rounded to 8 bits by a scale of its own and multiplied in integers. All
+ways make the same integers of it, so that a row's result depends neither on the rows beside it nor
+on how many there are, whichever way they take; but for the order of float32's sums. (torch's
+`linear_dynamic` takes one scale for all rows; `dynamic_rows` says how that is kept out. Ways with
+rounded weights and floating-point activations, in 8 or 4 bits, are faster for a single row by up to
+a half, and would give it other values than it has beside others: they are none of these.)
 
 A way whose operator this torch build or CPU does not have raises when it is made or first used; the
 probe leaves it out.
@@ -15,17 +15,15 @@ Shapes: R rows, I input dims, C columns, O output dims.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvweave.kernels.linear import Projection
-from kvweave.kernels.rounded import GROUP, SMALLEST, RoundedWeight
+from kvweave.kernels.rounded import SMALLEST, RoundedWeight
 
 # What is rounded and multiplied at a time: what lies between the two stays in the cache.
 BLOCK_VALUES = 8 << 20  # rows × the wider side of the matrix
-WHOLE = 64  # sizes that torch's weight-only operators are given: they crash on others (72 × 48)
 SMALLEST_BLOCK = 512  # rows: fewer and the product itself is slower
 
 
@@ -83,6 +81,15 @@ class IntegerRows:
 # [R, C] of values from -127 to 127 and the offsets, its own to overwrite: cut to integers and
 # multiplied → [R, O], times the channel scale
 MultiplyRows = Callable[[Tensor], Tensor]
+
+
+def plain_integers(weight: RoundedWeight) -> "MultiplyRows":
+    """What every way must give: the definition, in float64, and slow."""
+
+    def multiply(x: Tensor) -> Tensor:
+        return (x.floor_().double() @ weight.codes.double().T * weight.scale).float()
+
+    return multiply
 
 
 def onednn_rows(weight: RoundedWeight) -> Projection:
@@ -152,69 +159,6 @@ def _pack_dynamic(weight: RoundedWeight, engine: str) -> object:
             torch.backends.quantized.engine = before
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsAlone:
-    """y = (x Wᵀ) · channel scale + b, x in `dtype`, the weights in few bits."""
-
-    multiply: Callable[[Tensor], Tensor]  # [R, I] in dtype → [R, O]
-    dtype: torch.dtype
-    scale: Tensor | None  # [O]
-    bias: Tensor | None  # [O]
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        y = self.multiply(x.to(self.dtype))
-        if self.scale is not None:
-            y = torch.mul(y, self.scale, out=out)
-        else:
-            y = y.to(x.dtype) if out is None else out.copy_(y)
-        return y if self.bias is None else y.add_(self.bias)
-
-    def add_to(self, h: Tensor, x: Tensor) -> None:
-        y = self.multiply(x.to(self.dtype))
-        if self.scale is None:
-            h.add_(y)
-        else:
-            h.addcmul_(y.to(h.dtype), self.scale)
-        if self.bias is not None:
-            h.add_(self.bias)
-
-
-def int8_weights(dtype: torch.dtype) -> Callable[[RoundedWeight], Projection]:
-    """8-bit weights, activations in `dtype`."""
-
-    def make(weight: RoundedWeight) -> Projection:
-        if any(size % WHOLE for size in weight.codes.shape):
-            raise ValueError(f"sizes {list(weight.codes.shape)} are no multiples of {WHOLE}")
-        # the operator's scale would be rounded to bfloat16, alike for all of a channel
-        ones = torch.ones(len(weight.scale), dtype=dtype)
-
-        def multiply(x: Tensor) -> Tensor:
-            return torch._weight_int8pack_mm(weight.columns(x), weight.codes, ones)
-
-        return WeightsAlone(multiply, dtype, weight.scale, weight.bias)
-
-    return make
-
-
-def int4_weights(weight: RoundedWeight) -> Projection:
-    """4-bit weights, activations in bfloat16. Only for weights that lie on a 4-bit grid."""
-    groups = weight.groups
-    if groups is None:
-        raise ValueError("these weights lie on no 4-bit grid")
-    if any(size % WHOLE for size in groups.codes.shape):
-        raise ValueError(f"sizes {list(groups.codes.shape)} are no multiples of {WHOLE}")
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.codes, 1)
-    # the operator takes codes as -8 to 7 and a value for 0: [G, O, 2]
-    parts = torch.stack([groups.step, groups.low + 8 * groups.step], dim=-1)
-    grids = parts.transpose(0, 1).contiguous().to(torch.bfloat16)
-
-    def multiply(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, grids)
-        return y
-
-    return WeightsAlone(multiply, torch.bfloat16, None, weight.bias)
-
-
 FLOAT32 = "float32"  # the way of weights that are not rounded: the yardstick of all others
 # name → how it is made of a rounded weight. The names are kept on disk with their times.
 WAYS: dict[str, Callable[[RoundedWeight], Projection]] = {
@@ -223,11 +167,7 @@ WAYS: dict[str, Callable[[RoundedWeight], Projection]] = {
     "int8 rows, dynamic fbgemm": dynamic_rows("fbgemm"),
     "int8 rows, dynamic onednn": dynamic_rows("onednn"),
     "int8 rows, dynamic qnnpack": dynamic_rows("qnnpack"),
-    "int8 weights, bfloat16": int8_weights(torch.bfloat16),
-    "int8 weights, float32": int8_weights(torch.float32),
-    "int4 weights, bfloat16": int4_weights,
 }
-INT4_WAYS = frozenset({"int4 weights, bfloat16"})  # for weights on a 4-bit grid; lose nothing
 
 
 class ByRows:

@@ -7,10 +7,7 @@ The shares are rounded so that they add up to what the value itself would be rou
 
     floor(y) = floor(y / n) + floor((y + 1) / n) + … + floor((y + n - 1) / n)
 
-Four bits are taken where they lose nothing: the weights of a 4-bit GGUF lie on a grid of 16 values
-per group of 32, and the grid can be read off the float32 weights that the file was converted to.
-
-Shapes: I input dims, C columns (C >= I), O output dims, G groups of an output channel.
+Shapes: I input dims, C columns (C >= I), O output dims.
 """
 
 from dataclasses import dataclass
@@ -18,25 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-GROUP = 32  # weights that share a grid, in every 4-bit GGUF type
-STEPS = 15  # of a grid of 16 values
-OFF_GRID = 0.02  # of a step, which a weight may lie beside its grid: float32 and half scales round
 SMALLEST = 1e-10  # scale of a row or channel of zeros
 MOST_PARTS = 64  # of one dim
 
 
 @dataclass(frozen=True, slots=True)
-class FourBitGroups:
-    """Weights on a grid: w = low + step · code."""
-
-    codes: Tensor  # [O, I] int32, 0 to 15
-    low: Tensor  # [O, G] float32
-    step: Tensor  # [O, G] float32
-
-
-@dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """One matrix in 8 bits, and in 4 if it has such a grid. Read-only."""
+    """One matrix in 8 bits. Read-only."""
 
     codes: Tensor  # [O, C] int8; column i < I is of dim i
     scale: Tensor  # [O] float32
@@ -44,7 +29,6 @@ class RoundedWeight:
     share: Tensor | None  # [C] float32: of the dim's value that the column takes
     offset: Tensor  # [C] float32: is added before the integers are cut
     bias: Tensor | None  # [O]
-    groups: FourBitGroups | None = None
 
     def columns(self, x: Tensor) -> Tensor:
         """[R, I] as [R, C]: split dims by their shares. May be x itself."""
@@ -78,51 +62,18 @@ def split_dims(largest: Tensor, extra: int) -> Tensor:
     return parts
 
 
-def round_weight(
-    weight: Tensor, bias: Tensor | None, parts: Tensor | None = None, *, four_bits: bool = False
-) -> RoundedWeight:
-    """[O, I] float32 in 8 bits, dim i as `parts[i]` columns; with `four_bits` its grid too, if it
-    has one."""
+def round_weight(weight: Tensor, bias: Tensor | None, parts: Tensor | None = None) -> RoundedWeight:
+    """[O, I] float32 in 8 bits, dim i as `parts[i]` columns."""
     scale = weight.abs().amax(dim=1).clamp_min_(SMALLEST).div_(127.0)  # [O]
     codes = (weight / scale[:, None]).round_().to(torch.int8)
-    groups = find_groups(weight) if four_bits else None
     dim_count = weight.shape[1]
     if parts is None or int(parts.sum()) == dim_count:
         offset = torch.full((dim_count,), 0.5)
-        return RoundedWeight(codes, scale, None, None, offset, bias, groups)
+        return RoundedWeight(codes, scale, None, None, offset, bias)
     every = torch.arange(dim_count)
     more = every.repeat_interleave(parts - 1)  # [C - I]
     behind = parts.cumsum(0) - parts - every  # columns of the dims before, among `more`
     nth = torch.cat([torch.zeros_like(every), torch.arange(len(more)) - behind[more] + 1])
     of = torch.cat([parts, parts[more]]).float()  # [C]
     codes = torch.cat([codes, codes[:, more]], dim=1)
-    return RoundedWeight(codes, scale, more, of.reciprocal(), (nth + 0.5) / of, bias, groups)
-
-
-def find_groups(weight: Tensor) -> FourBitGroups | None:
-    """The 4-bit grid that [O, I] lies on. None: it has none."""
-    if weight.shape[1] % GROUP or _grid(weight[:4]) is None:  # a few rows tell at once
-        return None
-    return _grid(weight)
-
-
-def _grid(weight: Tensor) -> FourBitGroups | None:
-    """Every group spans some whole number of steps: the largest step that all its values fit."""
-    grouped = weight.reshape(len(weight), -1, GROUP)  # [O, G, 32]
-    low, high = grouped.aminmax(dim=-1)
-    span = high - low
-    step = torch.zeros_like(span)
-    left = (span > 0).nonzero(as_tuple=True)  # groups whose step is not found yet
-    for steps in (STEPS, *range(1, STEPS)):  # nearly all span all of it
-        if not len(left[0]):
-            break
-        tried = span[left] / steps
-        at = (grouped[left] - low[left][:, None]) / tried[:, None]
-        fits = (at - at.round()).abs().amax(dim=-1) < OFF_GRID
-        found = tuple(index[fits] for index in left)
-        step[found] = tried[fits]
-        left = tuple(index[~fits] for index in left)
-    if len(left[0]):
-        return None
-    codes = ((grouped - low[..., None]) / step.clamp_min(SMALLEST)[..., None]).round_()
-    return FourBitGroups(codes.to(torch.int32).view_as(weight), low, step)
+    return RoundedWeight(codes, scale, more, of.reciprocal(), (nth + 0.5) / of, bias)

@@ -61,6 +61,10 @@ def load_decoder(
         return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
     rounding = Rounding(spec, ProductWays(), notes, lambda text: _encode(folder, text))
     weights = load_weights(files, spec, DTYPES[dtype], place, rounding)
+    if rounding.is_stale:  # what it costs must be measured once more
+        del weights
+        rounding = Rounding(spec, ProductWays(), None, lambda text: _encode(folder, text))
+        weights = load_weights(files, spec, DTYPES[dtype], place, rounding)
     cost = weights.rounding
     if quant == "int8" or cost is None:
         return Decoder(spec, weights)

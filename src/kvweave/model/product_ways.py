@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from kvweave.kernels.product_probe import (
     choose_ways,
     measure_ways,
 )
-from kvweave.kernels.products import FLOAT32, INT4_WAYS, WAYS, ByRows
+from kvweave.kernels.products import FLOAT32, WAYS, ByRows
 from kvweave.kernels.rounded import round_weight
 
 log = logging.getLogger(__name__)
@@ -84,23 +84,15 @@ class ProductWays:
             self._save()
         return self._times[shape]
 
-    def product(
-        self, linear: Linear, parts: Tensor | None, allowed: Collection[str] = WAYS.keys()
-    ) -> tuple[Projection, tuple[str, ...]]:
-        """`linear` by the fastest of the `allowed` ways, dims split into `parts`; and which ways
-        these are, by ROWS. `linear` itself where float32 is fastest for all of them."""
+    def product(self, linear: Linear, parts: Tensor | None) -> tuple[Projection, tuple[str, ...]]:
+        """`linear` by the fastest ways, dims split into `parts`; and which these are, by ROWS.
+        `linear` itself where float32 is taken."""
         shape = Shape(linear.weight.shape[1], linear.weight.shape[0])
-        times = self.times(shape)
-        wants_four = bool(INT4_WAYS & set(choose_ways(times, tuple(allowed))))
-        weight = round_weight(linear.weight, linear.bias, parts, four_bits=wants_four)
-        if weight.groups is None:
-            allowed = set(allowed) - INT4_WAYS
-        names = choose_ways(times, tuple(allowed))
-        made: dict[str, Projection] = {FLOAT32: linear}
-        for name in set(names) - {FLOAT32}:
-            made[name] = WAYS[name](weight)
+        names = choose_ways(self.times(shape))
         if set(names) == {FLOAT32}:
             return linear, names
+        weight = round_weight(linear.weight, linear.bias, parts)
+        made = {name: WAYS[name](weight) for name in set(names)}
         ends = (*BOUNDS, ROWS[-1])
         return ByRows([(end, made[name]) for end, name in zip(ends, names, strict=True)]), names
 

@@ -7,8 +7,7 @@ the memory of its rounded weights and one layer. What was found is kept:
 
     <home>/profiles/rounding-<weights>.json
 
-The first and the last layer stay exact (float32, or 4 bits where the file has no more): they are a
-few percent of the work and a quarter of the cost. So do embeddings, norms and routers.
+The first and the last layer stay in float32, and so do embeddings, norms and routers.
 
 Shapes: R rows, I input dims, E hidden dim, V vocabulary.
 """
@@ -16,7 +15,7 @@ Shapes: R rows, I input dims, E hidden dim, V vocabulary.
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from kvweave.kernels.attention import attend
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.product_probe import extra_columns
-from kvweave.kernels.products import INT4_WAYS, WAYS
+from kvweave.kernels.products import FLOAT32
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.rounded import split_dims
 from kvweave.kernels.types import Segment
@@ -40,7 +39,7 @@ from kvweave.model.weights import LayerWeights, RoundingCost, Weights
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 RANDOM_TOKENS = 96
 TEXT_TOKENS = 160
 # Prose, dialogue, figures and code: what a prompt is made of.
@@ -67,6 +66,7 @@ class RoundingNotes:
 
     kl_nats: float  # per token, to float32
     parts: Parts
+    ways: Mapping[str, tuple[str, ...]]  # by product: with others it was not measured
 
 
 def notes_path(fingerprint: str) -> Path:
@@ -80,7 +80,8 @@ def load_notes(fingerprint: str) -> RoundingNotes | None:
         if (kept["format"], kept["weights"]) != (FORMAT, fingerprint):
             return None
         parts = {k: [(int(d), int(n)) for d, n in pairs] for k, pairs in kept["parts"].items()}
-        return RoundingNotes(float(kept["kl_nats"]), parts)
+        ways = {name: tuple(map(str, each)) for name, each in kept["ways"].items()}
+        return RoundingNotes(float(kept["kl_nats"]), parts, ways)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -98,7 +99,7 @@ def save_notes(fingerprint: str, notes: RoundingNotes) -> None:
 
 
 def _fields(notes: RoundingNotes) -> dict[str, Any]:
-    return {"kl_nats": notes.kl_nats, "parts": notes.parts}
+    return {"kl_nats": notes.kl_nats, "parts": notes.parts, "ways": notes.ways}
 
 
 class Rounding:
@@ -127,19 +128,19 @@ class Rounding:
 
     def layer(self, index: int, exact: LayerWeights) -> LayerWeights:
         """The layer with its products rounded."""
-        at_edge = index in (0, self._spec.num_layers - 1)
-        allowed = INT4_WAYS if at_edge else WAYS.keys()
         largest = None if self._streams is None else self._streams.exact(exact)
+        if index in (0, self._spec.num_layers - 1):
+            if self._streams is not None:
+                self._streams.rounded(exact)
+            return exact
         rounded: dict[str, Any] = {}  # products by field name
         for name in _PRODUCTS:
             linear = getattr(exact, name)
             if linear is None:
                 continue  # experts have none of these
             key = f"{index}.{name}"
-            parts = None if at_edge else self._split(key, linear, largest)
-            rounded[name], names = self._ways.product(linear, parts, allowed)
-            if not at_edge or self._spec.num_layers <= 2:
-                self.taken[name] = names
+            parts = self._split(key, linear, largest)
+            rounded[name], self.taken[name] = self._ways.product(linear, parts)
         layer = replace(exact, **rounded)
         if self._streams is not None:
             self._streams.rounded(layer)
@@ -152,15 +153,25 @@ class Rounding:
         product, self.taken["head"] = self._ways.product(exact, parts)
         if self._streams is not None:
             kl = self._streams.divergence(final_norm, exact, product)
-            self._notes = RoundingNotes(kl, self._parts)
+            self._notes = RoundingNotes(kl, self._parts, dict(self.taken))
         return product
 
     def cost(self, fingerprint: str) -> RoundingCost:
         """What it costs; `fingerprint` is of the exact weights. Keeps what was measured."""
         assert self._notes is not None, "the head was rounded before"
-        if self._streams is not None:
+        if self._streams is not None and not self.changes_nothing:
             save_notes(fingerprint, self._notes)
         return RoundingCost(fingerprint, self._notes.kl_nats, dict(self.taken))
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Float32 was taken everywhere."""
+        return all(set(names) == {FLOAT32} for names in self.taken.values())
+
+    @property
+    def is_stale(self) -> bool:
+        """The notes are of other ways than were taken: another CPU, or measured anew since."""
+        return self._notes is not None and dict(self._notes.ways) != self.taken
 
     def _split(self, key: str, linear: Linear, largest: dict[str, Tensor] | None) -> Tensor:
         dim_count = linear.weight.shape[1]

@@ -280,12 +280,16 @@ class Libraries:
         place = LibraryKey(tenant, check_name(name))
         with self._open_cache.all_open() as weaves:
             progress = [weave.kv_progress() for key, weave in weaves if key == place]
-        if progress and progress[0] is not None:
-            return progress[0]
+        made = progress[0] if progress else None
+        if made is not None and made.state not in ("unused", "failed"):
+            return made
         folder = self._folder(place)
         assert folder is not None, "a name from `names` has a folder"
         with KnowledgeBase.open(folder) as kb:
-            return progress_on_disk(kb)
+            found = progress_on_disk(kb)
+        if made is None or found.state in ("ready", "making"):
+            return found
+        return found._replace(state=made.state, why=made.why)
 
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""

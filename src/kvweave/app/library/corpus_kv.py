@@ -6,6 +6,7 @@ Most asked for first, then newest first: who has just brought a document will as
 """
 
 import logging
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -85,6 +86,7 @@ class CorpusKV:
         """Whether KV can be made here at all, and would be used; `progress` says why not. Deletes
         what a maker that was killed may have left of chunks that went meanwhile."""
         try:
+            self._sweep()
             why = None if self._bound is None else self._kv.why_unused(self._bound)
             if why is not None:
                 log.info("%s: no chunk KV is made in the background: %s", self._kb.folder, why)
@@ -92,8 +94,7 @@ class CorpusKV:
                     self._why, self._is_unused = why, True
                 return False
             self._kv.prepare_to_encode()
-            self._sweep()
-        except (KVWeaveError, OSError) as error:
+        except (KVWeaveError, sqlite3.Error, OSError) as error:
             log.warning("%s: no chunk KV is made in the background: %s", self._kb.folder, error)
             with self._lock:
                 self._why = str(error)
@@ -184,13 +185,13 @@ class CorpusKV:
         if not self._is_behind_neighbours:
             self._kv.encoder.encode([chunk], pace=pace)
             return
-        pace.wait()
         with self._kb.writing_briefly():  # what it sees must not go meanwhile
             self._kv.sync().before()
             table = self._kv.table
             assert table is not None, "an encoder behind neighbours has a table of them"
             kept = StoredKV(self._kb.folder, self._kv.store)
             NeighbourKeeper(self._kb, table, self._kv.encoder, kept).give(None, [chunk.id])
+            self.flush()  # a removal by another process finds it, and whom it saw
 
     def flush(self) -> None:
         """Wait for what was saved to lie where a removal would find it."""

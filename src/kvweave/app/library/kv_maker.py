@@ -13,6 +13,7 @@ it finds the KV where it lies. No lock of the knowledge base is held meanwhile.
 """
 
 import logging
+import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -154,8 +155,8 @@ class KVMaker:
                 did_something = self._make_wanted() or self._make_next(corpus)
             except (GaveUp, EngineClosed):
                 return
-            except KVWeaveError as error:  # a catalogue that cannot be read just now
-                log.warning("%s", error)
+            except (KVWeaveError, sqlite3.Error, OSError) as error:
+                log.warning("chunk KV in the background: %s; tried again", error)
                 did_something = False
             if not did_something:
                 with self._changed:
@@ -211,7 +212,8 @@ class KVMaker:
             self._is_making = True
         try:
             with self._pace.turn(self._closing, idle_only=corpus.is_idle_only) as turn:
-                turn.wait()
+                if not corpus.is_idle_only:
+                    turn.wait()
                 corpus.make(chunk, turn)
             self._settle(corpus, chunk)
         except (GaveUp, EngineClosed):

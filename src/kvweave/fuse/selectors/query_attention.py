@@ -76,7 +76,7 @@ class QueryAttention:
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
         scores = reduce(self.layer_scores(scene), self.over_layers, dim=0)
-        if self.smooth > 1:
+        if self.smooth > 1 and len(scores):
             scores = (scores + _best_around(scores, self.smooth)) / 2
         return scores / _cost(scene, self.late, scores.device) if self.late else scores
 

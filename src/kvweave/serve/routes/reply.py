@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import Usage
-from kvweave.serve.wire.sse import EventStream, as_events
+from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ async def reply(
             return form.whole(answers, jobs)
         # until here an unsound prompt can still be a 400
         await unless_gone(request, _all(job.mailbox.opened() for job in jobs))
-        events = EventStream(as_events(form.chunks(jobs)), on_close=close)
+        events = EventStream(as_events(form.chunks(jobs), HEARTBEAT_S), on_close=close)
         handed_over = True
         return events
     except ClientGone:
