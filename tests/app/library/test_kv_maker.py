@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -389,10 +389,28 @@ def test_beside_an_answer_it_keeps_to_its_share_and_in_idle_time_it_does_not_wai
 def test_idle_only_work_waits_for_the_end_of_the_answer_and_gives_up_when_it_is_to_end() -> None:
     answers, ended = ActiveAnswers(), threading.Event()
     pace = BackgroundPace(answers, share=1.0)
-    with answers.one(), pace.turn(ended, idle_only=True) as turn:
+    with answers.one():
         threading.Timer(0.2, ended.set).start()
-        with pytest.raises(GaveUp):
+        with pytest.raises(GaveUp), pace.turn(ended, idle_only=True):
+            raise AssertionError("an answer is in the making")
+
+
+def test_who_waits_for_idle_time_keeps_nobody_from_a_share() -> None:
+    answers, ended = ActiveAnswers(), threading.Event()
+    pace = BackgroundPace(answers, share=1.0)
+
+    def wait_for_idle() -> None:
+        with suppress(GaveUp), pace.turn(ended, idle_only=True):
+            pass
+
+    with answers.one():
+        waiting = threading.Thread(target=wait_for_idle)
+        waiting.start()
+        with pace.turn(ended) as turn:
             turn.wait()
+        assert waiting.is_alive(), "the answer is still in the making"
+        ended.set()
+        waiting.join()
 
 
 def test_an_answer_waits_for_a_slice_and_not_for_a_chunk(
