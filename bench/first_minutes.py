@@ -7,8 +7,8 @@ questions about it. Everything is counted from where the person began to wait:
 - `first_answer_s`: from `make serve` in a bare clone, with install and model download, to the end
   of the first answer; `ready_s` to /readyz
 - `own_documents_s`: from the beginning of the upload to the end of the first answer from it
-- `fused_s`: from the beginning of the upload to the end of the first answer in which stored chunk KV
-  was reused, by the default settings. None: never; `why` is what the server says keeps it from it
+- `fused_s`: from the beginning of the upload to the end of the first answer in which chunk KV was
+  reused, by the default settings. None: never; `why` is what the server says keeps it from it
 
 Then the server is started once more with `library.background_kv = always`, so that chunk KV is made
 in the background whatever calibration says:
