@@ -6,8 +6,10 @@ Called by bench/prefill.py; prints one JSON line with tokens per second. Imports
 import argparse
 import json
 import statistics
+from typing import TYPE_CHECKING
 
-import xllamacpp
+if TYPE_CHECKING:
+    import xllamacpp
 
 
 def main() -> None:
@@ -19,6 +21,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="tokens to decode")
     parser.add_argument("--repeats", type=int, required=True)
     args = parser.parse_args()
+    import xllamacpp  # in its own environment alone
+
     params = xllamacpp.CommonParams()
     params.model.path = args.gguf
     params.n_ctx = args.tokens + args.steps + 64
@@ -49,7 +53,7 @@ def main() -> None:
     )
 
 
-def complete(server: xllamacpp.Server, ids: list[int], steps: int) -> dict:
+def complete(server: "xllamacpp.Server", ids: list[int], steps: int) -> dict:
     """One greedy completion that does not stop early and finds nothing cached."""
     asked = {
         "prompt": ids,

@@ -294,7 +294,7 @@ def test_the_bytes_of_kv_are_announced_and_stated_and_without_kv_it_says_who_mak
     assert plain.err == "", "nothing is computed that would have to be announced"
     offered = plain.out.splitlines()[-1]
     assert offered == (
-        "KV 0 of 2 chunks: a server makes the rest in the background; "
+        "KV 0 of 2 chunks: a server makes the rest in the background where answers would use it; "
         "to make it now, run this with --kv"
     )
     made = world.ingest("--kv", "--encoding", "filler:1")
