@@ -65,4 +65,5 @@ def complete(server: "xllamacpp.Server", ids: list[int], steps: int) -> dict:
     return server.handle_completions(asked)
 
 
-main()
+if __name__ == "__main__":
+    main()
