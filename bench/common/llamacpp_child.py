@@ -6,7 +6,12 @@ Called by bench/prefill.py; prints one JSON line with tokens per second. Imports
 import argparse
 import json
 import statistics
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 if TYPE_CHECKING:
     import xllamacpp
