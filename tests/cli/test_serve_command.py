@@ -97,6 +97,7 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
     chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("KVWEAVE_LIBRARY_BACKGROUND_KV", "always")  # the model is not calibrated
     keys = tmp_path / "keys"
     keys.write_text("sk-secret-1:acme\n")
     args = ["--kb-root", tmp_path / "kbs", "--encoding", "isolated", "--log-format", "json"]
