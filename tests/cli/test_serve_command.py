@@ -120,7 +120,8 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
     *lines, last = err.splitlines()
     assert last == "stopped"
     assert lines[0].startswith("kvweave: measuring this machine"), "before it greets"
-    assert lines[1].startswith("kvweave: measured in ")
+    # a busy machine is measured once more, and said to be
+    assert any(line.startswith("kvweave: measured in ") for line in lines[1:3])
     logged = [json.loads(line) for line in lines if line.startswith("{")]
     assert [line["status"] for line in logged if line["request_id"] == "mine"] == [200]
     assert "sk-secret-1" not in err
