@@ -36,7 +36,7 @@ def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
     told, shown = json.loads(replies[4]), json.loads(SHOWN)
     assert told["kv"].keys() == shown["kv"].keys()
     assert told.keys() == shown.keys()
-    assert told["kv"]["chunks_total"] == 2
+    assert told["kv"]["chunks_total"] >= 2, "both documents are there"
     assert replies[5].rstrip().endswith("data: [DONE]")
 
 
