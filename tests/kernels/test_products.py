@@ -101,6 +101,8 @@ def test_a_split_value_is_rounded_as_one(name: str) -> None:
         x[:, 0], x[:, 3], x[:, 9] = 127.0, 333.0, -55.0  # the scale of the row is 1
         found = product(x)
     except Exception as error:
+        if name == ALWAYS:
+            raise
         pytest.skip(f"this torch or CPU has no such way: {error}")
     torch.testing.assert_close(found, torch.full((2, OUT), 127.0 + 333.0 - 55.0))
 

@@ -1,8 +1,8 @@
 """Keeps memory that was freed for what comes next.
 
 A pass over a model allocates buffers of megabytes and frees them again. glibc takes such sizes from
-the kernel and gives them back each time, and the kernel hands out zeroed pages: that is a fifth of
-the time of a prefill on a CPU. Told to keep them, the next layer finds them warm.
+the kernel and gives them back each time, and the kernel hands out zeroed pages. Told to keep them,
+the next layer finds them warm.
 """
 
 import ctypes

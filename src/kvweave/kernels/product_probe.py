@@ -37,8 +37,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 def extra_columns(in_dim: int) -> int:
-    """Columns that dims with large values are split into: an eighth more at most, to whole 64s.
-    More brings little: 0.0085 nats on SmolLM2 at an eighth, 0.0080 at a fifth, 0.032 without."""
+    """Columns that dims with large values are split into: an eighth more at most, to whole 64s."""
     return max((in_dim + in_dim // 8) // 64 * 64 - in_dim, 0)
 
 

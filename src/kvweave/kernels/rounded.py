@@ -34,7 +34,7 @@ class RoundedWeight:
         """[R, I] as [R, C]: split dims by their shares. May be x itself."""
         if self.more is None or self.share is None:
             return x
-        # gathering all columns takes longer than the product itself
+        # gathering all columns would take several times as long as multiplying most of them
         wide, dims = x.new_empty(len(x), len(self.share)), x.shape[1]
         torch.mul(x, self.share[:dims].to(x.dtype), out=wide[:, :dims])
         torch.mul(x[:, self.more], self.share[dims:].to(x.dtype), out=wide[:, dims:])

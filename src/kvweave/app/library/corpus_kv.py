@@ -18,7 +18,7 @@ from kvweave.app.library.neighbours import NeighbourKeeper
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import KVWeaveError
-from kvweave.fuse.encode.chunk_encoder import Pace
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
 from kvweave.kv.provenance import find_tagged
 from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
@@ -49,6 +49,10 @@ class CorpusKV:
         self._pieces: deque[tuple[float, int]] = deque(maxlen=RATE_OF)  # when made, its tokens
 
     # ---- any thread
+
+    @property
+    def encoder(self) -> ChunkEncoder:
+        return self._kv.encoder
 
     def progress(self) -> KVProgress:
         total = self._kb.catalogue.num_chunks()  # some may have come since the last look

@@ -174,8 +174,9 @@ class KVMaker:
                 self._make(wanted)
         except (GaveUp, EngineClosed):
             raise
-        except Exception:  # what the device raises: answers go on, and it must be seen
+        except Exception as error:  # what the device raises: answers go on, and it must be seen
             chunk_id = wanted.chunk.id
+            _count_failure(wanted.encoder, error)
             log.exception("the KV of chunk %s, which requests brought, is not stored", chunk_id)
         finally:
             with self._changed:
@@ -222,6 +223,7 @@ class KVMaker:
             return False
         except Exception as error:  # as above
             log.exception("the KV of chunk %s is not stored", chunk.id)
+            _count_failure(corpus.encoder, error)
             corpus.failed(chunk, error)
             self._settle(corpus, chunk, is_made=False)
         finally:
@@ -237,6 +239,10 @@ class KVMaker:
             corpus.forget(chunk)
         elif is_made:
             corpus.made(chunk)
+
+
+def _count_failure(encoder: ChunkEncoder, error: Exception) -> None:
+    encoder.store.metrics.count("kv_not_made_total", reason=type(error).__name__)
 
 
 def _delete(encoder: ChunkEncoder, chunk: Chunk) -> None:
