@@ -350,6 +350,27 @@ def test_behind_neighbours_it_is_made_too_and_other_writers_are_not_refused(
         assert all(has_kv(library, chunk) for chunk in chunks_of(library).values())
 
 
+def test_a_chunk_that_the_device_fails_on_is_counted_and_the_rest_is_made(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, failed = weave.library, []
+    encode = library.encoder.encode
+
+    def fail_once(chunks: list[Chunk], *args: object, **options: object) -> None:
+        if not failed:
+            failed.append(chunks)
+            raise RuntimeError("out of memory")
+        encode(chunks, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(library.encoder, "encode", fail_once)
+    library.start()
+    assert library.maker.wait(60)
+    assert library.store.metrics.value("kv_not_made_total", reason="RuntimeError") == 1
+    progress = progress_of(weave)
+    assert (progress.state, progress.chunks_done) == ("failed", progress.chunks_total - 1)
+    assert "out of memory" in progress.why
+
+
 def test_a_model_without_room_for_a_chunk_behind_its_filler_says_so(
     tmp_path: Path, chat_model_folder: Path
 ) -> None:
