@@ -308,7 +308,8 @@ class WorkloadRun:
         if arm == "default":
             return ask_chat(http, body)
         if arm == "vllm":
-            return ask_ids(http, ids, MAX_TOKENS, {})
+            # its server lasts for the whole run: a workload finds nothing of the one before
+            return ask_ids(http, ids, MAX_TOKENS, salted(self._workload.name))
         if arm == "prefix":
             body.pop("conversation_id", None)
             plain = step.kb is None
@@ -338,7 +339,7 @@ class WorkloadRun:
         for number in sorted({round(last * part / NUM_COLD) for part in range(1, NUM_COLD + 1)}):
             ids = self._prompt_ids[number]
             with taking_turns(servers, self._arms.index("vllm"), SETTLE_S):
-                cold = ask_ids(server.http, ids, MAX_TOKENS, salted(len(world.cold)))
+                cold = ask_ids(server.http, ids, MAX_TOKENS, salted(f"cold-{len(world.cold)}"))
             taken = Cold(name, len(ids), round(cold.ttft_ms, 1), round(cached[number].ttft_ms, 1))
             world.cold.append(taken)
 

@@ -100,6 +100,6 @@ class PromptIds:
         return chunks
 
 
-def salted(number: int) -> dict[str, Any]:
-    """Fields of a request that shares no cached prefix with any other."""
-    return {"cache_salt": f"cold-{number}"}
+def salted(salt: str) -> dict[str, Any]:
+    """Fields of a request that shares cached prefixes with those of the same salt alone."""
+    return {"cache_salt": salt}

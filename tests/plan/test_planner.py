@@ -463,3 +463,14 @@ def test_what_returned_of_a_fused_path_is_what_should_be_computed_in_idle_time()
     assert planner.num_returned(first, planner.plan(first)) == 2
     exact = make_planner(gate=OpenGate()).plan(first)
     assert planner.num_returned(first, exact) == 0, "it is exact: the tree has it anyway"
+
+
+def test_of_a_conversation_that_leaves_its_chunks_behind_the_history_alone_comes_back() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5))
+    said = tuple(refs(["h50"]))
+    left_behind = replace(ask("a300", "b300"), history=said)
+    kept = replace(left_behind, turns=1)
+    plan = planner.plan(left_behind)
+    assert plan.strategy == "epic"
+    assert planner.num_returned(left_behind, plan) == 1
+    assert planner.num_returned(kept, plan) == 3

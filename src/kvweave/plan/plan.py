@@ -110,7 +110,7 @@ class PlanRequest:
     reuse: Reuse = Reuse.AUTO
     quality_bound: float = 0.02  # nats per token of mean KL
     history: tuple[ChunkRef, ...] = ()  # parts between preamble and chunks, in order; never move
-    turns: int = 0  # of this conversation before this one
+    turns: int = 0  # of this conversation before this one whose chunks the history holds
     in_history: tuple[ChunkRef, ...] = ()  # retrieved, and left out because `history` has them
     fixed: frozenset[int] = frozenset()  # places among `chunks` that must not move
     strategies: tuple[StrategyInfo, ...] = ()  # that could fuse it now; none: the plan is exact

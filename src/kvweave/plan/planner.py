@@ -108,8 +108,8 @@ class Planner:
     ) -> Candidate | None:
         """The best exact option, if the path comes back so often that it is cheaper in the end.
 
-        The next turn of a conversation brings all of this one back, and a conversation that had so
-        many turns will have as many more: the same guess as for any path."""
+        The next turn of a conversation whose history keeps its chunks brings all of this one back,
+        and one that had so many turns will have as many more: the same guess as for any path."""
         returns = self.returns.count([part.id for part in (*request.history, *order)])
         returns += request.turns
         total, question = priced.layout.total, request.question_tokens
@@ -127,15 +127,16 @@ class Planner:
         if plan.strategy is None:
             return 0
         path = [part.id for part in (*request.history, *plan.order)]
-        # the next turn of a conversation begins with all of this one
-        goes_on = bool(request.history) or self.turns.is_likely
-        num_returned = len(path) if goes_on else self.returns.returned(path)
+        if request.turns or (not request.history and self.turns.is_likely):
+            num_returned = len(path)  # the next turn begins with all of this one
+        else:  # or with its history alone, where chunks stand in front of the last question only
+            num_returned = max(len(request.history), self.returns.returned(path))
         return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
 
     def finished(self, request: PlanRequest, plan: Plan) -> None:
         """The request was answered."""
         self.accesses.push([chunk.id for chunk in request.chunks])
-        self.turns.push(bool(request.history))
+        self.turns.push(request.turns > 0)
         self.returns.push([part.id for part in (*request.history, *plan.order)])
 
     def begun(self, plan: Plan) -> None:

@@ -52,13 +52,14 @@ class PathReturns:
 
 
 class TurnShare:
-    """How many of the last requests were later turns of conversations. Not thread-safe."""
+    """How many of the last requests were later turns of conversations that keep their chunks. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._share = 0.0
 
-    def push(self, has_history: bool) -> None:
-        self._share += TURN_GAIN * (has_history - self._share)
+    def push(self, is_later: bool) -> None:
+        self._share += TURN_GAIN * (is_later - self._share)
 
     @property
     def is_likely(self) -> bool:

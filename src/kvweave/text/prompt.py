@@ -37,7 +37,7 @@ class Prompt:
     question: tuple[int, ...]
     asked: tuple[int, int]  # the part [start, end) of `question` that the user wrote
     history: tuple[tuple[int, ...], ...] = ()  # between preamble and chunks: chunks, and words
-    turns: int = 0  # that the history holds: what the user said before
+    turns: int = 0  # before this one whose chunks the history holds
     left_out: tuple[tuple[int, ...], ...] = ()  # chunks that were found and stand in the history
     tenant: str = ""  # its exact KV is shared within a tenant
     as_of: int | None = None  # when its chunks were found, on the engine's clock of deletions
@@ -82,7 +82,7 @@ def lay_out(
         question=(*words, *closing),
         asked=(min(label, len(words) - 1), len(words)),
         history=tuple(_history(tokenizer, system, history)) if history else (),
-        turns=sum(message.role == "user" for message in history),
+        turns=sum(bool(message.chunks) for message in history),
     )
 
 
