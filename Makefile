@@ -18,11 +18,15 @@ serve: $(VENV)/.serve  ## install what is missing and serve an OpenAI-compatible
 	@$(BIN)/kvweave models pull minilm
 	$(BIN)/kvweave serve $(if $(MODEL),--model $(MODEL)) --port $(PORT)
 
-test: $(VENV)/.dev models  ## install what is missing and run the plain test suite
-	$(BIN)/python -m pytest
+# a worker per core, four at most: each loads the models of the tests; a file stays with one worker
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test: $(VENV)/.dev models  ## install what is missing and run the plain test suite (WORKERS=1 for one by one)
+	$(PYTEST)
 
 test-slow: $(VENV)/.dev models  ## the long tests too
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 check: $(VENV)/.dev  ## format, lint and type check
 	$(BIN)/ruff format --check src tests bench examples
