@@ -7,6 +7,7 @@ goes to the log, never to the client.
 """
 
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 LONGEST_MESSAGE = 600  # characters; a message may quote what the caller sent
 LONGEST_QUOTE = 60
 MOST_FAULTS = 4  # named in one message
+
+# As `repr`, of no more than is shown: a body may be megabytes of small things
+QUOTE = reprlib.Repr()
+QUOTE.maxstring = QUOTE.maxother = QUOTE.maxlong = 4 * LONGEST_QUOTE
 
 
 class ApiError(HTTPException):
@@ -110,12 +115,14 @@ def _line(fault: Mapping[str, Any]) -> str:
         return f"the body is not valid JSON: {fault['ctx']['error']} at {fault['loc'][-1]}"
     if kind == "extra_forbidden":
         return f"'{place}' is not supported"
+    if kind == "too_many":
+        return f"{f"'{place}'" if place else 'the body'} {fault['msg']}, got {len(fault['input'])}"
     if not place:
         return "the body must be a JSON object, sent with Content-Type: application/json"
     if kind == "missing":
         return f"'{place}' is missing"
     wants = fault["msg"].removeprefix("Input ").replace("should be", "must be")
-    got = repr(fault["input"])
+    got = QUOTE.repr(fault["input"])
     got = got if len(got) <= LONGEST_QUOTE else got[:LONGEST_QUOTE] + "…"
     return f"'{place}' {wants}, got {got}"
 

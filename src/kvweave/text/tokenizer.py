@@ -23,6 +23,8 @@ from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
 if TYPE_CHECKING:
     from jinja2 import Template
 
+DIGITS = 8  # of a message's number while a template runs
+
 
 class TemplatePart(NamedTuple):
     """A stretch of a rendered conversation."""
@@ -135,20 +137,20 @@ class Tokenizer:
 
         A random word stands in for each content while the template runs and is cut out again. It is
         drawn anew each time, so nothing a user writes can play a part in where the cuts fall, and
-        no content can pass for the template's control tokens.
+        no content can pass for the template's control tokens. The words differ in their number
+        alone: one pattern finds them all, in a time that grows with the text and not with messages
+        times text.
         """
-        marks = [secrets.token_hex(16) for _ in messages]
-        stand_ins = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-        place = {mark: i for i, mark in enumerate(marks)}
-        pieces = re.split(f"({'|'.join(marks)})", self.render_chat(stand_ins))
+        word = secrets.token_hex(16)
+        stand_ins = [{**m, "content": f"{word}{i:0{DIGITS}}"} for i, m in enumerate(messages)]
+        pieces = re.split(f"{word}([0-9]{{{DIGITS}}})", self.render_chat(stand_ins))
         parts = []
-        for piece in filter(None, pieces):
-            at = place.get(piece)
-            parts.append(
-                TemplatePart(piece, None)
-                if at is None
-                else TemplatePart(str(messages[at]["content"]), at)
-            )
+        for place, piece in enumerate(pieces):
+            if place % 2:  # what the pattern's group caught: the number of a message
+                at = int(piece)
+                parts.append(TemplatePart(str(messages[at]["content"]), at))
+            elif piece:
+                parts.append(TemplatePart(piece, None))
         return parts
 
     def render_chat(

@@ -34,6 +34,7 @@ from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
 from kvweave.metrics import Metrics
 from kvweave.plan.search_pace import Paces
+from kvweave.text.length import refuse_long
 from kvweave.text.prompt import (
     SYSTEM,
     Document,
@@ -212,6 +213,10 @@ class Answerer:
 
     def _filled(self, asked: Question) -> Question:
         """A question, with what it leaves open as is usual."""
+        texts = [asked.question, asked.system or ""]
+        texts += [str(message.get("content")) for message in asked.history]
+        texts += [d.title + d.text for d in _documents(asked.documents or ())]
+        refuse_long(self._tokenizer, texts, self._max_context)
         sampling = asked.sampling or self.sampling.sampling()
         return replace(asked.filled(self._settings.usual), sampling=sampling)
 

@@ -37,6 +37,8 @@ from kvweave.serve.wire.kb import (
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 
+LONGEST_QUERY = 32 << 10  # characters: an embedder reads the first few hundred words
+
 
 def kb_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
@@ -119,6 +121,9 @@ def kb_routes(context: Context) -> APIRouter:
     async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
         if not body.query.strip():
             raise ApiError(400, "'query' is empty; say something", param="query")
+        if len(body.query) > LONGEST_QUERY:
+            message = f"'query' must be at most {LONGEST_QUERY:,} characters; say less"
+            raise ApiError(400, message, param="query")
         if not 1 <= body.k <= MOST_CHUNKS:
             message = f"'k' must be between 1 and {MOST_CHUNKS}, got {body.k}"
             raise ApiError(400, message, param="k")
