@@ -194,6 +194,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
     from kvweave.app.question import QuestionDefaults
+    from kvweave.corpus.parsers import ParseLimits
 
     host: dict[str, Any] = {}
     if config.store.host_bytes is not None:
@@ -210,6 +211,9 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         usual=QuestionDefaults.of(config),
         audit=AuditConfig.of(config.quality),
         promotion=config.library.promotion,
+        parsing=ParseLimits(
+            seconds=config.library.parse_s, memory_bytes=config.library.parse_bytes
+        ),
         open_most=config.server.open_kbs,
         **host,
     )

@@ -28,6 +28,8 @@ from kvweave.app.question import AskOptions, QuestionDefaults
 from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.parsers import ParseLimits
+from kvweave.corpus.parsers.apart import read_fields
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import (
@@ -37,6 +39,7 @@ from kvweave.errors import (
     KVWeaveError,
     RequestError,
 )
+from kvweave.ingest.pipeline import IngestOptions
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.kv.config import GIB
@@ -61,6 +64,7 @@ __all__ = [
     "TextSource",
     "check_name",
     "check_tenant",
+    "read_fields",
 ]
 
 log = logging.getLogger(__name__)
@@ -95,6 +99,7 @@ class LibrariesConfig:
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what requests leave open
     audit: AuditConfig = field(default_factory=AuditConfig)  # of each, in idle time
     promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
+    parsing: ParseLimits = field(default_factory=ParseLimits)  # of files that are uploaded
     open_most: int = 4  # at a time; the one that was not used for longest makes way
     host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
     wait_s: float = 10.0  # for one to make way, where all that are open are in use
@@ -256,7 +261,13 @@ class Libraries:
         """Bring documents in. Makes the knowledge base if it is new. Their chunk KV is made in the
         background, if that is configured; `chunk_kv`: before this returns."""
         with self._writer(tenant, name, create=True) as weave:
-            return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress, only_new=True)
+            return weave.ingest(
+                *sources,
+                chunk_kv=chunk_kv,
+                progress=progress,
+                options=IngestOptions(limits=self.config.parsing),
+                only_new=True,
+            )
 
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
         with self.use(tenant, name) as weave:
