@@ -99,13 +99,20 @@ class Engine:
         """Raise RequestError unless a prompt can be computed here, as `submit` would."""
         self._lifecycle.check(prompt_ids)
 
-    def forget(self, chunk_ids: Collection[ChunkId] | None) -> int:
-        """Chunks were deleted: no request finds their exact KV from now on, and none that found
-        them before brings it back. None: any may have been. Returns nodes that went."""
+    def forget(
+        self, chunk_ids: Collection[ChunkId] | None, namespaces: Collection[str] = ("",)
+    ) -> int:
+        """Chunks were deleted: no request of these namespaces finds their exact KV from now on, and
+        none that found them before brings it back. None: any may have been. Returns nodes that
+        went."""
         prefixes = self._prefixes
-        return self.run_alone(
-            lambda: prefixes.forget_all() if chunk_ids is None else prefixes.forget(chunk_ids)
-        )
+
+        def forget(namespace: str) -> int:
+            if chunk_ids is None:
+                return prefixes.forget_all(namespace)
+            return prefixes.forget(chunk_ids, namespace)
+
+        return self.run_alone(lambda: sum(map(forget, namespaces)))
 
     def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
         """Keep a preamble's exact KV in the tree for good. On the engine thread. False: no room."""

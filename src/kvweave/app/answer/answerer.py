@@ -139,6 +139,8 @@ class Answerer:
         unless a search guessed."""
         self._catch_up()
         question = self._filled(asked)
+        if self._library is not None:
+            self._library.asked_by(self._tenant_of(question))
         as_of = self._client.generation()
         named, talk = self.router.named(question.reuse, question.ratio), self._talk(question)
         if named is not None:
@@ -228,10 +230,11 @@ class Answerer:
     def _talk(self, question: Question) -> Talk:
         """What was said before, with the chunks that stood there."""
         past, name = past_messages(question.history), question.conversation_id
-        is_gone = self._client.is_gone
+        tenant = self._tenant_of(question)
+        is_gone = partial(self._client.is_gone, namespace=tenant)
         conversations = self._settings.conversations
         most_tokens = self._max_context // HISTORY_SHARE
-        return conversations.talk(self._tenant_of(question), name, past, is_gone, most_tokens)
+        return conversations.talk(tenant, name, past, is_gone, most_tokens)
 
     def _given(self, question: Question) -> list[tuple[int, ...]]:
         """The documents of a request as chunks."""
