@@ -152,10 +152,10 @@ class Chunker:
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> list[int]:
         """A place inside each word that became a control token."""
-        special = self.tokenizer.special_ids
+        controls = self.tokenizer.control_ids
         middles: list[int] = []
         for token_id, (start, end) in zip(ids, offsets, strict=True):
-            if token_id not in special:
+            if token_id not in controls:
                 continue
             spelled = text[start:end].strip()  # an unknown-word token spells something else
             if len(spelled) > 1 and spelled == self.tokenizer.decode([token_id]).strip():
