@@ -209,6 +209,7 @@ class ServerSettings(ConfigSection):
     body_bytes: Bytes = 8 << 20  # of a request
     upload_bytes: Bytes = 64 << 20  # of an upload
     request_s: Seconds = 600.0  # for an answer
+    engine_s: Seconds = 120.0  # for one step of the engine; one that takes longer hangs; 0: none
     open_kbs: Count = 4  # knowledge bases open at a time
     grace_s: Seconds = 10.0  # that answers may go on after Ctrl-C or SIGTERM
     lame_s: Seconds = 0.0  # before that, in which /readyz says 503 and new work is refused

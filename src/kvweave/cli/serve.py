@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from kvweave.app.weave import Weave
     from kvweave.serve.limits import Limits
     from kvweave.serve.server import Server
+
+
+BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
+CLOSE_S = 10.0  # for closing in order then
 
 
 def _mib(amount: float) -> int:
@@ -169,6 +175,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
                 on_ready=lambda: greet(weave, url, places.root, with_key=bool(keys)),
                 lame_s=server_config.lame_s,
                 patience_s=server_config.grace_s,
+                stuck_s=server_config.engine_s,
             ),
         )
         _run(server, weave, libraries, listener)
@@ -284,11 +291,23 @@ def _run(server: "Server", weave: "Weave", libraries: "Libraries", listener: soc
     with closing(weave), closing(libraries):
         try:
             server.run([listener])
+            if server.broken is not None:
+                _leave_broken(server.broken)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             raise click.exceptions.Exit(EXIT_CODE) from None
         except _Terminated:
             click.echo("stopped", err=True)
+
+
+def _leave_broken(why: str) -> None:
+    """End with a code of its own, for whoever watches to start another. In order if that can be
+    done: what the engine held up may never end."""
+    click.echo(f"Error: {why}; start it again", err=True)
+    late = threading.Timer(CLOSE_S, os._exit, (BROKEN_CODE,))
+    late.daemon = True
+    late.start()
+    raise click.exceptions.Exit(BROKEN_CODE)
 
 
 class _Terminated(BaseException):

@@ -56,6 +56,7 @@ class Lifecycle:
         self._arrivals = 0
         self.sequences: dict[Ticket, EngineSequence] = {}
         self.counts = EngineCounts()
+        self.failed_in_row = 0  # requests, since the last token was handed out
 
     @property
     def is_idle(self) -> bool:
@@ -256,6 +257,7 @@ class Lifecycle:
         except Exception as error:  # such as logits that are no numbers: this request's
             self.end(sequence.ticket, error)
             return
+        self.failed_in_row = 0
         if not in_background:
             self.counts.add("tokens_answered")
         if sequence.take(choice):
@@ -277,6 +279,7 @@ class Lifecycle:
                 how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
                 whose = "background" if ticket.request.background else "requests"
                 self.counts.add(f"{whose}_{how}")
+                self.failed_in_row += how == "failed"
         finally:  # whatever is wrong with the books, its reader must not wait for ever
             ticket.end(error)
 
