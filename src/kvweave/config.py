@@ -203,6 +203,9 @@ class ServerSettings(ConfigSection):
     # folder of knowledge bases
     kb_root: Path | None = unset("in the user's data folder; with --kb, only those")
     api_key_file: Path | None = unset("KVWEAVE_API_KEYS alone")  # lines of key or key:tenant
+    # names that a server without API keys goes by, besides addresses and names without a dot
+    allowed_hosts: tuple[str, ...] | None = unset("its address alone")
+    allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
     running: Count = 64  # answers computed at once
     waiting: Count0 = 128  # answers that may queue behind them

@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
     from kvweave.app.weave import Weave
     from kvweave.serve.limits import Limits
+    from kvweave.serve.origins import OriginRules
     from kvweave.serve.server import Server
 
 
+EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests from anywhere
 BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
 CLOSE_S = 10.0  # for closing in order then
 
@@ -151,6 +153,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
 
     config, server_config = effective.config, effective.config.server
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
+    origins = make_origins(server_config)
     places = make_places(config, folders)
     check_store(config.store)
     # before the model: a taken port should not cost a load
@@ -169,6 +172,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             limits=limits,
             libraries=libraries,
             keys=keys,
+            origins=origins,
             sampling=given(config.sampling),
             lifecycle=ServerLifecycle(
                 prepare=steps,
@@ -191,6 +195,13 @@ def make_limits(server: ServerSettings) -> "Limits":
         upload_bytes=server.upload_bytes,
         request_s=server.request_s,
     )
+
+
+def make_origins(server: ServerSettings) -> "OriginRules":
+    from kvweave.serve.origins import OriginRules
+
+    own = () if server.host in EVERYWHERE else (server.host,)
+    return OriginRules((*own, *(server.allowed_hosts or ())), server.allowed_origins or ())
 
 
 def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig":
@@ -320,7 +331,7 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
 
 
 def url_of(host: str, port: int) -> str:
-    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - everywhere, so also here
+    if host in EVERYWHERE:
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

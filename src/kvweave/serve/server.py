@@ -28,6 +28,7 @@ from kvweave.serve.auth import Keys
 from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
+from kvweave.serve.origins import OriginRules
 from kvweave.serve.workers.engine_watch import EngineWatch
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,10 @@ class Server(uvicorn.Server):
         keys: Keys | None = None,
         sampling: Mapping[str, Any] | None = None,
         lifecycle: ServerLifecycle | None = None,
+        origins: OriginRules | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `sampling`: see `make_context`."""
+        `sampling`: see `make_context`; `origins` None: no pages but its own."""
         self._life = lifecycle or ServerLifecycle()
         self._context = make_context(weave, limits, libraries=libraries, sampling=sampling)
         self._readiness = self._context.readiness
@@ -75,7 +77,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = EngineWatch(weave, self._life.stuck_s, self._on_broken)
         config = uvicorn.Config(
-            build_http(self._context, keys),
+            build_http(self._context, keys, origins),
             log_config=None,  # ours, see observe/logs.py
             access_log=False,
             timeout_graceful_shutdown=round(self._life.patience_s) + LAST_WORDS_S,
