@@ -4,11 +4,12 @@ One writer (`KnowledgeBase` holds the lock), any number of readers, in this proc
 Power loss may cost the last transactions but never tears one.
 """
 
+import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvweave.corpus.migrations import migrate
@@ -41,9 +42,24 @@ class Database:
         self._local = threading.local()
 
     def checkpoint(self) -> None:
-        """Everything committed so far is on the disk itself when this returns."""
+        """Everything committed so far is on the disk itself when this returns. Raises CorpusError.
+
+        What was committed is in the log, so the log is synced. That it also gets into the file is
+        another matter, which a reader may delay for as long as it likes: tried, not waited for.
+        """
         with self._writing:
-            self.connection.execute("PRAGMA wal_checkpoint(FULL)")
+            try:
+                self._sync_log()
+                self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except (OSError, sqlite3.OperationalError) as error:
+                raise CorpusError(f"{self.path} cannot be brought onto the disk: {error}") from error
+
+    def _sync_log(self) -> None:
+        """Not by SQLite, which syncs it before it moves it into the file and may find that it
+        cannot. It holds no lock on the log that closing our handle would drop."""
+        with suppress(FileNotFoundError):  # all of it is in the file: synced before the log went
+            _sync(Path(f"{self.path}-wal"))
+        _sync(self.path.parent)  # the names themselves
 
     def _use_wal(self) -> None:
         """SQLite answers "locked" at once when two processes switch a new file: wait ourselves."""
@@ -99,3 +115,11 @@ class Database:
             self._local.connection = connection
             self._opened.append(connection)
         return connection
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

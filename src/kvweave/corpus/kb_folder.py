@@ -1,5 +1,6 @@
 """The folder of a knowledge base: how it is made, and the lock of its one writer."""
 
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,7 +103,7 @@ def create_folder(
     )
     Chunker(tokenizer, settings.chunk_tokens)  # refuses a bad size before anything is written
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_durably(folder)
     except OSError as error:
         raise CorpusError(f"cannot make {folder}: {error.strerror}; name another folder") from error
     with writer_lock(folder):
@@ -111,6 +112,18 @@ def create_folder(
             return there
         write_settings(folder, settings)
     return settings
+
+
+def _make_durably(folder: Path) -> None:
+    """mkdir -p. A folder that a power cut takes has lost what was acknowledged in it."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        descriptor = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _is_ours(path: Path) -> bool:

@@ -51,7 +51,7 @@ def build_http(
     if origins.origins:
         http.add_middleware(
             CORSMiddleware,
-            allow_origins=list(origins.origins),
+            allow_origins=[origin.rstrip("/") for origin in origins.origins],
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
