@@ -20,7 +20,7 @@ from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import sweep_temporaries
-from kvweave.corpus.kb_folder import create_folder, writer_lock
+from kvweave.corpus.kb_folder import CATALOGUE, create_folder, writer_lock
 from kvweave.corpus.live_index import LiveIndex
 from kvweave.corpus.search import ChunkSearch, Mode
 from kvweave.corpus.settings import (
@@ -53,7 +53,7 @@ class KnowledgeBase:
         self.settings = settings
         self._tokenizer = tokenizer
         self._embedder = embedder
-        self.catalogue = Catalogue(folder / "catalogue.sqlite")
+        self.catalogue = Catalogue(folder / CATALOGUE, create=False)
         self._live = LiveIndex(folder / "index", self.catalogue, settings, api_key)
         self._search = ChunkSearch(self.catalogue, self._live, settings.dim)
 
