@@ -7,6 +7,7 @@ goes to the log, never to the client.
 """
 
 import logging
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,16 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvweave.app.libraries.libraries import AllInUse, NoSuchKnowledgeBase
-from kvweave.errors import EngineClosed, KVWeaveError, RequestError
+from kvweave.errors import (
+    CorpusBusy,
+    CorpusDamaged,
+    CorpusError,
+    CorpusFull,
+    CorpusReadOnly,
+    EngineClosed,
+    KVWeaveError,
+    RequestError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +38,42 @@ MOST_FAULTS = 4  # named in one message
 # As `repr`, of no more than is shown: a body may be megabytes of small things
 QUOTE = reprlib.Repr()
 QUOTE.maxstring = QUOTE.maxother = QUOTE.maxlong = 4 * LONGEST_QUOTE
+
+
+# What a client is told of a knowledge base that cannot be used now: status, words, code, seconds
+OF_DISKS: dict[type[CorpusError], tuple[int, str, str, int | None]] = {
+    CorpusBusy: (
+        409,
+        "another process is writing this knowledge base; nothing was changed, try again",
+        "knowledge_base_busy",
+        5,
+    ),
+    CorpusFull: (
+        507,
+        "the server's disk is full; documents that are complete stay, send the others again when "
+        "there is room",
+        "no_room",
+        60,
+    ),
+    CorpusReadOnly: (
+        503,
+        "this knowledge base cannot be written now; nothing was changed",
+        "read_only",
+        60,
+    ),
+    CorpusDamaged: (
+        500,
+        "this knowledge base is damaged; its administrator can look with kvweave kb check",
+        "knowledge_base_damaged",
+        None,
+    ),
+}
+PATH = re.compile(r"(?<![\w/.:~])~?/(?:[^\s/:,;'\"()]+/)*([^\s/:,;'\"()]+)")
+
+
+def without_paths(text: str) -> str:
+    """Of absolute paths the last part: where things lie is no business of the client's."""
+    return PATH.sub(r"\1", text)
 
 
 class ApiError(HTTPException):
@@ -79,9 +125,14 @@ def as_api_error(error: Exception) -> ApiError:
         return busy(str(error))
     if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may
         return ApiError(503, str(error), headers={"Retry-After": "5"})
+    for kind, (status, words, code, wait_s) in OF_DISKS.items():
+        if isinstance(error, kind):
+            log.warning("%s", error)  # with the path, which is no business of the client's
+            wait = {} if wait_s is None else {"Retry-After": str(wait_s)}
+            return ApiError(status, words, code=code, headers=wait)
     log.error("a request failed", exc_info=error)
     if isinstance(error, KVWeaveError):
-        return ApiError(500, str(error))
+        return ApiError(500, without_paths(str(error)))
     return ApiError(500, "internal error; the server's log says more")
 
 

@@ -8,6 +8,7 @@ All methods may be called from any thread.
 
 import logging
 import re
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,24 @@ class NoSuchKnowledgeBase(CorpusError):
     """Nothing goes by that name here."""
 
 
+# What is said of a knowledge base that does not open, by the kind of trouble; the log says more
+PROBLEMS = {
+    "CorpusDamaged": "damaged; its administrator can look with kvweave kb check",
+    "CorpusBusy": "being written by another process; look again in a moment",
+    "CorpusFull": "on a disk that is full",
+    "CorpusReadOnly": "in a folder that the server may not use",
+    "": "not to be opened; the server's log says why",
+}
+
+
+class LibraryStatus(NamedTuple):
+    """A knowledge base as a list shows it."""
+
+    totals: Totals
+    kv: KVProgress
+    problem: str | None = None  # what is wrong with it, in words that name no path
+
+
 class LibraryKey(NamedTuple):
     """Whose knowledge base, and which."""
 
@@ -141,7 +160,7 @@ class Libraries:
         root = self._root_of(tenant)
         if root is not None and root.is_dir():
             found = (p for p in root.iterdir() if NAME.fullmatch(p.name))
-            named |= {p.name for p in found if read_settings(p) is not None}
+            named |= {p.name for p in found if _is_one(p)}
         return sorted(named)
 
     def open_ahead(self) -> None:
@@ -179,7 +198,7 @@ class Libraries:
         for place in places:
             folder = self._folder(place)
             assert folder is not None, "a name from `names` has a folder"
-            if read_settings(folder) is not None:
+            if _is_one(folder):
                 files = folder.glob("catalogue.sqlite*")
                 changed[place] = max((p.stat().st_mtime for p in files), default=0.0)
         return sorted(changed, key=lambda place: changed[place])[-most:]
@@ -278,6 +297,17 @@ class Libraries:
         with self.use(tenant, name) as weave:
             return weave.library.kb.search(query, k, mode=mode)
 
+    def status(self, tenant: str, name: str) -> LibraryStatus:
+        """Counts of a knowledge base, how far its chunk KV is, and what is wrong with it, if it
+        cannot be opened. Never raises for that: others are asked about in the same breath."""
+        try:
+            return LibraryStatus(self.totals(tenant, name), self.kv_progress(tenant, name))
+        except (CorpusError, sqlite3.Error, OSError) as error:
+            log.warning("knowledge base %r cannot be looked into: %s", name, error)
+            progress = KVProgress("failed", 0, 0, 0, why="the knowledge base cannot be opened")
+            kind = type(error).__name__ if isinstance(error, CorpusError) else "CorpusDamaged"
+            return LibraryStatus(Totals(0, 0, 0), progress, PROBLEMS.get(kind, PROBLEMS[""]))
+
     def totals(self, tenant: str, name: str) -> Totals:
         """Counts of a knowledge base, which is not opened for it."""
         folder = self._folder(LibraryKey(tenant, check_name(name)))
@@ -363,6 +393,14 @@ class Libraries:
     def _root_of(self, tenant: str) -> Path | None:
         root = self.config.root
         return root / f"@{tenant}" if root is not None and tenant else root
+
+
+def _is_one(folder: Path) -> bool:
+    """Whether a knowledge base lies there, sound or not."""
+    try:
+        return read_settings(folder) is not None
+    except CorpusError:
+        return True
 
 
 def _gauge(weave: Weave) -> None:

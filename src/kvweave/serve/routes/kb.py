@@ -161,13 +161,14 @@ def _one_knowledge_base(libraries: Libraries, tenant: str, name: str) -> Knowled
 
 
 def _knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBaseOut:
-    totals = libraries.totals(tenant, name)
+    status = libraries.status(tenant, name)
     return KnowledgeBaseOut(
         name=name,
-        documents=totals.num_documents,
-        chunks=totals.num_chunks,
-        tokens=totals.num_tokens,
-        kv=kv_out(libraries.kv_progress(tenant, name)),
+        documents=status.totals.num_documents,
+        chunks=status.totals.num_chunks,
+        tokens=status.totals.num_tokens,
+        kv=kv_out(status.kv),
+        problem=status.problem,
     )
 
 
