@@ -53,7 +53,7 @@ def writer_lock(folder: Path, *, briefly: bool = False) -> Iterator[None]:
         ) from error
     except OSError as error:
         brief.release()
-        raise as_corpus_error(error, f"cannot write {folder}") from error
+        raise as_corpus_error(error, f"cannot write {folder}", "; make it writable") from error
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ def create_folder(
     try:
         _make_durably(folder)
     except OSError as error:
-        raise as_corpus_error(error, f"cannot make {folder}") from error
+        raise as_corpus_error(error, f"cannot make {folder}", "; name another folder") from error
     with writer_lock(folder):
         there = read_settings(folder)  # another process may have been first
         if there is not None:

@@ -9,9 +9,13 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 READ_ONLY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
 
 
-def as_corpus_error(error: OSError | sqlite3.DatabaseError, what: str) -> CorpusError:
-    """`error` in one line that begins with `what`, of the kind it is."""
+def as_corpus_error(
+    error: OSError | sqlite3.DatabaseError, what: str, otherwise: str = ""
+) -> CorpusError:
+    """`error` in one line that begins with `what`, of the kind it is; `otherwise` is the way out of
+    what is neither a full nor a read-only disk."""
     kind, way_out = _kind_of(error)
+    way_out = way_out or otherwise
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return kind(f"{what}: {reason}{way_out}")
 

@@ -97,13 +97,17 @@ class Lifecycle:
         ids = request.prompt_ids
         self._arrivals += 1
         own_step = request.fused is not None
+        rank: float = self._arrivals  # in the background all wait in one line
+        if not request.background:
+            rank = self._scheduler.ranks.rank(request.namespace, len(ids))
         sequence = EngineSequence(
             progress=Progress(
-                self._arrivals,
+                rank,
                 len(ids),
                 ticket.is_held,
                 own_step=own_step,
                 background=request.background,
+                tenant=request.namespace,
             ),
             request=request,
             ticket=ticket,
