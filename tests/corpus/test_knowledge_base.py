@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.lexical import WORD
@@ -123,6 +124,7 @@ def test_an_index_of_another_catalogue_is_built_again(
         ingest(kb, PAIRS)
     for path in (tmp_path / "kb").glob("catalogue*"):
         path.unlink()
+    Catalogue(tmp_path / "kb" / "catalogue.sqlite").close()
     with open_kb(tmp_path / "kb", tokenizer) as kb:
         ingest(kb, PAIRS[::-1])  # as many vectors, the same ids, another order
         for title, text in PAIRS:
@@ -305,8 +307,9 @@ def damage(kb: KnowledgeBase, statement: str) -> None:
 def test_tokens_that_were_changed_on_the_disk_are_refused(kb: KnowledgeBase) -> None:
     """They gave other answers, silently, although the id is their hash."""
     assert kb.check() == []
+    ((_, chunk),) = kb.catalogue.chunks_after(0, 1)
+    chunk_id = chunk.id
     damage(kb, "UPDATE chunks SET token_ids = x'01000000' WHERE vector_id = 1")
-    chunk_id = kb.catalogue.chunk_ids()[0]
     for read in (
         lambda: kb.catalogue.chunks([chunk_id]),
         lambda: kb.catalogue.chunks_of_vectors([1]),
@@ -318,9 +321,7 @@ def test_tokens_that_were_changed_on_the_disk_are_refused(kb: KnowledgeBase) -> 
     assert "1 chunks whose tokens were changed" in kb.check()
 
 
-def test_a_catalogue_that_is_gone_is_no_empty_one(
-    kb: KnowledgeBase, tokenizer: Tokenizer
-) -> None:
+def test_a_catalogue_that_is_gone_is_no_empty_one(kb: KnowledgeBase, tokenizer: Tokenizer) -> None:
     folder = kb.folder
     kb.close()
     for file in folder.glob("catalogue.sqlite*"):

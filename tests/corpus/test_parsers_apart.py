@@ -43,9 +43,16 @@ def test_lines_of_one_text_have_keys_in_a_time_that_grows_with_the_file() -> Non
     assert [record.key for record in records] == [first, f"{first}:{first}", *numbered]
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.html", "x.jsonl"])
-def test_a_child_gives_what_the_parser_gives(name: str) -> None:
-    data = '{"text": "tëxt\\n", "title": "日本"}\n"b"\n'.encode()
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.csv", "id,text,title\n7,tëxt,日本\n"),
+        ("x.html", "<h1>日本</h1><p>tëxt"),
+        ("x.jsonl", '{"text": "tëxt\\n", "title": "日本"}\n"b"\n'),
+    ],
+)
+def test_a_child_gives_what_the_parser_gives(name: str, text: str) -> None:
+    data = text.encode()
     assert parse_apart(Path(name), data, LIMITS) == parse(Path(name), data, LIMITS)
 
 

@@ -1,5 +1,5 @@
-"""A disk that is full or read-only, a writer elsewhere, a broken knowledge base: said as what it is,
-with nothing half done, no path shown, and the others served."""
+"""A disk that is full or read-only, a writer elsewhere, a broken knowledge base: said as what it
+is, with nothing half done, no path shown, and the others served."""
 
 import errno
 import sqlite3

@@ -53,8 +53,8 @@ def test_a_step_that_hangs_ends_the_server_and_all_who_wait_hear_of_it(
         assert ask(url).status_code == 200
         sick.gate.clear()
         waiting = [
-            threading.Thread(target=lambda: replies.append(ask(url, stream=bool(i))))
-            for i in range(2)
+            threading.Thread(target=lambda how=how: replies.append(ask(url, stream=how)))
+            for how in (False, True)
         ]
         for each in waiting:
             each.start()

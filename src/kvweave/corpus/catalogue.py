@@ -259,8 +259,7 @@ class Catalogue:
             for chunk_id, ids in self._db.execute("SELECT chunk_id, token_ids FROM chunks")
         )
         lengths = {
-            length
-            for (length,) in self._db.execute("SELECT DISTINCT length(vector) FROM vectors")
+            length for (length,) in self._db.execute("SELECT DISTINCT length(vector) FROM vectors")
         }
         found = [f"{damaged} chunks whose tokens were changed"] if damaged else []
         found += [f"vectors of {len(lengths)} lengths"] if len(lengths) > 1 else []

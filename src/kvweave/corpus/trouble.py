@@ -1,4 +1,4 @@
-"""What a disk says, as an error of ours: who asks can tell a full disk from one that is read-only."""
+"""What a disk says, as an error of ours: a full disk and a read-only one can be told apart."""
 
 import errno
 import sqlite3

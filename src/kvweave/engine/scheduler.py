@@ -483,13 +483,13 @@ class Scheduler(Generic[S]):
             self.add(victim)
 
 
-def _turn(sequence: Scheduled) -> tuple[bool, bool, int]:
+def _turn(sequence: Scheduled) -> tuple[bool, bool, float]:
     """Decodes first, then by arrival, speculations last."""
     progress = sequence.progress
     return progress.needed > 1, progress.held, progress.arrival
 
 
-def _leaves(sequence: Scheduled) -> tuple[bool, bool, int]:
+def _leaves(sequence: Scheduled) -> tuple[bool, bool, float]:
     """Who gives its pages back first, the largest: one in the background, then a speculation, then
     the one that came last."""
     progress = sequence.progress

@@ -167,7 +167,8 @@ def _line(fault: Mapping[str, Any]) -> str:
     if kind == "extra_forbidden":
         return f"'{place}' is not supported"
     if kind == "too_many":
-        return f"{f"'{place}'" if place else 'the body'} {fault['msg']}, got {len(fault['input'])}"
+        named = f"'{place}'" if place else "the body"
+        return f"{named} {fault['msg']}, got {len(fault['input'])}"
     if not place:
         return "the body must be a JSON object, sent with Content-Type: application/json"
     if kind == "missing":

@@ -59,7 +59,9 @@ class OriginRules:
         return any(fnmatchcase(name, known.lower()) for known in self.hosts)
 
     def knows_origin(self, origin: str) -> bool:
-        return ANY in self.origins or origin.lower() in (o.lower().rstrip("/") for o in self.origins)
+        return ANY in self.origins or origin.lower() in (
+            o.lower().rstrip("/") for o in self.origins
+        )
 
 
 class OriginCheck:

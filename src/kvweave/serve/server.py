@@ -142,9 +142,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._readiness.is_stopping = True
         patience_s = 0.0 if self._readiness.broken else self._life.patience_s
-        giving_up = asyncio.get_running_loop().call_later(
-            patience_s, self._context.give_up
-        )
+        giving_up = asyncio.get_running_loop().call_later(patience_s, self._context.give_up)
         try:
             await super().shutdown(sockets)
         finally:

@@ -88,7 +88,9 @@ class Tokenizer:
     def control_ids(self) -> frozenset[int]:
         """Tokens that no text may become by spelling them out: every added one, special or not.
         Some chat models mark the tokens of their roles as not special."""
-        return frozenset(self._fast.token_to_id(token.content) for token in _controls(self._fast))
+        named = {token.content for token in _controls(self._fast)}
+        added = self._fast.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.content in named)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of foreign text, in which a spelled-out control token is ordinary characters."""

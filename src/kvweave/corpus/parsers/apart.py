@@ -48,7 +48,9 @@ def parse_apart(
     except CorpusError:
         raise
     except Exception as error:  # as in the child
-        raise CorpusError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        raise CorpusError(
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
 def read_fields(data: bytes, limits: ParseLimits | None = None) -> dict[str, object]:
@@ -127,7 +129,8 @@ class ParserChild:
             lengths = struct.unpack(f"<{3 * size}Q", read(3 * size * SIZE.size))
             parts = memoryview(read(sum(lengths)))
         except (EOFError, BrokenPipeError):
-            return self._left()
+            self._check_left()
+            return None
         texts, at = [], 0
         for length in lengths:
             texts.append(str(parts[at : at + length], "utf-8"))
@@ -154,7 +157,7 @@ class ParserChild:
         self._in.close()
         self._out.close()
 
-    def _left(self) -> None:
+    def _check_left(self) -> None:
         """It is gone: of its own accord, or the file did it. Raises CorpusError then."""
         code = self._process.wait()
         if code:

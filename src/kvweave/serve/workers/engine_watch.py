@@ -1,8 +1,9 @@
 """Watches the engine, which computes on one thread: a server whose engine is gone must say so.
 
-Two things are looked at, once a second. A step that takes longer than any step does hangs: a driver,
-a lock, a kernel that never ends. Requests that fail one after another, without a token in between,
-are either to blame themselves or the device is gone: a request of one token, made here, tells.
+Two things are looked at, once a second. A step that takes longer than any step does hangs: a
+driver, a lock, a kernel that never ends. Requests that fail one after another, without a token in
+between, are either to blame themselves or the device is gone: a request of one token, made here,
+tells.
 
 What is found is final. Everybody who waits hears of it, and the process ends, for whoever started
 it to start another: a device that failed once does not come back within a process.
