@@ -212,6 +212,10 @@ class ServerSettings(ConfigSection):
     body_bytes: Bytes = 8 << 20  # of a request
     upload_bytes: Bytes = 64 << 20  # of an upload
     request_s: Seconds = 600.0  # for an answer
+    connections: Count = 1024  # open at once
+    tenant_answers: Count | None = unset("as many as fit")  # of one tenant, running or waiting
+    tenant_kbs: Count | None = unset("any number")  # knowledge bases of one tenant
+    tenant_bytes: Bytes | None = unset("any number")  # of one tenant's documents on the disk
     engine_s: Seconds = 120.0  # for one step of the engine; one that takes longer hangs; 0: none
     open_kbs: Count = 4  # knowledge bases open at a time
     grace_s: Seconds = 10.0  # that answers may go on after Ctrl-C or SIGTERM

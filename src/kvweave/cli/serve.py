@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 
 EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests from anywhere
+MOST_FILES = 65_536  # that a process is allowed to open, if the system lets it
+OTHER_FILES = 512  # of those that are no connections: catalogues, tiers, indexes
 BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
 CLOSE_S = 10.0  # for closing in order then
 
@@ -194,7 +196,23 @@ def make_limits(server: ServerSettings) -> "Limits":
         body_bytes=server.body_bytes,
         upload_bytes=server.upload_bytes,
         request_s=server.request_s,
+        connections=min(server.connections, _room_for_connections()),
+        tenant_answers=server.tenant_answers,
+        tenant_kbs=server.tenant_kbs,
+        tenant_bytes=server.tenant_bytes,
     )
+
+
+def _room_for_connections() -> int:
+    """As many as this process may have open besides its files. The limit is raised as far as it
+    goes without asking: at it, nothing could be opened any more."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(16, most - OTHER_FILES)
 
 
 def make_origins(server: ServerSettings) -> "OriginRules":

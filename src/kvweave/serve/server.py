@@ -25,6 +25,7 @@ from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.errors import EngineClosed
 from kvweave.serve.auth import Keys
+from kvweave.serve.connections import guarded
 from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
@@ -70,7 +71,7 @@ class Server(uvicorn.Server):
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
         `sampling`: see `make_context`; `origins` None: no pages but its own."""
-        self._life = lifecycle or ServerLifecycle()
+        self._life, limits = lifecycle or ServerLifecycle(), limits or Limits()
         self._context = make_context(weave, limits, libraries=libraries, sampling=sampling)
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
@@ -78,6 +79,7 @@ class Server(uvicorn.Server):
         self._watch = EngineWatch(weave, self._life.stuck_s, self._on_broken)
         config = uvicorn.Config(
             build_http(self._context, keys, origins),
+            http=guarded(limits.connections, limits.header_s),
             log_config=None,  # ours, see observe/logs.py
             access_log=False,
             timeout_graceful_shutdown=round(self._life.patience_s) + LAST_WORDS_S,

@@ -11,7 +11,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar, Unpack
@@ -314,6 +314,18 @@ class Libraries:
         assert folder is not None, "a name from `names` has a folder"
         with KnowledgeBase.open(folder) as kb:
             return kb.totals()
+
+    def document_bytes(self, tenant: str) -> int:
+        """On the disk, of all knowledge bases of a tenant: their documents, vectors and indexes.
+        Chunk KV can be made again and has a budget of its own."""
+        total = 0
+        for name in self.names(tenant):
+            folder = self._folder(LibraryKey(tenant, name))
+            assert folder is not None, "a name from `names` has a folder"
+            for file in (*folder.glob("catalogue.sqlite*"), *(folder / "index").glob("*")):
+                with suppress(FileNotFoundError):
+                    total += file.stat().st_size
+        return total
 
     def kv_progress(self, tenant: str, name: str) -> KVProgress:
         """How far its chunk KV is; it is not opened for it, and looked at on its disk unless it is
