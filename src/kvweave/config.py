@@ -121,6 +121,8 @@ class LibrarySettings(ConfigSection):
     background_share: Share = 0.1  # of the time, while answers are made; the rest in idle time
     background_bytes: Bytes0 | None = unset("what its tiers hold")  # of one knowledge base's KV
     remembered_bytes: Bytes0 = 1 << 30  # host memory for documents of no knowledge base; 0: none
+    parse_s: Annotated[float, Range(1, MOST)] = 60.0  # for parsing one file
+    parse_bytes: Annotated[int, SIZE, Range(256 << 20)] = 2 << 30  # of memory, for parsing one file
     k: Annotated[int, Range(1, 100)] = 5  # chunks that are put in front of a question
 
 
@@ -201,12 +203,20 @@ class ServerSettings(ConfigSection):
     # folder of knowledge bases
     kb_root: Path | None = unset("in the user's data folder; with --kb, only those")
     api_key_file: Path | None = unset("KVWEAVE_API_KEYS alone")  # lines of key or key:tenant
+    # names that a server without API keys goes by, besides addresses and names without a dot
+    allowed_hosts: tuple[str, ...] | None = unset("its address alone")
+    allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
     running: Count = 64  # answers computed at once
     waiting: Count0 = 128  # answers that may queue behind them
     body_bytes: Bytes = 8 << 20  # of a request
     upload_bytes: Bytes = 64 << 20  # of an upload
     request_s: Seconds = 600.0  # for an answer
+    connections: Count = 1024  # open at once
+    tenant_answers: Count | None = unset("as many as fit")  # of one tenant, running or waiting
+    tenant_kbs: Count | None = unset("any number")  # knowledge bases of one tenant
+    tenant_bytes: Bytes | None = unset("any number")  # of one tenant's documents on the disk
+    engine_s: Seconds = 120.0  # for one step of the engine; one that takes longer hangs; 0: none
     open_kbs: Count = 4  # knowledge bases open at a time
     grace_s: Seconds = 10.0  # that answers may go on after Ctrl-C or SIGTERM
     lame_s: Seconds = 0.0  # before that, in which /readyz says 503 and new work is refused

@@ -9,6 +9,10 @@
     ├── RequestError           this request cannot be answered as asked
     ├── EngineClosed           the engine stopped before the answer was finished
     ├── CorpusError            a document or a knowledge base cannot be used
+    │   ├── CorpusDamaged      its bytes are not those that were stored
+    │   ├── CorpusBusy         another process writes it
+    │   ├── CorpusFull         there is no room on its disk
+    │   └── CorpusReadOnly     its disk, or its folder, cannot be written
     └── TierError              a place for bytes failed
         ├── TierCorrupt        it answered, with the wrong bytes
         └── TierForeign        it holds what another version wrote and this one cannot read
@@ -53,6 +57,22 @@ class EngineClosed(KVWeaveError):
 
 class CorpusError(KVWeaveError):
     """A document or a knowledge base cannot be used."""
+
+
+class CorpusDamaged(CorpusError):
+    """What a knowledge base has stored was changed, or is gone."""
+
+
+class CorpusBusy(CorpusError):
+    """Another process writes this knowledge base. Nothing was changed; try again."""
+
+
+class CorpusFull(CorpusError):
+    """There is no room where this knowledge base lies. What was committed stays."""
+
+
+class CorpusReadOnly(CorpusError):
+    """This knowledge base can be read and not written."""
 
 
 class TierError(KVWeaveError):

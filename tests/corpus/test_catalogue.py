@@ -1,7 +1,9 @@
 """One transaction per document, use counts that hold, and a schema that grows by numbers."""
 
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -164,3 +166,40 @@ def test_a_file_that_is_no_database_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "c.sqlite").write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorpusError, match=r"c\.sqlite is not a usable catalogue"):
         Catalogue(tmp_path / "c.sqlite")
+
+
+def test_what_is_acknowledged_is_synced_though_a_reader_is_in_the_way(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited 30 s for the reader, and then nothing was synced."""
+    put(catalogue, "a", make_chunk(1))
+    reader = sqlite3.connect(catalogue.path, isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM chunks").fetchone() == (1,)
+    put(catalogue, "b", make_chunk(2))
+    log = Path(f"{catalogue.path}-wal")
+    synced, real = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    began_s = time.monotonic()
+    catalogue.checkpoint()
+    assert time.monotonic() - began_s < 10.0
+    assert (log.stat().st_ino, log.stat().st_size) in synced
+    reader.close()
+
+
+def test_what_cannot_be_synced_is_not_acknowledged(
+    catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(catalogue, "a", make_chunk(1))
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CorpusError, match="Input/output error"):
+        catalogue.checkpoint()

@@ -1,10 +1,13 @@
 """Chunks cover the text, stay within the limit, and are what the prompt will hold."""
 
+import time
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvweave.corpus.chunker import CLOSE, MIN_CHUNK_TOKENS, Chunker, make_chunk_id
+from kvweave.corpus.cuts import BlankSkipper, skip_blank
 from kvweave.errors import ConfigError
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_text
@@ -130,3 +133,28 @@ def test_a_control_token_spelled_out_in_a_document_stays_text(tokenizer: Tokeniz
 def test_a_limit_too_small_for_a_title_line_is_refused_by_name(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="chunk_tokens must be at least 32, got 8"):
         Chunker(tokenizer, 8)
+
+
+def test_a_long_run_of_blanks_is_read_once(tokenizer: Tokenizer) -> None:
+    """It was read again for every piece of it, and remembered character by character."""
+    text = f"# Drain\n{chr(10) * 300_000}{' ' * 300_000}x"
+    began_s = time.process_time()
+    placed = list(Chunker(tokenizer).cut("Title", text))
+    assert time.process_time() - began_s < 20.0  # tokenising alone takes one or two
+    assert "".join(text[p.start : p.end] for p in placed) == text
+    blanks = BlankSkipper(text)
+    assert [blanks.skip(at) for at in range(0, len(text), 1000)] == [
+        skip_blank(text, at) for at in range(0, len(text), 1000)
+    ]
+
+
+def test_cutting_can_be_ended_in_a_text_that_gives_no_chunk(tokenizer: Tokenizer) -> None:
+    calls = []
+
+    def end_it() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        list(Chunker(tokenizer, 32).cut("", f"x\n{' ' * 100_000}y", end_it))

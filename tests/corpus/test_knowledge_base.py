@@ -1,15 +1,18 @@
 """The facade: opens what fits, refuses what does not, finds and removes."""
 
+import shutil
+import sqlite3
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.lexical import WORD
-from kvweave.errors import ConfigError, CorpusError, RequestError
+from kvweave.errors import ConfigError, CorpusDamaged, CorpusError, RequestError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
@@ -121,6 +124,7 @@ def test_an_index_of_another_catalogue_is_built_again(
         ingest(kb, PAIRS)
     for path in (tmp_path / "kb").glob("catalogue*"):
         path.unlink()
+    Catalogue(tmp_path / "kb" / "catalogue.sqlite").close()
     with open_kb(tmp_path / "kb", tokenizer) as kb:
         ingest(kb, PAIRS[::-1])  # as many vectors, the same ids, another order
         for title, text in PAIRS:
@@ -256,7 +260,7 @@ def test_a_document_that_no_file_could_be_named_like_is_not_there(
 def test_a_lock_that_cannot_be_taken_is_one_line_with_a_way_out(kb: KnowledgeBase) -> None:
     (kb.folder / "writer.lock").unlink(missing_ok=True)
     (kb.folder / "writer.lock").mkdir()
-    with pytest.raises(CorpusError, match=r"cannot write .*; make the folder writable"):
+    with pytest.raises(CorpusError, match=r"cannot write .*; make it writable"):
         kb.remove_documents([])
     with kb.writing_if_free() as is_free:
         assert not is_free
@@ -291,3 +295,76 @@ def test_what_is_being_written_beside_the_knowledge_base_was_not_left_behind(
     assert kb.check() == ["dead.tmp was left behind"] * 2
     with kb.writing():
         assert kb.check() == [], "the next writer sweeps what check speaks of"
+
+
+def damage(kb: KnowledgeBase, statement: str) -> None:
+    db = sqlite3.connect(kb.catalogue.path)
+    with db:
+        db.execute(statement)
+    db.close()
+
+
+def test_tokens_that_were_changed_on_the_disk_are_refused(kb: KnowledgeBase) -> None:
+    """They gave other answers, silently, although the id is their hash."""
+    assert kb.check() == []
+    ((_, chunk),) = kb.catalogue.chunks_after(0, 1)
+    chunk_id = chunk.id
+    damage(kb, "UPDATE chunks SET token_ids = x'01000000' WHERE vector_id = 1")
+    for read in (
+        lambda: kb.catalogue.chunks([chunk_id]),
+        lambda: kb.catalogue.chunks_of_vectors([1]),
+        lambda: list(kb.catalogue.all_chunks(8)),
+        lambda: kb.search("drain the node", 50),
+    ):
+        with pytest.raises(CorpusDamaged, match="are not those that were stored"):
+            read()
+    assert "1 chunks whose tokens were changed" in kb.check()
+
+
+def test_a_catalogue_that_is_gone_is_no_empty_one(kb: KnowledgeBase, tokenizer: Tokenizer) -> None:
+    folder = kb.folder
+    kb.close()
+    for file in folder.glob("catalogue.sqlite*"):
+        file.unlink()
+    for create in (False, True):
+        with pytest.raises(CorpusDamaged, match=r"is gone, and the documents with it; restore it"):
+            open_kb(folder, tokenizer) if create else KnowledgeBase.open(folder)
+    assert not list(folder.glob("catalogue.sqlite*")), "none was made"
+
+
+def test_a_catalogue_that_is_taken_away_while_it_is_open_acknowledges_nothing(
+    kb: KnowledgeBase,
+) -> None:
+    for file in kb.folder.glob("catalogue.sqlite*"):
+        file.unlink()
+    (document, *_) = kb.documents()
+    with pytest.raises(CorpusDamaged, match="is gone"):
+        kb.remove(document.id)
+    assert not (kb.folder / "catalogue.sqlite").exists()
+
+
+def test_settings_that_are_gone_do_not_make_another_knowledge_base(
+    kb: KnowledgeBase, tokenizer: Tokenizer
+) -> None:
+    folder, documents = kb.folder, kb.documents()
+    settings = (folder / "kb.json").read_bytes()
+    kb.close()
+    (folder / "kb.json").unlink()
+    with pytest.raises(CorpusError):
+        open_kb(folder, tokenizer)
+    (folder / "kb.json").write_bytes(settings)
+    with open_kb(folder, tokenizer) as again:
+        assert again.documents() == documents
+
+
+def test_a_folder_that_was_left_half_made_is_made_again(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    with open_kb(tmp_path / "new", tokenizer):
+        pass
+    (tmp_path / "new" / "kb.json").unlink()  # as if killed before it was written
+    for leftover in ("index", "kv"):
+        shutil.rmtree(tmp_path / "new" / leftover, ignore_errors=True)
+    with open_kb(tmp_path / "new", tokenizer) as kb:
+        assert kb.documents() == []
+        assert kb.check() == []

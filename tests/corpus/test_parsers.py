@@ -1,6 +1,7 @@
 """Each kind of file gives its text; each kind of bad file gives a reason."""
 
 import io
+import time
 import zipfile
 from pathlib import Path
 
@@ -67,8 +68,29 @@ def test_plain_text_is_taken_as_it_is_and_named_after_the_file() -> None:
     assert read("notes.txt", "a\r\nb\n") == [ParsedRecord("", "notes", "a\nb\n")]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"# x{' ' * 60_000}y",
+        f"# x{' #' * 30_000}y",
+        f"---\ntitle: x{' ' * 60_000}y\n---\ntext",
+        f"---{' ' * 60_000}y\n" * 3,
+        "\n#" * 60_000,
+    ],
+)
+def test_a_title_is_found_in_a_time_that_grows_with_the_text(text: str) -> None:
+    """Twice the blanks took four times as long: 22 s for the first of these."""
+    began_s = time.process_time()
+    read("x.md", text)
+    assert time.process_time() - began_s < 1.0
+
+
 def test_markdown_takes_its_title_from_front_matter_or_the_first_heading() -> None:
     assert read("x.md", "# Drain a node\n\ntext")[0].title == "Drain a node"
+    assert read("x.md", "text\n## Second\n#no\n#\tFirst ## \n# Next")[0].title == "First"
+    assert read("x.md", "#   \n# ##\n")[0].title == "#"
+    assert read("x.md", "---\ntitle:  \n---\ntext\n# Other")[0].title == "Other"
+    assert read("x.md", "no heading # here")[0].title == "x"
     assert read("x.md", '---\ntitle: "Taints"\n---\n# Other\n') == [
         ParsedRecord("", "Taints", "# Other\n")
     ]

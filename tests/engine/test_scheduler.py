@@ -22,7 +22,6 @@ class World:
 
     def __init__(self, pages: int = 100, cfg: EngineConfig = CFG) -> None:
         self.free = pages
-        self.arrivals = 0
         self.outside: set[Seq] = set()  # those that have to load something before they wait
         self.leaders: dict[Seq, Seq] = {}  # who computes what another would
         self.scheduler: Scheduler[Seq] = Scheduler(cfg, self, self)
@@ -52,10 +51,17 @@ class World:
         return sequence in self.outside
 
     def add(
-        self, known: int, *, held: bool = False, own: bool = False, background: bool = False
+        self,
+        known: int,
+        *,
+        held: bool = False,
+        own: bool = False,
+        background: bool = False,
+        tenant: str = "",
     ) -> Seq:
-        self.arrivals += 1
-        sequence = Seq(Progress(self.arrivals, known, held, own_step=own, background=background))
+        rank = self.scheduler.ranks.rank(tenant, known)
+        progress = Progress(rank, known, held, own_step=own, background=background, tenant=tenant)
+        sequence = Seq(progress)
         self.scheduler.add(sequence)
         return sequence
 

@@ -12,9 +12,9 @@ import pytest
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParsedRecord, ParseLimits
+from kvweave.corpus.parsers import ParsedRecord, ParseLimits, apart
 from kvweave.errors import CorpusError
-from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, reading, window
+from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, window
 from kvweave.ingest.sources import Selection, TextSource
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, EncodeWork, PlacedChunk
@@ -285,20 +285,22 @@ def test_a_file_that_trips_the_parser_or_the_chunker_is_skipped_with_the_reason(
     world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     kb, folder = world
-    real_parse, real_cut = reading.parse, Chunker.cut
+    real_parse, real_cut = apart.parse, Chunker.cut
 
     def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
         if path.name == "doc003.md":
             raise KeyError("a bug")
         return real_parse(path, data, limits)
 
-    def cut(self: Chunker, title: str, text: str) -> Iterator[PlacedChunk]:
+    def cut(
+        self: Chunker, title: str, text: str, before_each: Callable[[], None]
+    ) -> Iterator[PlacedChunk]:
         if title == "Note 3":
             raise KeyError("a bug")
-        return real_cut(self, title, text)
+        return real_cut(self, title, text, before_each)
 
     if part == "parse":
-        monkeypatch.setattr(reading, "parse", parse)
+        monkeypatch.setattr(apart, "parse", parse)
     else:
         monkeypatch.setattr(Chunker, "cut", cut)
     report = ingest(kb, [folder])

@@ -155,3 +155,40 @@ def test_a_key_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, sa
         read_keys(file, {})
     with pytest.raises(ConfigError, match="cannot read the API keys"):
         read_keys(tmp_path / "missing", {})
+
+
+def test_what_one_tenant_deletes_stays_in_anothers_conversation(guarded: str) -> None:
+    """Both have the same text, so the same chunk id. It went out of the other's history, and its
+    count of tokens told."""
+    acme, other = bearer("sk-acme-1"), bearer("sk-other")
+    place = f"{guarded}/v1/kb/twins/documents"
+    for headers in (acme, other):
+        assert httpx.post(place, json=NOTE, headers=headers, timeout=60).status_code == 200
+
+    def asked(history: list[dict[str, str]], question: str) -> dict[str, Any]:
+        body = {
+            "messages": [*history, *user(question)],
+            "kb": "twins",
+            "k": 1,
+            "conversation_id": "c",
+            "max_tokens": 1,
+            "temperature": 0,
+            "explain": True,
+            "reuse": "prefix",
+        }
+        url = f"{guarded}/v1/chat/completions"
+        reply = httpx.post(url, json=body, headers=other, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    first = asked([], "How do I drain?")["choices"][0]["message"]["content"]
+    history = [*user("How do I drain?"), {"role": "assistant", "content": first}]
+    asked(history, "And now?")
+    before = asked(history, "And now?")  # all of it is cached by now
+    (document,) = httpx.get(place, headers=acme, timeout=60).json()["data"]
+    gone = httpx.delete(f"{place}/{document['id']}", headers=acme, timeout=60)
+    assert gone.status_code == 200
+    after = asked(history, "And now?")
+    assert after["usage"] == before["usage"]
+    assert after["explain"]["tokens"] == before["explain"]["tokens"], "nor is it computed again"
+    assert httpx.get(place, headers=acme, timeout=60).json()["data"] == []

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,24 @@ def test_a_template_may_refuse_one_conversation_and_take_the_next(
     with pytest.raises(RequestError, match="one only"):
         tokenizer.render_chat(HELLO * 2)
     assert tokenizer.render_chat(HELLO) == "fine"
+
+
+def test_parts_are_found_in_a_time_that_grows_with_the_text(chat_model_folder: Path) -> None:
+    """Four times the messages took sixteen times as long: 26 s for 20,000."""
+    tokenizer = Tokenizer(chat_model_folder)
+
+    def seconds(num: int) -> float:
+        began_s = time.process_time()
+        parts = tokenizer.render_parts(HELLO * num)
+        assert [part.message for part in parts if part.message is not None] == list(range(num))
+        return time.process_time() - began_s
+
+    seconds(10)
+    assert seconds(8000) < 3.0
+
+
+def test_a_number_in_a_message_is_no_place_in_the_conversation(chat_model_folder: Path) -> None:
+    tokenizer = Tokenizer(chat_model_folder)
+    said = [{"role": "user", "content": "00000001"}, {"role": "assistant", "content": "0" * 40}]
+    contents = [part.text for part in tokenizer.render_parts(said) if part.message is not None]
+    assert contents == ["00000001", "0" * 40]

@@ -21,6 +21,7 @@ from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.serve.auth import Keys
 from kvweave.serve.limits import Limits
+from kvweave.serve.origins import OriginRules
 from kvweave.serve.server import Server, ServerLifecycle
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder
@@ -37,11 +38,19 @@ def serving(
     libraries: Libraries | None = None,
     keys: Keys | None = None,
     lifecycle: ServerLifecycle | None = None,
+    origins: OriginRules | None = None,
 ) -> Iterator[str]:
     """Serve `weave` on a thread; give the address; stop in order and check that it stopped."""
     listener = socket.create_server(("127.0.0.1", 0))  # listens already: no waiting for start-up
     lifecycle = lifecycle or ServerLifecycle(patience_s=1.0)
-    server = Server(weave, limits=limits, libraries=libraries, keys=keys, lifecycle=lifecycle)
+    server = Server(
+        weave,
+        limits=limits,
+        libraries=libraries,
+        keys=keys,
+        lifecycle=lifecycle,
+        origins=origins,
+    )
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

@@ -81,6 +81,7 @@ class EngineClient:
         self.answers = ActiveAnswers()
         self.pace = BackgroundPace(self.answers)
         self.heard: dict[str, int] = {}  # catalogues: removals up to there are in the tombstones
+        self._askers: dict[str, set[str]] = {}  # catalogues: namespaces that asked over them
         # machine profiles by codec, of this process; changed on the engine thread alone
         self.measured: dict[str, MachineProfile] = {}
 
@@ -110,21 +111,36 @@ class EngineClient:
         """Raise RequestError unless the model and the engine's pool can take a prompt."""
         self.engine.check(prompt_ids)
 
-    def forget(self, chunk_ids: Collection[ChunkId] | None) -> None:
+    def asked(self, catalogue: str, namespace: str) -> None:
+        """Chunks of this catalogue may stand in prompts of this namespace from now on."""
+        if namespace not in self._askers.get(catalogue, ()):
+            with self._lock:
+                self._askers.setdefault(catalogue, set()).add(namespace)
+
+    def forget_of(self, catalogue: str, chunk_ids: Collection[ChunkId] | None) -> None:
+        """As `forget`, for all namespaces that this catalogue's chunks were in prompts of."""
+        with self._lock:
+            namespaces = tuple(self._askers.get(catalogue, ()))
+        self.forget(chunk_ids, namespaces)
+
+    def forget(
+        self, chunk_ids: Collection[ChunkId] | None, namespaces: Collection[str] = ("",)
+    ) -> None:
         """Chunks were deleted: their exact KV is no longer found either. None: any may have been,
         so that all of it goes."""
         with self._lock:
             engine = None if self._closed else self._engine
-        if engine is not None:
-            engine.forget(chunk_ids)
+        if engine is not None and namespaces:
+            engine.forget(chunk_ids, namespaces)
 
     def generation(self) -> int:
         """Of deletions. Read before chunks are looked for: a deletion from then on is known as one
         that came after them."""
         return self.engine.tombstones.generation
 
-    def is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
-        """Whether a chunk that was found in generation `as_of` has been deleted since."""
+    def is_gone(self, chunk_id: ChunkId, as_of: int, namespace: str = "") -> bool:
+        """Whether a chunk that was found in generation `as_of` has been deleted since, for those of
+        a namespace."""
         with self._lock:
             engine = self._engine
-        return engine is not None and engine.tombstones.is_gone(chunk_id, as_of)
+        return engine is not None and engine.tombstones.is_gone(chunk_id, as_of, namespace)

@@ -47,6 +47,7 @@ from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.detokenizer import texts_of
+from kvweave.text.length import refuse_long
 from kvweave.text.prompt import SYSTEM, Document, Prompt, chat_prompt, plain_prompt
 
 if TYPE_CHECKING:
@@ -314,7 +315,9 @@ class Weave:
         called_s = time.perf_counter()
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        prompt = chat_prompt(self._runtime.tokenizer, messages)
+        tokenizer, contents = self._runtime.tokenizer, [str(m.get("content")) for m in messages]
+        refuse_long(tokenizer, contents, self.max_context)
+        prompt = chat_prompt(tokenizer, messages)
         return self._answerer.plain(prompt, PlainOptions(sampling, reuse, tenant), called_s)
 
     def complete(
@@ -328,6 +331,8 @@ class Weave:
         """Continue a text or token ids, without a chat template. As `chat` otherwise."""
         called_s = time.perf_counter()
         tokenizer = self._runtime.tokenizer
+        if isinstance(prompt, str):
+            refuse_long(tokenizer, [prompt], self.max_context)
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         options = PlainOptions(sampling, reuse, tenant)
         return self._answerer.plain(plain_prompt(ids), options, called_s)

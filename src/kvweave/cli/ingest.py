@@ -130,7 +130,11 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
         embedder = stored.embedder
     options = IngestOptions(
         selection=Selection(asked.include, asked.exclude),
-        limits=ParseLimits(file_bytes=int(asked.max_file_mb * 2**20)),
+        limits=ParseLimits(
+            file_bytes=int(asked.max_file_mb * 2**20),
+            seconds=config.library.parse_s,
+            memory_bytes=config.library.parse_bytes,
+        ),
         prune=asked.prune,
     )
     config = with_model(config)

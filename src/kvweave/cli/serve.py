@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -34,7 +36,15 @@ if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
     from kvweave.app.weave import Weave
     from kvweave.serve.limits import Limits
+    from kvweave.serve.origins import OriginRules
     from kvweave.serve.server import Server
+
+
+EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests from anywhere
+MOST_FILES = 65_536  # that a process is allowed to open, if the system lets it
+OTHER_FILES = 512  # of those that are no connections: catalogues, tiers, indexes
+BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
+CLOSE_S = 10.0  # for closing in order then
 
 
 def _mib(amount: float) -> int:
@@ -145,6 +155,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
 
     config, server_config = effective.config, effective.config.server
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
+    origins = make_origins(server_config)
     places = make_places(config, folders)
     check_store(config.store)
     # before the model: a taken port should not cost a load
@@ -163,12 +174,14 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             limits=limits,
             libraries=libraries,
             keys=keys,
+            origins=origins,
             sampling=given(config.sampling),
             lifecycle=ServerLifecycle(
                 prepare=steps,
                 on_ready=lambda: greet(weave, url, places.root, with_key=bool(keys)),
                 lame_s=server_config.lame_s,
                 patience_s=server_config.grace_s,
+                stuck_s=server_config.engine_s,
             ),
         )
         _run(server, weave, libraries, listener)
@@ -183,7 +196,30 @@ def make_limits(server: ServerSettings) -> "Limits":
         body_bytes=server.body_bytes,
         upload_bytes=server.upload_bytes,
         request_s=server.request_s,
+        connections=min(server.connections, _room_for_connections()),
+        tenant_answers=server.tenant_answers,
+        tenant_kbs=server.tenant_kbs,
+        tenant_bytes=server.tenant_bytes,
     )
+
+
+def _room_for_connections() -> int:
+    """As many as this process may have open besides its files. The limit is raised as far as it
+    goes without asking: at it, nothing could be opened any more."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(16, most - OTHER_FILES)
+
+
+def make_origins(server: ServerSettings) -> "OriginRules":
+    from kvweave.serve.origins import OriginRules
+
+    own = () if server.host in EVERYWHERE else (server.host,)
+    return OriginRules((*own, *(server.allowed_hosts or ())), server.allowed_origins or ())
 
 
 def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig":
@@ -194,6 +230,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
     from kvweave.app.question import QuestionDefaults
+    from kvweave.corpus.parsers import ParseLimits
 
     host: dict[str, Any] = {}
     if config.store.host_bytes is not None:
@@ -210,6 +247,9 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         usual=QuestionDefaults.of(config),
         audit=AuditConfig.of(config.quality),
         promotion=config.library.promotion,
+        parsing=ParseLimits(
+            seconds=config.library.parse_s, memory_bytes=config.library.parse_bytes
+        ),
         open_most=config.server.open_kbs,
         **host,
     )
@@ -280,11 +320,23 @@ def _run(server: "Server", weave: "Weave", libraries: "Libraries", listener: soc
     with closing(weave), closing(libraries):
         try:
             server.run([listener])
+            if server.broken is not None:
+                _leave_broken(server.broken)
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             raise click.exceptions.Exit(EXIT_CODE) from None
         except _Terminated:
             click.echo("stopped", err=True)
+
+
+def _leave_broken(why: str) -> None:
+    """End with a code of its own, for whoever watches to start another. In order if that can be
+    done: what the engine held up may never end."""
+    click.echo(f"Error: {why}; start it again", err=True)
+    late = threading.Timer(CLOSE_S, os._exit, (BROKEN_CODE,))
+    late.daemon = True
+    late.start()
+    raise click.exceptions.Exit(BROKEN_CODE)
 
 
 class _Terminated(BaseException):
@@ -297,7 +349,7 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
 
 
 def url_of(host: str, port: int) -> str:
-    if host in ("", "0.0.0.0", "::"):  # noqa: S104 - everywhere, so also here
+    if host in EVERYWHERE:
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -9,6 +9,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from kvweave.corpus.database import Database
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.removals import KEEP_S, prune, removed_since
+from kvweave.errors import CorpusDamaged
 from kvweave.types import Chunk, ChunkId, DocumentId, ParsedDocument, PlacedChunk
 
 VectorIds = NDArray[np.int64]
@@ -61,8 +63,9 @@ class Catalogue:
     """Reads and changes of one catalogue file. Any thread may call any method, as `Database` gives
     each its connection; changes are for the holder of the writer lock. Raises CorpusError."""
 
-    def __init__(self, path: Path) -> None:
-        self.database = Database(path)
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        """`create`: it is made where it is not there, else CorpusDamaged."""
+        self.database = Database(path, create=create)
 
     @property
     def path(self) -> Path:
@@ -251,7 +254,16 @@ class Catalogue:
             "chunk rows without a document": "SELECT count(*) FROM document_chunks WHERE"
             " document_id NOT IN (SELECT document_id FROM documents)",
         }
-        found = [
+        damaged = sum(
+            not isinstance(ids, bytes) or not _is_intact(chunk_id, ids)
+            for chunk_id, ids in self._db.execute("SELECT chunk_id, token_ids FROM chunks")
+        )
+        lengths = {
+            length for (length,) in self._db.execute("SELECT DISTINCT length(vector) FROM vectors")
+        }
+        found = [f"{damaged} chunks whose tokens were changed"] if damaged else []
+        found += [f"vectors of {len(lengths)} lengths"] if len(lengths) > 1 else []
+        found += [
             f"{count} {name}"
             for name, query in promises.items()
             if (count := self._db.execute(query).fetchone()[0])
@@ -434,9 +446,18 @@ class Catalogue:
 
 def _chunk(row: Sequence[object]) -> Chunk:
     chunk_id, title, text, token_ids = row
-    assert isinstance(token_ids, bytes), "token_ids is a blob"
+    if not isinstance(token_ids, bytes) or not _is_intact(chunk_id, token_ids):
+        raise CorpusDamaged(
+            f"the tokens of chunk {chunk_id} are not those that were stored; see kvweave kb check"
+        )
     ids = np.frombuffer(token_ids, "<u4").tolist()
     return Chunk(ChunkId(str(chunk_id)), str(title), str(text), tuple(ids))
+
+
+def _is_intact(chunk_id: object, token_ids: bytes) -> bool:
+    """A chunk's id is the hash of these very bytes: what was changed cannot pass for what was
+    stored. Microseconds."""
+    return blake2b(token_ids, digest_size=16).hexdigest() == chunk_id
 
 
 def _int64(rows: Sequence[Sequence[object]]) -> VectorIds:

@@ -12,12 +12,12 @@ stretch of text propose where to cut (`cuts.py`), the chunk's own tokenisation d
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvweave.corpus.cuts import HEADING, TextWindow, last_heading, skip_blank
+from kvweave.corpus.cuts import HEADING, BlankSkipper, TextWindow, last_heading
 from kvweave.errors import ConfigError
 from kvweave.types import Chunk, ChunkId, PlacedChunk
 
@@ -52,17 +52,25 @@ class Chunker:
                 f"chunk_tokens must be at least {MIN_CHUNK_TOKENS}, got {self.max_tokens}"
             )
 
-    def cut(self, title: str, text: str) -> Iterator[PlacedChunk]:
-        """Chunks of `text` in order. Their ranges touch and cover it; blank text has none."""
+    def cut(
+        self, title: str, text: str, before_each: Callable[[], None] = lambda: None
+    ) -> Iterator[PlacedChunk]:
+        """Chunks of `text` in order. Their ranges touch and cover it; blank text has none.
+
+        `before_each` is called before a piece is looked at, also one that gives no chunk: what it
+        raises ends the cutting.
+        """
+        blanks = BlankSkipper(text)
         window = TextWindow(self.tokenizer, text, 0, self.max_tokens)
         title = self._short_title(title)
-        start = skip_blank(text, 0)
+        start = blanks.skip(0)
         heading = ""
         begin = 0  # blank lines in front belong to the first chunk
         while start < len(text):
+            before_each()
             window = window.covering(start)
             end, chunk = self._take(window, self._title_line(title, heading), title, start)
-            following = skip_blank(text, end)
+            following = blanks.skip(end)
             if following == len(text):
                 end = following
             if chunk is not None:
@@ -144,10 +152,10 @@ class Chunker:
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]
     ) -> list[int]:
         """A place inside each word that became a control token."""
-        special = self.tokenizer.special_ids
+        controls = self.tokenizer.control_ids
         middles: list[int] = []
         for token_id, (start, end) in zip(ids, offsets, strict=True):
-            if token_id not in special:
+            if token_id not in controls:
                 continue
             spelled = text[start:end].strip()  # an unknown-word token spells something else
             if len(spelled) > 1 and spelled == self.tokenizer.decode([token_id]).strip():

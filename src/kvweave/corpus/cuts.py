@@ -51,7 +51,8 @@ class TextWindow:
         headings = [m.start() for m in HEADING.finditer(text, start, end)]
         torn: set[int] = set()
         for match in HEADING.finditer(text, start, end):
-            torn.update(range(match.end(), skip_blank(text, match.end()) + 1))
+            following = min(end, skip_blank(text, match.end()))
+            torn.update(range(match.end(), following + 1))
         paragraphs = [m.end() for m in PARAGRAPH.finditer(text, start, end) if m.end() not in torn]
         sentences = [m.end() for m in SENTENCE.finditer(text, start, end) if m.end() not in torn]
         words = [m.end() for m in WORD.finditer(text, start, end)]
@@ -89,14 +90,31 @@ class TextWindow:
         return ends[last] if last < len(ends) else self.end
 
 
+class BlankSkipper:
+    """Skips blanks of one text. A run of them is read once, however often it is asked about: that
+    of a hostile text is as long as the text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._run = range(0)  # the run read last
+        self._newline = -1  # its last one
+
+    def skip(self, start: int) -> int:
+        """Past blank lines, but not into the indentation of the first line with text."""
+        if start not in self._run:
+            match = BLANK.match(self._text, start)
+            assert match is not None, "an empty match always exists"
+            self._run = range(start, match.end())
+            self._newline = self._text.rfind("\n", start, match.end())
+        end = self._run.stop
+        if end == len(self._text):
+            return end
+        return start if self._newline < start else self._newline + 1
+
+
 def skip_blank(text: str, start: int) -> int:
-    """Past blank lines, but not into the indentation of the first line with text."""
-    match = BLANK.match(text, start)
-    assert match is not None, "an empty match always exists"
-    if match.end() == len(text):
-        return match.end()
-    newline = text.rfind("\n", start, match.end())
-    return start if newline < 0 else newline + 1
+    """As `BlankSkipper.skip`, once."""
+    return BlankSkipper(text).skip(start)
 
 
 def last_heading(text: str, start: int, end: int) -> str:

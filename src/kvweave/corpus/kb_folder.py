@@ -1,11 +1,13 @@
 """The folder of a knowledge base: how it is made, and the lock of its one writer."""
 
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import AUTO, check_kind
@@ -16,13 +18,15 @@ from kvweave.corpus.settings import (
     read_settings,
     write_settings,
 )
-from kvweave.errors import CorpusError
+from kvweave.corpus.trouble import as_corpus_error
+from kvweave.errors import CorpusBusy, CorpusDamaged, CorpusError
 
 if TYPE_CHECKING:
     from filelock import FileLock
 
     from kvweave.text.tokenizer import Tokenizer
 
+CATALOGUE = "catalogue.sqlite"
 LOCK = "writer.lock"
 BRIEF = "brief.lock"  # held as well by a writer that is soon done
 BRIEF_S = 30.0  # that others wait for such a one
@@ -44,14 +48,12 @@ def writer_lock(folder: Path, *, briefly: bool = False) -> Iterator[None]:
         _acquire(lock, brief, briefly)
     except Timeout as error:
         brief.release()
-        raise CorpusError(
+        raise CorpusBusy(
             f"{folder} is being written by another process; wait for it and run this again"
         ) from error
     except OSError as error:
         brief.release()
-        raise CorpusError(
-            f"cannot write {folder}: {error.strerror}; make the folder writable"
-        ) from error
+        raise as_corpus_error(error, f"cannot write {folder}", "; make it writable") from error
     try:
         yield
     finally:
@@ -102,19 +104,47 @@ def create_folder(
     )
     Chunker(tokenizer, settings.chunk_tokens)  # refuses a bad size before anything is written
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_durably(folder)
     except OSError as error:
-        raise CorpusError(f"cannot make {folder}: {error.strerror}; name another folder") from error
+        raise as_corpus_error(error, f"cannot make {folder}", "; name another folder") from error
     with writer_lock(folder):
         there = read_settings(folder)  # another process may have been first
         if there is not None:
             return there
+        _make_catalogue(folder)  # first: where there are settings and no catalogue, it was lost
         write_settings(folder, settings)
     return settings
 
 
+def _make_catalogue(folder: Path) -> None:
+    """An empty one, or the one that a process left which was killed here. Raises CorpusDamaged for
+    one with documents: its settings were lost, and others would not fit."""
+    catalogue = Catalogue(folder / CATALOGUE)
+    try:
+        num_documents = catalogue.totals().num_documents
+    finally:
+        catalogue.close()
+    if num_documents:
+        raise CorpusDamaged(
+            f"{folder} has {num_documents} documents and lost its {FILE}; restore it (kvweave kb "
+            "restore), or name a new folder"
+        )
+
+
+def _make_durably(folder: Path) -> None:
+    """mkdir -p. A folder that a power cut takes has lost what was acknowledged in it."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        descriptor = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _is_ours(path: Path) -> bool:
     """What other processes that make it just now have there, or left when they were killed."""
-    return path.name in (LOCK, BRIEF) or (
+    return path.name in (LOCK, BRIEF, *(f"{CATALOGUE}{end}" for end in ("", "-wal", "-shm"))) or (
         path.name.startswith(f"{FILE}.") and path.suffix == ".tmp"
     )

@@ -8,6 +8,8 @@
 Any number of processes may read and search while one writes.
 """
 
+import logging
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,7 +22,7 @@ from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import sweep_temporaries
-from kvweave.corpus.kb_folder import create_folder, writer_lock
+from kvweave.corpus.kb_folder import CATALOGUE, create_folder, writer_lock
 from kvweave.corpus.live_index import LiveIndex
 from kvweave.corpus.search import ChunkSearch, Mode
 from kvweave.corpus.settings import (
@@ -29,11 +31,14 @@ from kvweave.corpus.settings import (
     read_settings,
     write_settings,
 )
-from kvweave.errors import ConfigError, CorpusError
+from kvweave.corpus.trouble import as_corpus_error
+from kvweave.errors import ConfigError, CorpusError, CorpusFull, CorpusReadOnly
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit
 
 if TYPE_CHECKING:
     from kvweave.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class KnowledgeBase:
@@ -53,7 +58,7 @@ class KnowledgeBase:
         self.settings = settings
         self._tokenizer = tokenizer
         self._embedder = embedder
-        self.catalogue = Catalogue(folder / "catalogue.sqlite")
+        self.catalogue = Catalogue(folder / CATALOGUE, create=False)
         self._live = LiveIndex(folder / "index", self.catalogue, settings, api_key)
         self._search = ChunkSearch(self.catalogue, self._live, settings.dim)
 
@@ -232,17 +237,29 @@ class KnowledgeBase:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Be the one writer. A second one is refused at once; a dead one does not count."""
+        """Be the one writer. A second one is refused at once; a dead one does not count. A disk
+        that is full or cannot be written is a CorpusFull or a CorpusReadOnly."""
         with writer_lock(self.folder):
-            sweep_temporaries(self.folder)
-            sweep_temporaries(self.folder / "index")
-            yield
+            try:
+                sweep_temporaries(self.folder)
+                sweep_temporaries(self.folder / "index")
+                yield
+            except (OSError, sqlite3.OperationalError) as error:
+                told = as_corpus_error(error, f"cannot write {self.folder}")
+                if type(told) is CorpusError:
+                    raise  # something else
+                raise told from error
 
     def publish(self) -> None:
         """Bring the index up to date and everything onto the disk. Only inside `writing`."""
-        self._live.publish()
-        self.catalogue.prune_removals()
         self.catalogue.checkpoint()
+        try:
+            self._live.publish()
+            self.catalogue.prune_removals()
+        except (OSError, sqlite3.OperationalError, CorpusFull, CorpusReadOnly) as error:
+            # Documents are in the catalogue, or out of it, for good: that the index file is behind
+            # costs the next one who opens it some time, and is no reason to say otherwise.
+            log.warning("%s: the index is not saved: %s", self.folder, error)
 
     @property
     def chunker(self) -> Chunker:

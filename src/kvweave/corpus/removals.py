@@ -69,7 +69,11 @@ class RemovalReader:
         self._lock = threading.Lock()
         # check_same_thread off: the lock does that
         self._db = sqlite3.connect(
-            path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            f"{path.resolve().as_uri()}?mode=rw",  # never makes another
+            uri=True,
+            timeout=BUSY_TIMEOUT_S,
+            isolation_level=None,
+            check_same_thread=False,
         )
 
     def generation(self) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from kvweave.corpus.index import AUTO
 from kvweave.corpus.index.files import atomic_file
-from kvweave.errors import CorpusError
+from kvweave.corpus.trouble import as_corpus_error
+from kvweave.errors import CorpusDamaged, CorpusError
 
 VERSION = 1
 FILE = "kb.json"
@@ -50,9 +51,11 @@ def read_settings(folder: Path) -> KnowledgeBaseSettings | None:
             raise CorpusError(f"{path} has unknown settings: {', '.join(unknown)}")
         return KnowledgeBaseSettings(**stored)
     except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(
+        raise CorpusDamaged(
             f"{path} does not parse ({error!r}); restore it or ingest into a new folder"
         ) from error
+    except OSError as error:
+        raise as_corpus_error(error, f"cannot read {path}") from error
 
 
 def check_settings(

@@ -24,7 +24,7 @@ from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
-from kvweave.engine.worker import Worker
+from kvweave.engine.worker import Pulse, Worker
 from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.recordings import recordings_of
@@ -99,13 +99,20 @@ class Engine:
         """Raise RequestError unless a prompt can be computed here, as `submit` would."""
         self._lifecycle.check(prompt_ids)
 
-    def forget(self, chunk_ids: Collection[ChunkId] | None) -> int:
-        """Chunks were deleted: no request finds their exact KV from now on, and none that found
-        them before brings it back. None: any may have been. Returns nodes that went."""
+    def forget(
+        self, chunk_ids: Collection[ChunkId] | None, namespaces: Collection[str] = ("",)
+    ) -> int:
+        """Chunks were deleted: no request of these namespaces finds their exact KV from now on, and
+        none that found them before brings it back. None: any may have been. Returns nodes that
+        went."""
         prefixes = self._prefixes
-        return self.run_alone(
-            lambda: prefixes.forget_all() if chunk_ids is None else prefixes.forget(chunk_ids)
-        )
+
+        def forget(namespace: str) -> int:
+            if chunk_ids is None:
+                return prefixes.forget_all(namespace)
+            return prefixes.forget(chunk_ids, namespace)
+
+        return self.run_alone(lambda: sum(map(forget, namespaces)))
 
     def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
         """Keep a preamble's exact KV in the tree for good. On the engine thread. False: no room."""
@@ -179,9 +186,20 @@ class Engine:
         """Raise AssertionError unless all books balance. On the engine thread: see `run_alone`."""
         self._pages.check_integrity(list(self._lifecycle.sequences.values()))
 
+    def pulse(self) -> Pulse:
+        """How the engine thread is: for who watches it."""
+        return self._worker.pulse()
+
+    def abandon(self, why: str) -> None:
+        """Give up an engine that hangs or cannot compute: everybody who waits hears `why` as an
+        EngineClosed, and it takes nothing more. `close` then waits for nothing."""
+        self._worker.abandon(EngineClosed(why))
+
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
         self._worker.close()
+        if self._worker.is_abandoned:
+            return  # its thread may still use what the others hold
         self._loader.close()
         self._prefixes.close()
 

@@ -56,6 +56,7 @@ class Lifecycle:
         self._arrivals = 0
         self.sequences: dict[Ticket, EngineSequence] = {}
         self.counts = EngineCounts()
+        self.failed_in_row = 0  # requests, since the last token was handed out
 
     @property
     def is_idle(self) -> bool:
@@ -96,13 +97,17 @@ class Lifecycle:
         ids = request.prompt_ids
         self._arrivals += 1
         own_step = request.fused is not None
+        rank: float = self._arrivals  # in the background all wait in one line
+        if not request.background:
+            rank = self._scheduler.ranks.rank(request.namespace, len(ids))
         sequence = EngineSequence(
             progress=Progress(
-                self._arrivals,
+                rank,
                 len(ids),
                 ticket.is_held,
                 own_step=own_step,
                 background=request.background,
+                tenant=request.namespace,
             ),
             request=request,
             ticket=ticket,
@@ -256,6 +261,7 @@ class Lifecycle:
         except Exception as error:  # such as logits that are no numbers: this request's
             self.end(sequence.ticket, error)
             return
+        self.failed_in_row = 0
         if not in_background:
             self.counts.add("tokens_answered")
         if sequence.take(choice):
@@ -277,6 +283,7 @@ class Lifecycle:
                 how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
                 whose = "background" if ticket.request.background else "requests"
                 self.counts.add(f"{whose}_{how}")
+                self.failed_in_row += how == "failed"
         finally:  # whatever is wrong with the books, its reader must not wait for ever
             ticket.end(error)
 

@@ -99,7 +99,11 @@ class PageManager:
         if leader.path[: len(path)] != path:
             return False
         left = path[leader.offered :]
-        return not any(self._prefixes.is_gone(chunk, leader.as_of) for chunk in left)
+        return not any(self._is_gone(chunk, leader) for chunk in left)
+
+    def _is_gone(self, chunk: ChunkRef, sequence: EngineSequence) -> bool:
+        """Whether a part of a request's path was deleted since it was found."""
+        return self._prefixes.is_gone(chunk, sequence.as_of, sequence.request.namespace)
 
     def admit(self, sequence: EngineSequence) -> bool:
         """Pages for all it knows, and one for each of the others to grow; False: not now."""
@@ -190,7 +194,7 @@ class PageManager:
             if sequence.progress.computed < start + chunk.num_tokens:
                 return taken
             sequence.offered += 1
-            gone = self._prefixes.is_gone(chunk, sequence.as_of)  # and so is what stands behind it
+            gone = self._is_gone(chunk, sequence)  # and so is what stands behind it
             if gone or not self._prefixes.offer(sequence.lease, chunk, start, sequence.kv):
                 sequence.offered = len(sequence.path)
             else:

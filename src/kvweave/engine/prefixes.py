@@ -68,6 +68,12 @@ def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
     return ChunkRef(ChunkId(f"{namespace}|preamble-{digest.hexdigest()}"), len(preamble))
 
 
+def _parted(name: ChunkId) -> tuple[str, ChunkId]:
+    """Namespace and chunk of a path's first part. Only the namespace may have a bar."""
+    namespace, _, chunk_id = name.rpartition("|")
+    return namespace, ChunkId(chunk_id)
+
+
 class ExactPrefixes:
     """The tree and its pages. The engine thread owns it; any thread reads `tombstones`, matches in
     `tree` and calls `copy_stats`."""
@@ -172,31 +178,39 @@ class ExactPrefixes:
             lease.release()
         self._pins.clear()
 
-    def forget(self, chunk_ids: Collection[ChunkId]) -> int:
-        """Chunks were deleted: out of the tree with them and all that stands behind them, for good:
-        a request that found them before does not bring them back. Returns nodes that went."""
+    def forget(self, chunk_ids: Collection[ChunkId], namespace: str = "") -> int:
+        """Chunks of a namespace were deleted: out of the tree with them and all that stands behind
+        them, for good: a request that found them before does not bring them back. Returns nodes
+        that went."""
         wanted = set(chunk_ids)
-        self.tombstones.add(wanted)
-        first = [ref for ref in self.tree.root.children if ref.partition("|")[2] in wanted]
-        return sum(self.tree.forget(name) for name in (*first, *wanted))
+        self.tombstones.add(wanted, namespace)
+        own = self._tops_of(namespace)
+        first = [top for top in own if _parted(top)[1] in wanted]
+        return sum(self.tree.forget(name, own) for name in (*first, *wanted))
 
-    def forget_all(self) -> int:
-        """Any chunk may have been deleted: all leave the tree, but not the preambles pinned."""
-        self.tombstones.add_all()
+    def forget_all(self, namespace: str = "") -> int:
+        """Any chunk of a namespace may have been deleted: all leave the tree, but not the preambles
+        pinned."""
+        self.tombstones.add_all(namespace)
         pinned = {path[0].id for path in self._pins if path}
-        tops: list[ChunkId] = []
-        for name, node in self.tree.root.children.items():
-            tops += node.children if name in pinned else [name]
-        return sum(map(self.tree.forget, dict.fromkeys(tops)))
+        own = self._tops_of(namespace)
+        names: list[ChunkId] = []
+        for top in own:
+            names += self.tree.root.children[top].children if top in pinned else [top]
+        return sum(self.tree.forget(name, own) for name in dict.fromkeys(names))
+
+    def _tops_of(self, namespace: str) -> list[ChunkId]:
+        """Where the paths of a namespace begin."""
+        return [top for top in self.tree.root.children if _parted(top)[0] == namespace]
 
     def as_of(self, request: EngineRequest) -> int:
         """When the chunks of a request that begins now were found."""
         return self.tombstones.generation if request.as_of is None else request.as_of
 
-    def is_gone(self, chunk: ChunkRef, as_of: int) -> bool:
+    def is_gone(self, chunk: ChunkRef, as_of: int, namespace: str) -> bool:
         """Whether a part of a path found then has been deleted since. Its first may name the tenant
         as well."""
-        return self.tombstones.is_gone(ChunkId(chunk.id.rpartition("|")[2]), as_of)
+        return self.tombstones.is_gone(_parted(chunk.id)[1], as_of, namespace)
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
         """Let leaves that are not in use go, the least valuable first, until there is enough."""

@@ -15,6 +15,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import RecordedDecode, is_decode
 
 log = logging.getLogger(__name__)
+NO_NUMBER = -1  # instead of the likeliest token, where the logits are no numbers
 SequenceSlice = StepSlice[EngineSequence]
 
 
@@ -79,14 +80,15 @@ class Runner:
         likeliest: list[int] = []
         if through and is_plainly_greedy(through):
             found = logits.argmax(-1) if played is None else played.likeliest
-            likeliest = found.tolist()  # one wait for the device, not one per request
+            is_number = logits.gather(-1, found[:, None]).squeeze(-1).isfinite()
+            # one wait for the device, not one per request
+            likeliest = found.where(is_number, NO_NUMBER).tolist()
         results, at = [], 0
         for each, rows in zip(slices, batch, strict=True):
             if not rows.wanted:
                 results.append(SliceResult(each, None, None, None))
                 continue
-            results.append(
-                SliceResult(each, logits[at], likeliest[at] if likeliest else None, None)
-            )
+            best = likeliest[at] if likeliest and likeliest[at] != NO_NUMBER else None
+            results.append(SliceResult(each, logits[at], best, None))
             at += 1
         return results

@@ -19,6 +19,7 @@ from kvweave.errors import ModelError, RequestError
 
 MAX_TOP_LOGPROBS = 20
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller ones would round to 0
+NO_NUMBERS = "the model gave logits that are no numbers; nothing can be drawn"
 FIRST_LOOK = 256  # of the likeliest tokens, before all are sorted
 
 
@@ -103,7 +104,10 @@ class Sampler:
             seen = self._seen.of(seen_ids, logits)
             logits = _penalised(logits, seen, s.repetition_penalty)
         if s.temperature == 0.0:
-            return int(logits.argmax())
+            likeliest = logits.argmax()  # one that is no number, where there are some
+            if not logits[likeliest].isfinite():
+                raise ModelError(NO_NUMBERS)
+            return int(likeliest)
         drawn = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
         # From the likeliest down, so that the smallest temperature gives 0 and -inf, never nan.
         scores = (logits - logits.max()) / max(s.temperature, SMALLEST_TEMPERATURE)
@@ -146,7 +150,7 @@ def _walk(scores: Tensor, look: int, *, is_all: bool, top_p: float, drawn: float
     weights = (likely / total).cpu()
     passed = weights.cumsum(dim=-1)
     if not passed[-1].isfinite():
-        raise ModelError("the model gave logits that are no numbers; nothing can be drawn")
+        raise ModelError(NO_NUMBERS)
     if not is_all and float(passed[-1]) < top_p and (top_p < 1.0 or drawn >= float(passed[-1])):
         return None
     # Those stay in front of which less than top_p lies; the likeliest always.

@@ -11,6 +11,10 @@ Prefill, a slice of it, decode and recomputing after a preemption are the same b
     3  then those that wait, while there is room for their whole prompt
     4  if none of these has a row: one in the background, in short steps, the first to come
 
+Tenants share all of this: whose turn it is comes before which of their sequences it is
+(`fair_ranks.py`). A tenant of which nothing runs while others have all pages or all places gets
+those of one of them that has several.
+
 When pages run out, the sequence that came last gives its pages back and is computed again later:
 its tokens are known, so its answer stays the same. The one that came first always goes on. Those in
 the background leave before all others, then speculations.
@@ -28,8 +32,10 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
+from kvweave.engine.fair_ranks import FairRanks
 from kvweave.errors import ConfigError
 
+NEWCOMER = "\0"  # stands for a tenant of which nothing runs yet
 WINDOW = 32  # at most so many sequences overtake any other
 
 
@@ -79,7 +85,7 @@ class SparseRows:
 class Progress:
     """How far one sequence has come. The engine thread alone changes it."""
 
-    arrival: int  # smaller came first
+    arrival: float  # smaller came first, or is its tenant's turn: see fair_ranks.py
     known: int  # tokens of the prompt and of the answer so far
     held: bool = False  # speculation: computed, not answered
     computed: int = 0  # of the known ones, those whose KV is there
@@ -88,6 +94,7 @@ class Progress:
     sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
     preempted: int = 0  # times its pages were taken away
     background: bool = False  # computed in idle time alone
+    tenant: str = ""  # whose it is
 
     @property
     def needed(self) -> int:
@@ -214,15 +221,26 @@ class WaitingQueue(Generic[S]):
         real = [waiting for waiting in self._queue if not waiting.sequence.progress.held]
         if any(waiting.overtaken >= self._window for waiting in real):
             return real[0].sequence  # overtakes none: in this order all come to their turn
-        for waiting in real:
-            if waiting.sequence.progress.preempted:
-                return waiting.sequence
-        held = (waiting for waiting in self._queue if waiting.sequence.progress.held)
-        for group in (real, held):
-            ready = (waiting for waiting in group if not self._is_coming(waiting.sequence))
-            if candidates := list(islice(ready, self._window)):
-                return max(candidates, key=self._priority).sequence
-        return None
+        held = [waiting for waiting in self._queue if waiting.sequence.progress.held]
+        for tenant in _tenants(real):
+            own = [waiting for waiting in real if waiting.sequence.progress.tenant == tenant]
+            for waiting in own:
+                if waiting.sequence.progress.preempted:
+                    return waiting.sequence
+            if (best := self._best_of(own)) is not None:
+                return best
+        return self._best_of(held)
+
+    def first_of(self, is_wanted: Callable[[S], bool]) -> S | None:
+        """The first one that is not held and is wanted."""
+        wanted = (w.sequence for w in self._queue if not w.sequence.progress.held)
+        return next((sequence for sequence in wanted if is_wanted(sequence)), None)
+
+    def _best_of(self, group: "Sequence[_Waiting[S]]") -> S | None:
+        """The one that the cache serves best, of those that wait for nothing else."""
+        ready = (waiting for waiting in group if not self._is_coming(waiting.sequence))
+        candidates = list(islice(ready, self._window))
+        return max(candidates, key=self._priority).sequence if candidates else None
 
     def remove(self, sequence: S, *, counts: bool = True) -> None:
         """It runs now, ahead of those that came before it; without `counts` it just leaves."""
@@ -234,6 +252,11 @@ class WaitingQueue(Generic[S]):
 
     def _priority(self, waiting: _Waiting[S]) -> float:
         return order_priority(*self._lengths(waiting.sequence))
+
+
+def _tenants(queue: "Sequence[_Waiting[S]]") -> list[str]:
+    """Whose sequences wait, by whose turn it is."""
+    return list(dict.fromkeys(waiting.sequence.progress.tenant for waiting in queue))
 
 
 def order_priority(cached_tokens: int, compute_tokens: int) -> float:
@@ -269,6 +292,7 @@ class Scheduler(Generic[S]):
         self.parked: list[S] = []  # speculations whose pages others needed
         self.background: list[S] = []  # those that wait for idle time, first come first
         self.preemptions = 0
+        self.ranks = FairRanks()
 
     def add(self, sequence: S) -> None:
         """It waits for its turn. One that has to load something first stays outside and is added
@@ -340,11 +364,15 @@ class Scheduler(Generic[S]):
         if any(one.progress.needed == 1 for one in together):
             left = self._step_rows
         rows_of: dict[S, int] = {}
+        parts = self._parts(together, left)
         for one in sorted(together, key=_turn):
-            rows = self._share(one, left)
+            tenant, is_prompt = one.progress.tenant, one.progress.needed > 1
+            rows = self._share(one, min(left, parts.get(tenant, left)) if is_prompt else left)
             if rows and one in self.running and self._make_room(one, rows, rows_of):
                 rows_of[one] = rows
                 left = max(0, left - rows)
+                if is_prompt and tenant in parts:
+                    parts[tenant] = max(0, parts[tenant] - rows)
         while left and (new := self._next_in(rows_of)) is not None:
             if new.progress.own_step:  # at once if no other computes, else in turn
                 if not rows_of:
@@ -353,6 +381,17 @@ class Scheduler(Generic[S]):
             rows_of[new] = self._share(new, left)
             left -= rows_of[new]
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
+
+    def _parts(self, together: Sequence[S], left: int) -> dict[str, int]:
+        """Rows of a step for prompts of each tenant, where several have some; a long prompt of one
+        is not all that others see for minutes. Empty: there is one tenant."""
+        tenants = {one.progress.tenant for one in together if one.progress.needed > 1}
+        running = {one.progress.tenant for one in self._foreground()}
+        if self.waiting.first_of(lambda one: one.progress.tenant not in running) is not None:
+            tenants.add(NEWCOMER)
+        if len(tenants) < 2:
+            return {}
+        return dict.fromkeys(tenants, -(-left // len(tenants)))
 
     def _idle_step(self) -> list[StepSlice[S]]:
         """The next step of a sequence in the background: one at a time, so that few pages and few
@@ -379,8 +418,17 @@ class Scheduler(Generic[S]):
         """Let one more sequence in, if there is room for it; those in the background may have to
         leave for it, then speculations, unless it is one."""
         busy = sum(not one.progress.held for one in self._foreground())
-        if busy >= self._cfg.max_running or (new := self.waiting.best()) is None:
-            return None
+        new = self.waiting.best() if busy < self._cfg.max_running else None
+        if new is None or not self._admit(new, rows_of):
+            new = self._take_from_the_rich(rows_of)
+        if new is not None:
+            self.waiting.remove(new)
+            self.running.append(new)
+            if not new.progress.held:
+                self.ranks.began(new.progress.arrival)
+        return new
+
+    def _admit(self, new: S, rows_of: dict[S, int]) -> bool:
         while not self._pages.admit(new):
             giving_way = [
                 one
@@ -388,11 +436,29 @@ class Scheduler(Generic[S]):
                 if one.progress.background or (one.progress.held and not new.progress.held)
             ]
             if not giving_way:
-                return None
+                return False
             self._preempt(max(giving_way, key=_leaves), rows_of)
-        self.waiting.remove(new)
-        self.running.append(new)
-        return new
+        return True
+
+    def _take_from_the_rich(self, rows_of: dict[S, int]) -> S | None:
+        """There is no room. A sequence of a tenant of which none runs, to whom the tenant of which
+        most do gives way, as long as it has more than one. None: there is no such tenant."""
+        own: dict[str, list[S]] = {}
+        for one in self._foreground():
+            if not one.progress.held:
+                own.setdefault(one.progress.tenant, []).append(one)
+        poor = self.waiting.first_of(lambda one: one.progress.tenant not in own)
+        if poor is None:
+            return None
+        while rich := max(own.values(), key=len, default=[]):
+            if len(rich) < 2:
+                return None
+            victim = max(rich, key=_leaves)
+            rich.remove(victim)
+            self._preempt(victim, rows_of)
+            if self._admit(poor, rows_of):
+                return poor
+        return None
 
     def _make_room(self, sequence: S, num_rows: int, rows_of: dict[S, int]) -> bool:
         """Pages for the next rows of a running sequence; others may have to leave for it."""
@@ -417,13 +483,13 @@ class Scheduler(Generic[S]):
             self.add(victim)
 
 
-def _turn(sequence: Scheduled) -> tuple[bool, bool, int]:
+def _turn(sequence: Scheduled) -> tuple[bool, bool, float]:
     """Decodes first, then by arrival, speculations last."""
     progress = sequence.progress
     return progress.needed > 1, progress.held, progress.arrival
 
 
-def _leaves(sequence: Scheduled) -> tuple[bool, bool, int]:
+def _leaves(sequence: Scheduled) -> tuple[bool, bool, float]:
     """Who gives its pages back first, the largest: one in the background, then a speculation, then
     the one that came last."""
     progress = sequence.progress

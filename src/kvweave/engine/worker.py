@@ -6,9 +6,11 @@ and ends when there was nothing to do for a while.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,6 +24,13 @@ from kvweave.errors import EngineClosed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Pulse(NamedTuple):
+    """How the engine thread is."""
+
+    step_s: float  # that the step at hand has taken so far; 0: it is between two
+    failed_in_row: int  # requests that failed since the last token was handed out
 
 
 class Worker:
@@ -42,8 +51,33 @@ class Worker:
         self._runner = runner
         self._idle_s = idle_s
         self._thread: threading.Thread | None = None  # guarded by the inbox's condition
+        self._step_from_s: float | None = None  # when the step at hand began
+        self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded likewise
+        self._is_abandoned = False
 
     # ---- any thread
+
+    def pulse(self) -> Pulse:
+        from_s = self._step_from_s
+        step_s = 0.0 if from_s is None else time.monotonic() - from_s
+        return Pulse(step_s, self._lifecycle.failed_in_row)
+
+    def abandon(self, error: BaseException) -> None:
+        """The thread is not to be hoped for: everybody who waits for it hears `error`, and it takes
+        nothing more. What it holds is lost; the thread itself cannot be ended."""
+        with self._inbox.changed:
+            self._is_abandoned = True
+            self._inbox.close()
+            futures = list(self._futures)
+            tickets = [each for each in self._inbox.peek() if isinstance(each, Ticket)]
+        for future in futures:
+            _fail(future, error)
+        for ticket in [*list(self._lifecycle.sequences), *tickets]:
+            ticket.end(error)
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self._is_abandoned
 
     def post(self, news: News) -> None:
         """As Inbox.post; the thread starts if it does not run. Raises EngineClosed.
@@ -54,8 +88,7 @@ class Worker:
         with self._inbox.changed:
             self._inbox.post(news)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-                self._thread.start()
+                self._start()
 
     def run_alone(self, job: Callable[[], T]) -> T:
         """Run a job on the thread, between two steps; wait for it and give its result."""
@@ -65,20 +98,36 @@ class Worker:
 
         def work() -> None:
             try:
-                future.set_result(job())
+                done = job()
             except BaseException as error:  # the waiting thread must hear of it
-                future.set_exception(error)
+                _fail(future, error)
+                return
+            with suppress(InvalidStateError):  # abandoned meanwhile
+                future.set_result(done)
 
-        self.post(work)
-        return future.result()
+        with self._inbox.changed:
+            self.post(work)
+            self._futures.add(future)
+        try:
+            return future.result()
+        finally:
+            with self._inbox.changed:
+                self._futures.discard(future)
 
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
         with self._inbox.changed:
             self._inbox.close()
             thread = self._thread
+        if self._is_abandoned:
+            return  # it may never end
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _start(self) -> None:
+        """The inbox's condition is held."""
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
 
     # ---- the thread
 
@@ -103,6 +152,20 @@ class Worker:
             self._lifecycle.hear(self._inbox.take())
 
     def _work(self) -> None:
+        """The life of the thread. What ends it against all expectation ends the requests that it
+        had, and the next work has another thread."""
+        try:
+            self._take_steps()
+        except BaseException as error:
+            log.critical("the engine thread died; the next request has another", exc_info=error)
+            self._step_from_s = None
+            self._end_all(error if isinstance(error, Exception) else _died(error))
+            with self._inbox.changed:
+                self._thread = None
+                if self._inbox and not self._inbox.is_closed:  # came meanwhile
+                    self._start()
+
+    def _take_steps(self) -> None:
         """Steps while there is work, then waits for some, then ends."""
         device, inbox = self._runner.device, self._inbox
         if device.index is not None and device.type == "cuda":
@@ -121,12 +184,15 @@ class Worker:
 
     def _guarded_step(self) -> bool:
         """A step whose own failure, which would be a bug, ends all requests and not the thread."""
+        self._step_from_s = time.monotonic()
         try:
             return self._step()
         except Exception as error:
             log.exception("a step failed, which is a bug")
             self._end_all(error)
             return False
+        finally:
+            self._step_from_s = None
 
     def _end_all(self, error: BaseException) -> None:
         """Every request ends with `error`; jobs that were asked for still run."""
@@ -140,3 +206,12 @@ class Worker:
                 self._lifecycle.end(ticket, error)
             except Exception:  # a bug that is being reported already; the others must hear too
                 log.exception("a request could not give back what it held")
+
+
+def _fail(future: "Future[Any]", error: BaseException) -> None:
+    with suppress(InvalidStateError):  # it has its result, or was failed before
+        future.set_exception(error)
+
+
+def _died(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"the engine thread died: {type(error).__name__} {error}".rstrip())

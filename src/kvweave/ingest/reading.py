@@ -4,13 +4,14 @@ A bad file is counted as skipped, and leaves what an earlier run took from it.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParsedRecord, ParseLimits, parse, read_bytes
+from kvweave.corpus.parsers import ParsedRecord, ParseLimits, read_bytes
+from kvweave.corpus.parsers.apart import parse_apart
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
-from kvweave.errors import CorpusError
+from kvweave.errors import CorpusError, EngineClosed
 from kvweave.ingest.report import Skipped, Tally
 from kvweave.ingest.sources import (
     FileBytes,
@@ -117,11 +118,16 @@ class SourceReader:
         if self._is_unchanged(source, fingerprint, len(data)):
             return
         try:
-            records = parse(path, data, self._limits)
-        except Exception as error:  # whatever a parser trips over, the other files can do without
+            records = parse_apart(path, data, self._limits, self._ticking(source))
+        except CorpusError as error:  # what a parser tripped over, the other files can do without
             self._tally.skip(source, error)
             return
         self._cut(OpenSource(source, fingerprint), records, len(data))
+
+    def _ticking(self, source: str) -> Callable[[], None]:
+        """To be called while a source is read: the caller of the ingest hears of it, and can end it
+        by an EngineClosed."""
+        return lambda: self._tally.still_reading(source)
 
     def _take_text(self, item: TextSource) -> None:
         fingerprint = _text_fingerprint(item.title, item.text)
@@ -154,6 +160,7 @@ class SourceReader:
         """
         old = self._catalogue.fingerprints(source.source)
         num_chars = sum(len(record.text) for record in records)
+        ticking = self._ticking(source.source)
         for record in records:
             share_bytes = size_bytes * len(record.text) // num_chars
             document_id = _document_id(source.source, record.key)
@@ -165,8 +172,10 @@ class SourceReader:
                 continue
             document = ParsedDocument(document_id, source.source, record.title, record.text)
             try:
-                placed = list(self._chunker.cut(record.title, record.text))
+                placed = list(self._chunker.cut(record.title, record.text, ticking))
                 assert placed, "parsers leave blank records out"
+            except EngineClosed:
+                raise
             except Exception as error:  # as for a parser
                 self._tally.skip(source.source, error)
                 return

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from kvweave.errors import KVWeaveError
 from kvweave.types import ChunkId, EncodeWork
 
+TOLD_S = 0.2  # between two reports of reading one source
 Phase = Literal["read", "embed", "index", "encode", "neighbours"]
 
 
@@ -79,7 +80,7 @@ class Tally:
         self.total_bytes: int | None = None
         self._skipped: list[Skipped] = []
         self._progress = progress
-        self._started_s = time.monotonic()
+        self._started_s = self._told_s = time.monotonic()
 
     def skip(self, source: str, error: Exception) -> None:
         self.skipped(Skipped(source, reason_of(error)))
@@ -100,6 +101,13 @@ class Tally:
                     source,
                 )
             )
+
+    def still_reading(self, source: str) -> None:
+        """As `tell`, for one that calls very often: it says so a few times a second."""
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TOLD_S:
+            self._told_s = now_s
+            self.tell("read", source)
 
     def begin_kv(self, work: EncodeWork) -> None:
         """So much KV is to be computed."""

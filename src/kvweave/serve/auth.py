@@ -66,6 +66,12 @@ def tenant_of(scope: Scope) -> str:
     return str(scope.get("state", {}).get("tenant", ""))
 
 
+def client_of(scope: Scope) -> str:
+    """Who is to share with others: the tenant, or the address where there are none."""
+    client = scope.get("client")
+    return tenant_of(scope) or (str(client[0]) if client else "")
+
+
 class ApiKeys:
     """ASGI middleware: lets holders of a key through and notes their tenant."""
 

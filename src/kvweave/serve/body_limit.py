@@ -13,6 +13,9 @@ from kvweave.serve.limits import Limits
 # A client that is still sending does not read, and would see a reset instead of the refusal. So a
 # little more is read and thrown away after the reply.
 DRAINED_BODIES = 8
+# Parsing JSON stops all threads. Its time goes with how many values there are, which are never more
+# than these characters: so many take less than 0.1 s. A text has about one in a hundred characters.
+MOST_VALUES = 250_000
 UPLOADS = re.compile(r"/v1/kb/[^/]+/documents")
 
 
@@ -29,7 +32,7 @@ class BodyLimit:
             return
         is_upload = scope["method"] == "POST" and UPLOADS.fullmatch(scope["path"])
         limit_bytes = self._limits.upload_bytes if is_upload else self._limits.body_bytes
-        body = _Body(scope, receive, limit_bytes, self._limits)
+        body = _Body(scope, receive, limit_bytes, self._limits, counts_values=not is_upload)
 
         async def sending(message: Message) -> None:
             is_last = message["type"] == "http.response.body" and not message.get("more_body")
@@ -46,7 +49,16 @@ class BodyLimit:
 class _Body:
     """The body of one request as it arrives."""
 
-    def __init__(self, scope: Scope, receive: Receive, limit_bytes: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        limit_bytes: int,
+        limits: Limits,
+        *,
+        counts_values: bool,
+    ) -> None:
+        """`counts_values`: it is JSON that is parsed in one go, as soon as it is there."""
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
         self._announced_bytes = int(length) if length.isdigit() else 0
@@ -56,6 +68,8 @@ class _Body:
         self._limit_bytes = limit_bytes
         self._wait_s = limits.body_s
         self._least_rate = limits.body_rate
+        self._counts_values = counts_values
+        self._values_left = MOST_VALUES
         self._began_s: float | None = None
         self._read_bytes = 0
         self._has_begun = False
@@ -81,6 +95,11 @@ class _Body:
             ) from None
         if self._read_bytes > self._limit_bytes:
             raise self._too_large()
+        if self._values_left < 0:
+            raise ApiError(
+                400,
+                f"the body has more than {MOST_VALUES:,} commas, brackets and braces; send less",
+            )
         if self._trickles():
             raise ApiError(
                 408,
@@ -106,7 +125,10 @@ class _Body:
     async def _next(self) -> Message:
         self._has_begun = True
         message = await self._receive()
-        self._read_bytes += len(message.get("body", b""))
+        piece = message.get("body", b"")
+        self._read_bytes += len(piece)
+        if self._counts_values:
+            self._values_left -= sum(map(piece.count, (b",", b"[", b"{")))
         self._is_over = not message.get("more_body", False)
         return message
 

@@ -7,6 +7,8 @@ goes to the log, never to the client.
 """
 
 import logging
+import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +18,62 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvweave.app.libraries.libraries import AllInUse, NoSuchKnowledgeBase
-from kvweave.errors import EngineClosed, KVWeaveError, RequestError
+from kvweave.errors import (
+    CorpusBusy,
+    CorpusDamaged,
+    CorpusError,
+    CorpusFull,
+    CorpusReadOnly,
+    EngineClosed,
+    KVWeaveError,
+    RequestError,
+)
 
 log = logging.getLogger(__name__)
 
 LONGEST_MESSAGE = 600  # characters; a message may quote what the caller sent
 LONGEST_QUOTE = 60
 MOST_FAULTS = 4  # named in one message
+
+# As `repr`, of no more than is shown: a body may be megabytes of small things
+QUOTE = reprlib.Repr()
+QUOTE.maxstring = QUOTE.maxother = QUOTE.maxlong = 4 * LONGEST_QUOTE
+
+
+# What a client is told of a knowledge base that cannot be used now: status, words, code, seconds
+OF_DISKS: dict[type[CorpusError], tuple[int, str, str, int | None]] = {
+    CorpusBusy: (
+        409,
+        "another process is writing this knowledge base; nothing was changed, try again",
+        "knowledge_base_busy",
+        5,
+    ),
+    CorpusFull: (
+        507,
+        "the server's disk is full; documents that are complete stay, send the others again when "
+        "there is room",
+        "no_room",
+        60,
+    ),
+    CorpusReadOnly: (
+        503,
+        "this knowledge base cannot be written now; nothing was changed",
+        "read_only",
+        60,
+    ),
+    CorpusDamaged: (
+        500,
+        "this knowledge base is damaged; its administrator can look with kvweave kb check",
+        "knowledge_base_damaged",
+        None,
+    ),
+}
+PATH = re.compile(r"(?<![\w/.:~])~?/(?:[^\s/:,;'\"()]+/)*([^\s/:,;'\"()]+)")
+
+
+def without_paths(text: str) -> str:
+    """Of absolute paths the last part: where things lie is no business of the client's."""
+    return PATH.sub(r"\1", text)
 
 
 class ApiError(HTTPException):
@@ -74,9 +125,14 @@ def as_api_error(error: Exception) -> ApiError:
         return busy(str(error))
     if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may
         return ApiError(503, str(error), headers={"Retry-After": "5"})
+    for kind, (status, words, code, wait_s) in OF_DISKS.items():
+        if isinstance(error, kind):
+            log.warning("%s", error)  # with the path, which is no business of the client's
+            wait = {} if wait_s is None else {"Retry-After": str(wait_s)}
+            return ApiError(status, words, code=code, headers=wait)
     log.error("a request failed", exc_info=error)
     if isinstance(error, KVWeaveError):
-        return ApiError(500, str(error))
+        return ApiError(500, without_paths(str(error)))
     return ApiError(500, "internal error; the server's log says more")
 
 
@@ -110,12 +166,15 @@ def _line(fault: Mapping[str, Any]) -> str:
         return f"the body is not valid JSON: {fault['ctx']['error']} at {fault['loc'][-1]}"
     if kind == "extra_forbidden":
         return f"'{place}' is not supported"
+    if kind == "too_many":
+        named = f"'{place}'" if place else "the body"
+        return f"{named} {fault['msg']}, got {len(fault['input'])}"
     if not place:
         return "the body must be a JSON object, sent with Content-Type: application/json"
     if kind == "missing":
         return f"'{place}' is missing"
     wants = fault["msg"].removeprefix("Input ").replace("should be", "must be")
-    got = repr(fault["input"])
+    got = QUOTE.repr(fault["input"])
     got = got if len(got) <= LONGEST_QUOTE else got[:LONGEST_QUOTE] + "…"
     return f"'{place}' {wants}, got {got}"
 

@@ -19,10 +19,16 @@ class Limits:
     waiting_tasks: int = 64  # admitted behind them; beyond that, 429
     body_s: float = 30.0  # between two pieces of a body; beyond that, 408
     body_rate: int = 2048  # bytes per second of a body, after its first `body_s`; slower is a 408
+    connections: int = 1024  # open at once; of more the ones that do nothing are closed
+    header_s: float = 10.0  # for the head of a request; beyond that, the connection is closed
+    tenant_answers: int | None = None  # of one tenant, running or waiting; None: as many as fit
+    tenant_kbs: int | None = None  # knowledge bases of one tenant; None: any number
+    tenant_bytes: int | None = None  # of their documents on the disk; None: any number
     request_s: float = 600.0  # for a whole answer; beyond that, 504, and the work is given up
 
     def __post_init__(self) -> None:
         least = {"waiting": 0, "waiting_tasks": 0, "body_s": 0.0, "body_rate": 0, "request_s": 0.0}
         for name in self.__slots__:
-            if getattr(self, name) < least.get(name, 1):
+            value = getattr(self, name)
+            if value is not None and value < least.get(name, 1):
                 raise ConfigError(f"Limits.{name} must be at least {least.get(name, 1):g}")

@@ -13,6 +13,7 @@ class Readiness:
 
     preparing: str | None = None  # what is done before the server is ready, if anything
     is_stopping: bool = False  # takes no new work; what runs may finish
+    broken: str | None = None  # what is wrong with the engine, for good
 
 
 class Drain:
@@ -24,10 +25,9 @@ class Drain:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_work = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        if is_work and self._readiness.is_stopping:
-            error = ApiError(
-                503, "the server is stopping; ask another one", headers={"Retry-After": "5"}
-            )
+        why = self._readiness.broken or "the server is stopping"
+        if is_work and (self._readiness.is_stopping or self._readiness.broken):
+            error = ApiError(503, f"{why}; ask another one", headers={"Retry-After": "5"})
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)

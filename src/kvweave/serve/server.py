@@ -6,12 +6,15 @@ What is to be done before the first answer (`prepare`) is done while connections
 A stopping server first says so on /readyz and refuses new work, for load balancers to notice
 (`lame_s`). Then it takes no new connections and lets answers finish for a while (`patience_s`).
 Then it gives them up: each client gets its error in the usual shape instead of a broken connection.
+
+A server whose engine hangs or cannot compute (`workers/engine_watch.py`) stops likewise, at once.
 """
 
 import asyncio
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,9 +25,12 @@ from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.errors import EngineClosed
 from kvweave.serve.auth import Keys
+from kvweave.serve.connections import guarded
 from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
+from kvweave.serve.origins import OriginRules
+from kvweave.serve.workers.engine_watch import EngineWatch
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +52,7 @@ class ServerLifecycle:
     on_ready: Callable[[], None] | None = None  # called on the event loop, once it is prepared
     lame_s: float = 0.0  # connections are taken for this long after the signal
     patience_s: float = 10.0  # and then answers may go on for this long
+    stuck_s: float = 120.0  # a step of the engine that takes longer hangs; 0: none does
 
 
 class Server(uvicorn.Server):
@@ -60,21 +67,40 @@ class Server(uvicorn.Server):
         keys: Keys | None = None,
         sampling: Mapping[str, Any] | None = None,
         lifecycle: ServerLifecycle | None = None,
+        origins: OriginRules | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `sampling`: see `make_context`."""
-        self._life = lifecycle or ServerLifecycle()
+        `sampling`: see `make_context`; `origins` None: no pages but its own."""
+        self._life, limits = lifecycle or ServerLifecycle(), limits or Limits()
         self._context = make_context(weave, limits, libraries=libraries, sampling=sampling)
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch = EngineWatch(weave, self._life.stuck_s, self._on_broken)
         config = uvicorn.Config(
-            build_http(self._context, keys),
+            build_http(self._context, keys, origins),
+            http=guarded(limits.connections, limits.header_s),
             log_config=None,  # ours, see observe/logs.py
             access_log=False,
             timeout_graceful_shutdown=round(self._life.patience_s) + LAST_WORDS_S,
         )
         super().__init__(config)
+
+    @property
+    def broken(self) -> str | None:
+        """What was wrong with the engine, where `run` returned because of that."""
+        return self._readiness.broken
+
+    def _on_broken(self, why: str) -> None:
+        """The engine is gone for good: say so, and end. On the watch's thread."""
+        self._readiness.broken = why
+        if self._loop is not None:
+            with suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(self._give_up_broken)
+
+    def _give_up_broken(self) -> None:
+        self._context.give_up()
+        self.should_exit = True
 
     def stop(self) -> None:
         """Begin to stop, from any thread. `run` returns when all is in order."""
@@ -98,6 +124,7 @@ class Server(uvicorn.Server):
         self._readiness.preparing = next((step.words for step in self._life.prepare), None)
         await super().startup(sockets)
         self._readying = asyncio.create_task(self._get_ready())
+        self._watch.start()
 
     async def _get_ready(self) -> None:
         """Requests do not wait for this; a client that looks at /readyz does."""
@@ -116,13 +143,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._readiness.is_stopping = True
-        giving_up = asyncio.get_running_loop().call_later(
-            self._life.patience_s, self._context.give_up
-        )
+        patience_s = 0.0 if self._readiness.broken else self._life.patience_s
+        giving_up = asyncio.get_running_loop().call_later(patience_s, self._context.give_up)
         try:
             await super().shutdown(sockets)
         finally:
             giving_up.cancel()
+            await asyncio.to_thread(self._watch.close)
 
     def _exit(self) -> None:
         self.should_exit = True

@@ -16,12 +16,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how some vocabularies write a space
+DIGITS = 8  # of a message's number while a template runs
 
 
 class TemplatePart(NamedTuple):
@@ -43,7 +47,7 @@ class Tokenizer:
         try:
             self._fast = FastTokenizer.from_file(str(path))
             self._plain = FastTokenizer.from_file(str(path))
-            self._plain.encode_special_tokens = True  # "<|im_end|>" in a text is just characters
+            _disarm(self._plain)  # "<|im_end|>" in a text is just characters
             for each in (self._fast, self._plain):
                 # Some files carry a training run's settings; a cut chunk is another chunk.
                 each.no_truncation()
@@ -79,6 +83,14 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         added = self._fast.get_added_tokens_decoder()
         return frozenset(i for i, token in added.items() if token.special)
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        """Tokens that no text may become by spelling them out: every added one, special or not.
+        Some chat models mark the tokens of their roles as not special."""
+        named = {token.content for token in _controls(self._fast)}
+        added = self._fast.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.content in named)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of foreign text, in which a spelled-out control token is ordinary characters."""
@@ -135,20 +147,20 @@ class Tokenizer:
 
         A random word stands in for each content while the template runs and is cut out again. It is
         drawn anew each time, so nothing a user writes can play a part in where the cuts fall, and
-        no content can pass for the template's control tokens.
+        no content can pass for the template's control tokens. The words differ in their number
+        alone: one pattern finds them all, in a time that grows with the text and not with messages
+        times text.
         """
-        marks = [secrets.token_hex(16) for _ in messages]
-        stand_ins = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
-        place = {mark: i for i, mark in enumerate(marks)}
-        pieces = re.split(f"({'|'.join(marks)})", self.render_chat(stand_ins))
+        word = secrets.token_hex(16)
+        stand_ins = [{**m, "content": f"{word}{i:0{DIGITS}}"} for i, m in enumerate(messages)]
+        pieces = re.split(f"{word}([0-9]{{{DIGITS}}})", self.render_chat(stand_ins))
         parts = []
-        for piece in filter(None, pieces):
-            at = place.get(piece)
-            parts.append(
-                TemplatePart(piece, None)
-                if at is None
-                else TemplatePart(str(messages[at]["content"]), at)
-            )
+        for place, piece in enumerate(pieces):
+            if place % 2:  # what the pattern's group caught: the number of a message
+                at = int(piece)
+                parts.append(TemplatePart(str(messages[at]["content"]), at))
+            elif piece:
+                parts.append(TemplatePart(piece, None))
         return parts
 
     def render_chat(
@@ -206,6 +218,31 @@ class Tokenizer:
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._fast.token_to_id(token)
+
+
+def _controls(tokenizer: FastTokenizer) -> list[AddedToken]:
+    """Added tokens that could mean something to the model besides text: those of white space alone,
+    as code models have for indentation, cannot."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return [token for token in added if token.content.strip(f"{BLANK} \t\r\n")]
+
+
+def _disarm(tokenizer: FastTokenizer) -> None:
+    """No text becomes a control token by it. Its vocabulary stays as it is."""
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=token.normalized,
+                special=True,
+            )
+            for token in _controls(tokenizer)
+        ]
+    )
+    tokenizer.encode_special_tokens = True
 
 
 def _raise_template_error(message: str) -> None:

@@ -92,6 +92,40 @@ def test_deletions_beyond_what_is_remembered_count_for_everybody_who_is_older() 
     assert stones.generation == 4
 
 
+def test_what_one_tenant_deletes_is_there_for_another(decoder: Decoder) -> None:
+    rng = random.Random(3)
+    for preamble in (ids(rng, 6), ()):
+        request = with_chunks(preamble, [ids(rng, 9), ids(rng, 5)], ids(rng, 3))
+        gone = request.chunks[0].id
+        with Engine(decoder, SMALL) as engine:
+            found = engine.tombstones.generation
+            for namespace in ("a", "b"):
+                list(engine.submit(replace(request, namespace=namespace, as_of=found)))
+            exact = request.prompt_ids[: len(request.prompt_ids) - 3]
+            engine.forget([gone], ["a"])
+            assert engine.tombstones.is_gone(gone, found, "a")
+            assert not engine.tombstones.is_gone(gone, found, "b")
+            ticket = engine.submit(replace(request, namespace="b", as_of=found))
+            assert list(ticket) == alone(decoder, request)
+            assert ticket.record is not None
+            assert ticket.record.counts["exact"] == len(exact), "its KV is still there"
+            engine.forget(None, ["a"])  # any of a's may be gone
+            assert not engine.tombstones.is_gone(gone, found, "b")
+            assert engine.forget([gone], ["b"]) > 0
+            engine.run_alone(engine.check_integrity)
+
+
+def test_however_much_a_tenant_deletes_deletions_of_others_are_remembered() -> None:
+    a, b = ChunkId("a"), ChunkId("b")
+    stones = Tombstones(most=2)
+    stones.add([a], "small")
+    for number in range(5):
+        stones.add([ChunkId(str(number))], "large")
+    assert stones.is_gone(a, 0, "small")
+    assert not stones.is_gone(b, 0, "small"), "nothing of it is forgotten"
+    assert stones.is_gone(b, 0, "large")
+
+
 # ── with a knowledge base ────────────────────────────────────────────────────
 
 

@@ -34,6 +34,7 @@ from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
 from kvweave.metrics import Metrics
 from kvweave.plan.search_pace import Paces
+from kvweave.text.length import refuse_long
 from kvweave.text.prompt import (
     SYSTEM,
     Document,
@@ -138,6 +139,8 @@ class Answerer:
         unless a search guessed."""
         self._catch_up()
         question = self._filled(asked)
+        if self._library is not None:
+            self._library.asked_by(self._tenant_of(question))
         as_of = self._client.generation()
         named, talk = self.router.named(question.reuse, question.ratio), self._talk(question)
         if named is not None:
@@ -212,6 +215,10 @@ class Answerer:
 
     def _filled(self, asked: Question) -> Question:
         """A question, with what it leaves open as is usual."""
+        texts = [asked.question, asked.system or ""]
+        texts += [str(message.get("content")) for message in asked.history]
+        texts += [d.title + d.text for d in _documents(asked.documents or ())]
+        refuse_long(self._tokenizer, texts, self._max_context)
         sampling = asked.sampling or self.sampling.sampling()
         return replace(asked.filled(self._settings.usual), sampling=sampling)
 
@@ -223,10 +230,11 @@ class Answerer:
     def _talk(self, question: Question) -> Talk:
         """What was said before, with the chunks that stood there."""
         past, name = past_messages(question.history), question.conversation_id
-        is_gone = self._client.is_gone
+        tenant = self._tenant_of(question)
+        is_gone = partial(self._client.is_gone, namespace=tenant)
         conversations = self._settings.conversations
         most_tokens = self._max_context // HISTORY_SHARE
-        return conversations.talk(self._tenant_of(question), name, past, is_gone, most_tokens)
+        return conversations.talk(tenant, name, past, is_gone, most_tokens)
 
     def _given(self, question: Question) -> list[tuple[int, ...]]:
         """The documents of a request as chunks."""

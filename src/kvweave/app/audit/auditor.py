@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -247,7 +248,7 @@ class Auditor:
         return not self._is_closed
 
     def _is_deleted(self, request: EngineRequest) -> bool:
-        as_of, is_gone = request.as_of, self._client.is_gone
+        as_of, is_gone = request.as_of, partial(self._client.is_gone, namespace=request.namespace)
         return as_of is not None and any(is_gone(chunk.id, as_of) for chunk in request.chunks)
 
     def _tell(self, strategy: str, ratio: float, bound: float) -> None:

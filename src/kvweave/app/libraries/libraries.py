@@ -8,9 +8,10 @@ All methods may be called from any thread.
 
 import logging
 import re
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar, Unpack
@@ -28,6 +29,8 @@ from kvweave.app.question import AskOptions, QuestionDefaults
 from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.parsers import ParseLimits
+from kvweave.corpus.parsers.apart import read_fields
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import (
@@ -37,6 +40,7 @@ from kvweave.errors import (
     KVWeaveError,
     RequestError,
 )
+from kvweave.ingest.pipeline import IngestOptions
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.kv.config import GIB
@@ -61,6 +65,7 @@ __all__ = [
     "TextSource",
     "check_name",
     "check_tenant",
+    "read_fields",
 ]
 
 log = logging.getLogger(__name__)
@@ -74,6 +79,24 @@ NAMES = "letters, digits, - and _, at most 64, a letter or digit first"
 
 class NoSuchKnowledgeBase(CorpusError):
     """Nothing goes by that name here."""
+
+
+# What is said of a knowledge base that does not open, by the kind of trouble; the log says more
+PROBLEMS = {
+    "CorpusDamaged": "damaged; its administrator can look with kvweave kb check",
+    "CorpusBusy": "being written by another process; look again in a moment",
+    "CorpusFull": "on a disk that is full",
+    "CorpusReadOnly": "in a folder that the server may not use",
+    "": "not to be opened; the server's log says why",
+}
+
+
+class LibraryStatus(NamedTuple):
+    """A knowledge base as a list shows it."""
+
+    totals: Totals
+    kv: KVProgress
+    problem: str | None = None  # what is wrong with it, in words that name no path
 
 
 class LibraryKey(NamedTuple):
@@ -95,6 +118,7 @@ class LibrariesConfig:
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what requests leave open
     audit: AuditConfig = field(default_factory=AuditConfig)  # of each, in idle time
     promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
+    parsing: ParseLimits = field(default_factory=ParseLimits)  # of files that are uploaded
     open_most: int = 4  # at a time; the one that was not used for longest makes way
     host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
     wait_s: float = 10.0  # for one to make way, where all that are open are in use
@@ -136,7 +160,7 @@ class Libraries:
         root = self._root_of(tenant)
         if root is not None and root.is_dir():
             found = (p for p in root.iterdir() if NAME.fullmatch(p.name))
-            named |= {p.name for p in found if read_settings(p) is not None}
+            named |= {p.name for p in found if _is_one(p)}
         return sorted(named)
 
     def open_ahead(self) -> None:
@@ -174,7 +198,7 @@ class Libraries:
         for place in places:
             folder = self._folder(place)
             assert folder is not None, "a name from `names` has a folder"
-            if read_settings(folder) is not None:
+            if _is_one(folder):
                 files = folder.glob("catalogue.sqlite*")
                 changed[place] = max((p.stat().st_mtime for p in files), default=0.0)
         return sorted(changed, key=lambda place: changed[place])[-most:]
@@ -256,7 +280,13 @@ class Libraries:
         """Bring documents in. Makes the knowledge base if it is new. Their chunk KV is made in the
         background, if that is configured; `chunk_kv`: before this returns."""
         with self._writer(tenant, name, create=True) as weave:
-            return weave.ingest(*sources, chunk_kv=chunk_kv, progress=progress, only_new=True)
+            return weave.ingest(
+                *sources,
+                chunk_kv=chunk_kv,
+                progress=progress,
+                options=IngestOptions(limits=self.config.parsing),
+                only_new=True,
+            )
 
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
         with self.use(tenant, name) as weave:
@@ -267,12 +297,35 @@ class Libraries:
         with self.use(tenant, name) as weave:
             return weave.library.kb.search(query, k, mode=mode)
 
+    def status(self, tenant: str, name: str) -> LibraryStatus:
+        """Counts of a knowledge base, how far its chunk KV is, and what is wrong with it, if it
+        cannot be opened. Never raises for that: others are asked about in the same breath."""
+        try:
+            return LibraryStatus(self.totals(tenant, name), self.kv_progress(tenant, name))
+        except (CorpusError, sqlite3.Error, OSError) as error:
+            log.warning("knowledge base %r cannot be looked into: %s", name, error)
+            progress = KVProgress("failed", 0, 0, 0, why="the knowledge base cannot be opened")
+            kind = type(error).__name__ if isinstance(error, CorpusError) else "CorpusDamaged"
+            return LibraryStatus(Totals(0, 0, 0), progress, PROBLEMS.get(kind, PROBLEMS[""]))
+
     def totals(self, tenant: str, name: str) -> Totals:
         """Counts of a knowledge base, which is not opened for it."""
         folder = self._folder(LibraryKey(tenant, check_name(name)))
         assert folder is not None, "a name from `names` has a folder"
         with KnowledgeBase.open(folder) as kb:
             return kb.totals()
+
+    def document_bytes(self, tenant: str) -> int:
+        """On the disk, of all knowledge bases of a tenant: their documents, vectors and indexes.
+        Chunk KV can be made again and has a budget of its own."""
+        total = 0
+        for name in self.names(tenant):
+            folder = self._folder(LibraryKey(tenant, name))
+            assert folder is not None, "a name from `names` has a folder"
+            for file in (*folder.glob("catalogue.sqlite*"), *(folder / "index").glob("*")):
+                with suppress(FileNotFoundError):
+                    total += file.stat().st_size
+        return total
 
     def kv_progress(self, tenant: str, name: str) -> KVProgress:
         """How far its chunk KV is; it is not opened for it, and looked at on its disk unless it is
@@ -352,6 +405,14 @@ class Libraries:
     def _root_of(self, tenant: str) -> Path | None:
         root = self.config.root
         return root / f"@{tenant}" if root is not None and tenant else root
+
+
+def _is_one(folder: Path) -> bool:
+    """Whether a knowledge base lies there, sound or not."""
+    try:
+        return read_settings(folder) is not None
+    except CorpusError:
+        return True
 
 
 def _gauge(weave: Weave) -> None:

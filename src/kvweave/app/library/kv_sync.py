@@ -21,6 +21,7 @@ every chunk again.
 
 import json
 import logging
+import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from kvweave.app.library.neighbours import NeighbourKeeper, open_table
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, TierError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.report import OnProgress
@@ -217,8 +218,13 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync)
         before = sync.state()
         written = kb.catalogue.remove(ids)
         kb.publish()
-        sync.forget(written.orphaned)
-        sync.removed(before)
+        try:
+            sync.forget(written.orphaned)
+            sync.removed(before)
+        except (OSError, sqlite3.Error, TierError) as error:
+            # The documents are gone: saying that they are not would be wrong. The catalogue owes
+            # the removal of their KV, and the next writer pays it.
+            log.warning("%s: chunk KV of what was removed goes later: %s", kb.folder, error)
     return written
 
 

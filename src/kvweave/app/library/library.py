@@ -69,9 +69,11 @@ class Library:
         self.kv = kv
         self._client = client
         self._is_settled = False
-        catalogue = kb.catalogue
+        self._uid = kb.catalogue.uid()
+        self._tenant = kv.encoder.context.tenant_salt
+        self.asked_by(self._tenant)
         self._removals = RemovalWatch(
-            catalogue.path, catalogue.uid(), client.heard, client.forget, kv.store.forget
+            kb.catalogue.path, self._uid, client.heard, self._forget, kv.store.forget
         )
         corpus = None if kv.background is None else CorpusKV(kb, kv, kv.background)
         if kv.background is not None:
@@ -173,7 +175,7 @@ class Library:
         """Documents to chunks and vectors, and to chunk KV if asked for: of every chunk that has
         none, or with `only_new` of those that come, once all others are known to have been looked
         at with this encoding."""
-        job = SyncJob(chunk_kv, only_new, refresh_neighbours, self._client.forget)
+        job = SyncJob(chunk_kv, only_new, refresh_neighbours, self._forget)
         sync = self.kv.sync(job)
         if chunk_kv:
             self.kv.prepare_to_encode()
@@ -188,13 +190,13 @@ class Library:
     def remove(self, reference: str) -> int:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""
         ids = [document.id for document in self.kb.find(reference)]
-        sync = self.kv.sync(SyncJob(forgotten=self._client.forget))
+        sync = self.kv.sync(SyncJob(forgotten=self._forget))
         return len(remove_documents(self.kb, ids, sync).orphaned)
 
     def repair(self) -> None:
         """Delete what a removal or an ingest that was killed has left. A writer at work does it
         itself."""
-        sync = self.kv.sync(SyncJob(forgotten=self._client.forget))
+        sync = self.kv.sync(SyncJob(forgotten=self._forget))
         if sync.is_settled:
             return
         with self.kb.writing_if_free() as is_free:
@@ -204,6 +206,10 @@ class Library:
     def catch_up(self) -> None:
         """Forget what other processes have removed. Microseconds if there is nothing new."""
         self._removals.catch_up()
+
+    def asked_by(self, tenant: str) -> None:
+        """A request of a tenant is about to look for chunks here: deletions reach it too."""
+        self._client.asked(self._uid, tenant)
 
     def behind(self, key: PreambleKey) -> KVBehind:
         """Its chunk KV behind a preamble: the one that documents are ingested behind, or another
@@ -219,7 +225,10 @@ class Library:
         """Whether a chunk that was found in generation `as_of` was deleted since, here or by
         another process."""
         self.catch_up()  # the request may have found it long ago
-        return self._client.is_gone(chunk_id, as_of)
+        return self._client.is_gone(chunk_id, as_of, self._tenant)
+
+    def _forget(self, chunk_ids: Collection[ChunkId] | None) -> None:
+        self._client.forget_of(self._uid, chunk_ids)
 
     def _known(self, chunk_ids: Collection[str]) -> Collection[str]:
         try:

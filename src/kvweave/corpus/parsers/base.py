@@ -23,15 +23,18 @@ class ParsedRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParseLimits:
-    """Above these a file is reported and skipped, before it costs memory."""
+    """Above these a file is reported and skipped."""
 
     file_bytes: int = 64 << 20  # size on disk
     text_chars: int = 256 << 20  # after unpacking: a small archive can hold a huge text
+    seconds: float = 60.0  # for parsing it
+    memory_bytes: int = 2 << 30  # that parsing may take
 
 
 # Gives all records of a file or raises CorpusError with the reason; never some of them.
 Parser = Callable[[Path, bytes, ParseLimits], list[ParsedRecord]]
 
+CLEANED_CHARS = 1 << 20  # at a time
 CONTROLS = re.compile(r"[\x01-\x08\x0b\x0c\x0e-\x1f\x7f]")
 BOMS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -67,7 +70,9 @@ def decode(data: bytes) -> str:
 def clean(text: str) -> str:
     """One kind of newline, no control characters. Positions in the result are the ones kept."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
-    text = CONTROLS.sub("", text)
+    # in pieces: other threads have their turn in between
+    pieces = (text[at : at + CLEANED_CHARS] for at in range(0, len(text), CLEANED_CHARS))
+    text = "".join(CONTROLS.sub("", piece) for piece in pieces)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -100,6 +105,7 @@ def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[ParsedRec
     """
     records: list[ParsedRecord] = []
     used: set[str] = set()
+    copies: dict[str, int] = {}  # by content: the last number that was given
     for row_id, title, text in rows:
         title, text = clean(title), clean(text)
         if not text.strip():
@@ -109,10 +115,11 @@ def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[ParsedRec
         key = f"id:{row_id.encode(errors='backslashreplace').decode()}" if row_id else content
         if key in used:
             key = f"{key}:{content}"
-        copy = 1
+        copy = copies.get(content, 1)
         while key in used:
             copy += 1
             key = f"{content}:{copy}"
+            copies[content] = copy
         used.add(key)
         records.append(ParsedRecord(key, title, text))
     if not records:

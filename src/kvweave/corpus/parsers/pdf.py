@@ -28,7 +28,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
         title = str((reader.metadata and reader.metadata.title) or "").strip()
     except (DependencyError, FileNotDecryptedError) as error:
         raise CorpusError("encrypted PDF; remove its password first") from error
-    except CorpusError:
+    except (CorpusError, MemoryError):  # the second is said where the limit is known
         raise
     # A broken file can fail anywhere in the parser: KeyError, RecursionError, zlib.error, …
     except Exception as error:

@@ -63,14 +63,16 @@ def _rows(text: str, delimiter: str) -> tuple[list[str], list[dict[str, str]]]:
 
 def _distinct(names: list[str]) -> list[str]:
     """Columns of one name get numbers, so that none hides another: "price", "price 2"."""
-    distinct: list[str] = []
+    distinct: dict[str, None] = {}  # in order
+    numbers: dict[str, int] = {}  # by name: the last one that was given
     for name in names:
-        number, own = 1, name
+        number, own = numbers.get(name, 1), name
         while own in distinct:
             number += 1
             own = f"{name} {number}"
-        distinct.append(own)
-    return distinct
+        numbers[name] = number
+        distinct[own] = None
+    return list(distinct)
 
 
 def _delimiter(text: str) -> str:

@@ -28,7 +28,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
             for block in document.iter_inner_content()
         ]
         title = (document.core_properties.title or "").strip()
-    except CorpusError:
+    except (CorpusError, MemoryError):  # the second is said where the limit is known
         raise
     # A zip with anything inside can call itself .docx: KeyError, ValueError, lxml errors, …
     except Exception as error:

@@ -10,7 +10,7 @@ error.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -290,13 +290,17 @@ class KnowledgeTree:
                 self._pages.lose_host(node)
                 return
 
-    def forget(self, chunk_id: ChunkId) -> int:
-        """A chunk was deleted: it and everything behind it can no longer be found. Returns nodes.
+    def forget(self, chunk_id: ChunkId, under: Collection[ChunkId] | None = None) -> int:
+        """A chunk was deleted: it and everything behind it can no longer be found, on paths that
+        begin with one of `under`, or on any. Returns nodes.
 
         Pages that a running request reads stay until its lease goes.
         """
         before = self._pages.num_nodes
-        tops = [node for node in self if node.chunk_id == chunk_id]
+        roots = self.root.children
+        within = [roots[top] for top in (roots if under is None else under) if top in roots]
+        nodes = (node for root in within for node in subtree(root))
+        tops = [node for node in nodes if node.chunk_id == chunk_id]
         for node in tops:  # parents first: one below another is gone by then
             if node.parent is not None and not self._pages.is_doomed(node):
                 self._pages.drop(node)

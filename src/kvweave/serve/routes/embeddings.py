@@ -8,9 +8,7 @@ from fastapi.responses import JSONResponse
 
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.wire.embeddings import EmbeddingRequest
-
-MOST_TEXTS = 2048  # as OpenAI has it
+from kvweave.serve.wire.embeddings import MOST_CHARS, EmbeddingRequest
 
 
 async def embeddings(request: EmbeddingRequest, context: Context) -> Response:
@@ -20,8 +18,8 @@ async def embeddings(request: EmbeddingRequest, context: Context) -> Response:
     if request.model not in (None, name):
         message = f"no embedding model {request.model!r} here; this server has {name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
-    if len(request.input) > MOST_TEXTS:
-        message = f"'input' must be at most {MOST_TEXTS} texts, got {len(request.input)}"
+    if (num_chars := sum(map(len, request.input))) > MOST_CHARS:
+        message = f"'input' must be at most {MOST_CHARS:,} characters, got {num_chars:,}; send less"
         raise ApiError(400, message, param="input")
     for place, text in enumerate(request.input):
         if not text:

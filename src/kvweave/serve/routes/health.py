@@ -26,6 +26,8 @@ def health_routes(context: Context) -> APIRouter:
     async def readyz() -> Ready:
         """Model, embedder and knowledge bases are open, the machine is measured if need be, and new
         work is taken."""
+        if readiness.broken is not None:
+            raise ApiError(503, readiness.broken, headers={"Retry-After": "5"})
         if readiness.is_stopping:
             raise ApiError(503, "the server is stopping", headers={"Retry-After": "5"})
         if readiness.preparing is not None:

@@ -1,5 +1,6 @@
 """Knowledge bases: upload, list, delete, search."""
 
+import asyncio
 from contextlib import ExitStack, closing
 from functools import partial
 
@@ -14,7 +15,7 @@ from kvweave.app.libraries.libraries import (
     OnProgress,
     check_name,
 )
-from kvweave.serve.auth import tenant_of
+from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.uploads.ingest_job import IngestJob
@@ -36,6 +37,8 @@ from kvweave.serve.wire.kb import (
 )
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
+
+LONGEST_QUERY = 32 << 10  # characters: an embedder reads the first few hundred words
 
 
 def kb_routes(context: Context) -> APIRouter:
@@ -70,7 +73,9 @@ def kb_routes(context: Context) -> APIRouter:
             message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
             raise ApiError(404, message)
         check_name(name)
-        admission = context.writing.admit()  # before anything of the body is read
+        await asyncio.to_thread(_refuse_over_quota, context, tenant, name)
+        # before anything of the body is read
+        admission = context.writing.admit(client_of(request.scope))
         try:
             with ExitStack() as spooled:
                 spool = spooled.enter_context(closing(Spool()))
@@ -119,12 +124,34 @@ def kb_routes(context: Context) -> APIRouter:
     async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
         if not body.query.strip():
             raise ApiError(400, "'query' is empty; say something", param="query")
+        if len(body.query) > LONGEST_QUERY:
+            message = f"'query' must be at most {LONGEST_QUERY:,} characters; say less"
+            raise ApiError(400, message, param="query")
         if not 1 <= body.k <= MOST_CHUNKS:
             message = f"'k' must be between 1 and {MOST_CHUNKS}, got {body.k}"
             raise ApiError(400, message, param="k")
-        return await tasks.run(partial(_search, libraries, tenant_of(request.scope), name, body))
+        look = partial(_search, libraries, tenant_of(request.scope), name, body)
+        return await tasks.run(look, client=client_of(request.scope))
 
     return routes
+
+
+def _refuse_over_quota(context: Context, tenant: str, name: str) -> None:
+    """Raises a 403 for an upload of a tenant that has all it may have."""
+    limits, libraries = context.limits, context.libraries
+    if limits.tenant_kbs is not None:
+        names = libraries.names(tenant)
+        if name not in names and len(names) >= limits.tenant_kbs:
+            raise _over_quota(f"you may have {limits.tenant_kbs} knowledge bases, and have them")
+    if limits.tenant_bytes is not None:
+        used = libraries.document_bytes(tenant)
+        if used >= limits.tenant_bytes:
+            most = limits.tenant_bytes / 2**20
+            raise _over_quota(f"your documents take {used / 2**20:,.1f} MiB of {most:,.1f} MiB")
+
+
+def _over_quota(what: str) -> ApiError:
+    return ApiError(403, f"{what}; delete some first", code="quota_exceeded")
 
 
 def _ingest(
@@ -156,13 +183,14 @@ def _one_knowledge_base(libraries: Libraries, tenant: str, name: str) -> Knowled
 
 
 def _knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBaseOut:
-    totals = libraries.totals(tenant, name)
+    status = libraries.status(tenant, name)
     return KnowledgeBaseOut(
         name=name,
-        documents=totals.num_documents,
-        chunks=totals.num_chunks,
-        tokens=totals.num_tokens,
-        kv=kv_out(libraries.kv_progress(tenant, name)),
+        documents=status.totals.num_documents,
+        chunks=status.totals.num_chunks,
+        tokens=status.totals.num_tokens,
+        kv=kv_out(status.kv),
+        problem=status.problem,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvweave.app.weave import Sampling, Weave
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.wire.base import MOST_STOPS, SamplingFields
+from kvweave.serve.wire.base import SamplingFields
 
 # fields of `Sampling` that a request may leave to the configuration and the model
 DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
@@ -48,9 +48,6 @@ def samplings(
     most = max(1, context.limits.choices // num_prompts)
     if not 1 <= request.n <= most:
         raise ApiError(400, f"'n' must be between 1 and {most}, got {request.n}", param="n")
-    if len(request.stop) > MOST_STOPS:
-        message = f"'stop' must be at most {MOST_STOPS} strings, got {len(request.stop)}"
-        raise ApiError(400, message, param="stop")
     asked = {name: getattr(request, name) for name in DRAWN if name in request.model_fields_set}
     first = context.weave.sampling(
         {

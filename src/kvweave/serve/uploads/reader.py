@@ -17,7 +17,8 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from kvweave.app.libraries.libraries import FileBytes, Later, TextSource
+from kvweave.app.libraries.libraries import FileBytes, Later, TextSource, read_fields
+from kvweave.errors import CorpusError
 from kvweave.serve.errors import ApiError, describe
 from kvweave.serve.limits import Limits
 from kvweave.serve.uploads.forms import WANTS, FormFile, FormFiles
@@ -25,6 +26,7 @@ from kvweave.serve.uploads.spool import Spool
 from kvweave.serve.wire.kb import TextIn
 
 LONGEST_NAME = 200
+SHORT_BYTES = 256 << 10  # of JSON that is parsed here; a longer one in a process of its own
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -74,8 +76,13 @@ def _read_file(spool: Spool, file: FormFile, name: str) -> FileBytes:
 
 
 def _read_text(spool: Spool) -> TextSource:
+    data = spool.read(0, spool.size_bytes)
     try:
-        given = TextIn.model_validate(json.loads(spool.read(0, spool.size_bytes)))
+        # JSON is parsed in one go, in which no other thread does anything
+        value = json.loads(data) if len(data) <= SHORT_BYTES else read_fields(data)
+        given = TextIn.model_validate(value)
+    except CorpusError as error:
+        raise ApiError(400, str(error)) from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, ValidationError):
             faults: list[Any] = [{**f, "loc": ("body", *f["loc"])} for f in error.errors()]

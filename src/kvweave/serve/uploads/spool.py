@@ -1,10 +1,14 @@
 """Where an upload waits: on the disk, whatever its size, so that many who wait fill no memory."""
 
 import asyncio
+import errno
+import logging
 import os
 import tempfile
 
 from kvweave.serve.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 20  # gathered in memory between two writes
 
@@ -25,7 +29,7 @@ class Spool:
             raise _no_room(error) from error
 
     async def append(self, data: bytes) -> None:
-        """Keep `data` behind what is there. Raises a 503 where the disk has no room."""
+        """Keep `data` behind what is there. Raises a 507 where the disk has no room."""
         self.size_bytes += len(data)
         self._gathered += data
         if len(self._gathered) >= PIECE_BYTES:
@@ -61,9 +65,10 @@ class Spool:
 
 
 def _no_room(error: OSError) -> ApiError:
+    log.error("an upload cannot be kept in %s: %s", tempfile.gettempdir(), error)
     return ApiError(
-        503,
-        f"an upload cannot be kept in {tempfile.gettempdir()}: {error.strerror}; "
-        "the server's administrator can free some room or set TMPDIR",
+        507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503,
+        f"the server cannot keep an upload ({error.strerror}); its administrator can free some "
+        "room or set TMPDIR",
         headers={"Retry-After": "30"},
     )

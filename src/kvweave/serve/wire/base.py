@@ -4,6 +4,7 @@ Requests are read strictly: a number in quotes is a wrong type, and a field that
 refused by name. A null means the same as leaving the field out.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -21,6 +22,10 @@ from kvweave.app.libraries.libraries import NAME
 NAME_PATTERN = f"^{NAME.pattern}$"  # of a knowledge base
 MOST_CHUNKS = 1000  # that `k` may ask for
 MOST_STOPS = 4
+MOST_MESSAGES = 2048  # of one chat
+MOST_PARTS = 4096  # of all its messages together
+MOST_DOCUMENTS = 1000  # that one question brings
+MOST_FIELDS = 64  # of one object: more are not read, nor named one by one in a refusal
 
 
 def _encodable(text: str) -> str:
@@ -44,8 +49,22 @@ class Incoming(BaseModel):
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
         if isinstance(value, dict):
+            if len(value) > MOST_FIELDS:
+                raise PydanticCustomError("too_many", f"must have at most {MOST_FIELDS} fields")
             return {name: part for name, part in value.items() if part is not None}
         return value
+
+
+def at_most(most: int, what: str) -> Callable[[Any], Any]:
+    """Refuses a longer list before its parts are looked at: on the event loop, where a hundred
+    thousand of them would hold up every other request."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > most:
+            raise PydanticCustomError("too_many", f"must be at most {most} {what}")
+        return value
+
+    return check
 
 
 def schema_only(**bounds: Any) -> Any:
@@ -56,6 +75,8 @@ def schema_only(**bounds: Any) -> Any:
 def _listed(stop: Any) -> Any:
     if not isinstance(stop, str | list):
         raise PydanticCustomError("stop", "must be a string or a list of strings")
+    if len(stop) > MOST_STOPS and isinstance(stop, list):
+        raise PydanticCustomError("too_many", f"must be at most {MOST_STOPS} strings")
     return [stop] if isinstance(stop, str) else stop
 
 

@@ -7,12 +7,16 @@ from pydantic_core import PydanticCustomError
 
 from kvweave.serve.wire.base import (
     MOST_CHUNKS,
+    MOST_DOCUMENTS,
+    MOST_MESSAGES,
+    MOST_PARTS,
     NAME_PATTERN,
     Incoming,
     Outgoing,
     SamplingFields,
     Text,
     Usage,
+    at_most,
     schema_only,
 )
 from kvweave.serve.wire.explain import Explain
@@ -39,6 +43,19 @@ class ChatMessage(Incoming):
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.content)
+
+
+def _few(messages: Any) -> Any:
+    """Counted before any of them is read: see `at_most`."""
+    at_most(MOST_MESSAGES, "messages")(messages)
+    if isinstance(messages, list):
+        contents = [each.get("content") for each in messages if isinstance(each, dict)]
+        if sum(len(each) for each in contents if isinstance(each, list)) > MOST_PARTS:
+            raise PydanticCustomError("too_many", f"must be at most {MOST_PARTS} parts of text")
+    return messages
+
+
+Messages = Annotated[list[ChatMessage], BeforeValidator(_few)]
 
 
 class DocumentIn(Incoming):
@@ -76,9 +93,11 @@ AnyReuse = Annotated[ReuseIn, BeforeValidator(_named, json_schema_input_type=str
 class ChatRequest(SamplingFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], schema_only(minItems=1)]
+    messages: Annotated[Messages, schema_only(minItems=1, maxItems=MOST_MESSAGES)]
     # Extensions: what to answer from, and how
-    documents: list[AnyDocument] | None = None  # these chunks
+    documents: Annotated[
+        list[AnyDocument] | None, BeforeValidator(at_most(MOST_DOCUMENTS, "documents"))
+    ] = None  # these chunks
     # the nearest chunks of this knowledge base; its chunk KV is reused
     kb: Annotated[Text | None, schema_only(pattern=NAME_PATTERN)] = None
     k: Annotated[int | None, schema_only(minimum=1, maximum=MOST_CHUNKS)] = None  # so many of them

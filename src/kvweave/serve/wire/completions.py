@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvweave.serve.wire.base import Outgoing, SamplingFields, Text, Usage
+from kvweave.serve.wire.base import Outgoing, SamplingFields, Text, Usage, at_most
 
 Ids = list[int]
+MOST_PROMPTS = 16  # of one request; `Limits.choices` may allow fewer
 
 
 def _prompts(prompt: Any) -> Any:
@@ -17,6 +18,7 @@ def _prompts(prompt: Any) -> Any:
     if isinstance(prompt, list) and prompt:
         if all(type(part) is int for part in prompt):
             return [prompt]
+        at_most(MOST_PROMPTS, "prompts")(prompt)
         if all(isinstance(part, str) for part in prompt):
             return prompt
         if all(isinstance(p, list) and p and all(type(i) is int for i in p) for p in prompt):

@@ -5,12 +5,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvweave.serve.wire.base import Incoming, Outgoing, Text
+from kvweave.serve.wire.base import Incoming, Outgoing, Text, at_most
+
+MOST_TEXTS = 2048  # as OpenAI has it
+MOST_CHARS = 1 << 20  # of all of them
 
 
 def _texts(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
+    at_most(MOST_TEXTS, "texts")(value)
     if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
         return value
     raise PydanticCustomError("input", "must be a string or a list of strings, not token ids")

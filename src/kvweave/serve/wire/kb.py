@@ -39,6 +39,7 @@ class KnowledgeBaseOut(Outgoing):
     chunks: int
     tokens: int  # of distinct chunks
     kv: KVOut
+    problem: str | None = None  # it cannot be used: what is wrong; its counts are 0 then
 
 
 class KnowledgeBaseList(Outgoing):

@@ -18,7 +18,9 @@ WORDS = {
     401: "No API key, or a wrong one",
     404: "No such model, knowledge base or document",
     405: "Another method is served here",
+    403: "The page that asks, or the name it asks by, is not of this server",
     408: "The body stopped coming",
+    409: "Another process writes this knowledge base; nothing was changed",
     413: "The body is too large",
     415: "The body is of another type",
     429: "Too many requests; Retry-After says when to come back",
@@ -26,6 +28,7 @@ WORDS = {
     500: "A bug; the server's log says more",
     503: "The server is stopping",
     504: "The answer took too long",
+    507: "The server's disk is full",
 }
 
 
@@ -35,9 +38,9 @@ def refusals(*statuses: int) -> Responses:
     }
 
 
-ERRORS = refusals(400, 401, 404, 405, 500, 503)
-ANSWER_ERRORS = refusals(400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
-KB_ERRORS = refusals(400, 401, 404, 405, 408, 413, 415, 429, 500, 503)
+ERRORS = refusals(400, 401, 403, 404, 405, 500, 503)
+ANSWER_ERRORS = refusals(400, 401, 403, 404, 405, 408, 413, 429, 500, 503, 504)
+KB_ERRORS = refusals(400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 500, 503, 507)
 
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -16,9 +17,13 @@ from typing import NamedTuple, Protocol
 from kvweave.app.weave import Answer, AnswerStream
 from kvweave.serve.errors import ApiError, busy
 from kvweave.serve.limits import Limits
+from kvweave.serve.workers.fair_turns import FairTurns
 from kvweave.serve.workers.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
+
+GUARANTEED = 4  # answers that a tenant is let in with though others have all places
+MORE = 64  # threads for first answers of tenants, beyond those that may run
 
 # On a worker thread. May block and raise: it retrieves, tokenises, checks the prompt.
 Start = Callable[[], AnswerStream]
@@ -48,7 +53,8 @@ class AnswerMeter(Protocol):
 class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
-    def __init__(self, start: Start, meter: AnswerMeter) -> None:
+    def __init__(self, start: Start, meter: AnswerMeter, tenant: str = "") -> None:
+        self.tenant = tenant
         self.mailbox = Mailbox()
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
@@ -56,12 +62,17 @@ class AnswerJob:
         self._admitted_s = time.perf_counter()
         self._abandoned = threading.Event()
         self._answering: AnswerStream | None = None  # once it began
-        self._future: Future[str] | None = None
+        self._context = copy_context()  # the request's id, for the log
+        self.outcome: Future[str] = Future()  # which of PoolCounts it was; cancelled: never begun
 
-    def submit(self, workers: ThreadPoolExecutor) -> "Future[str]":
-        context = copy_context()  # the request's id, for the log
-        self._future = workers.submit(context.run, self._work)
-        return self._future
+    def run(self) -> None:
+        """On a worker thread. Nothing to a job that was abandoned before."""
+        if not self.outcome.set_running_or_notify_cancel():
+            return
+        try:
+            self.outcome.set_result(self._context.run(self._work))
+        except BaseException as error:  # a mailbox without a loop: the server was forced to quit
+            self.outcome.set_exception(error)
 
     def abandon(self, why: ApiError | None = None) -> None:
         """Stop between two steps of the engine. Nothing to a job that is done. Any thread.
@@ -72,7 +83,7 @@ class AnswerJob:
         self._abandoned.set()
         if (answering := self._answering) is not None:  # else the worker sees the flag when it is
             answering.abort()
-        never_began = self._future is not None and self._future.cancel()
+        never_began = self.outcome.cancel()
         if why is not None or never_began:
             self.mailbox.fail(why or _gone())
 
@@ -113,34 +124,73 @@ class AnswerJob:
 class AnswerPool:
     """Admits answers and counts them. Used on the event loop; only the counting is on any thread.
 
-    An answer that its client has left still holds its place until its worker is free of it.
+    An answer that its client has left still holds its place until its worker is free of it. Tenants
+    take turns (`fair_turns.py`), and each is let in with a few however many others there are.
     """
 
     def __init__(self, limits: Limits, meter: AnswerMeter) -> None:
         self._limits = limits
         self._meter = meter
-        self._workers = ThreadPoolExecutor(limits.running, thread_name_prefix="answer")
-        self._lock = threading.Lock()  # guards the two below
+        # more than may run: of every tenant one does
+        self._workers = ThreadPoolExecutor(limits.running + MORE, thread_name_prefix="answer")
+        self._lock = threading.Lock()  # guards all below
+        self._turns: FairTurns[AnswerJob] = FairTurns(limits.running)
         self._jobs: set[AnswerJob] = set()
+        self._by_tenant: Counter[str] = Counter()
         self._ended = {"finished": 0, "failed": 0, "abandoned": 0}
 
-    def submit(self, starts: Sequence[Start]) -> list[AnswerJob]:
-        """Admit all answers of a request, or raise a 429 that says when to try again."""
-        most = self._limits.running + self._limits.waiting
-        jobs = [AnswerJob(start, self._meter) for start in starts]
+    def submit(self, starts: Sequence[Start], tenant: str = "") -> list[AnswerJob]:
+        """Admit all answers of a tenant's request, or raise a 429 that says when to try again."""
+        jobs = [AnswerJob(start, self._meter, tenant) for start in starts]
         with self._lock:
-            if len(self._jobs) + len(jobs) > most:
-                raise busy(f"{len(self._jobs)} answers of at most {most} are running or waiting")
+            self._refuse_many(len(jobs), tenant)
             self._jobs |= set(jobs)
+            self._by_tenant[tenant] += len(jobs)
+            for job in jobs:
+                self._turns.put(tenant, job)
         for job in jobs:
-            job.submit(self._workers).add_done_callback(
+            job.outcome.add_done_callback(
                 lambda future, job=job: self._leave(job, future)  # type: ignore[misc]
             )
+        self._begin()
         return jobs
+
+    def _refuse_many(self, num_new: int, tenant: str) -> None:
+        """Lock is held."""
+        most, own = self._limits.running + self._limits.waiting, self._by_tenant[tenant] + num_new
+        quota = self._limits.tenant_answers
+        if quota is not None and own > quota:
+            raise busy(f"{own - num_new} of your answers, of at most {quota}, run or wait")
+        is_small = tenant and own <= GUARANTEED and len(self._by_tenant) > 1
+        if len(self._jobs) + num_new > most and not is_small:
+            raise busy(f"{len(self._jobs)} answers of at most {most} are running or waiting")
+
+    def _begin(self) -> None:
+        """Give threads to those whose turn it is. Any thread."""
+        while True:
+            with self._lock:
+                begins = self._turns.next()
+            if begins is None:
+                return
+            tenant, job = begins
+            try:
+                self._workers.submit(self._work, tenant, job)
+            except RuntimeError:  # closed meanwhile
+                job.abandon()
+                with self._lock:
+                    self._turns.done(tenant)
+
+    def _work(self, tenant: str, job: AnswerJob) -> None:
+        try:
+            job.run()
+        finally:
+            with self._lock:
+                self._turns.done(tenant)
+            self._begin()
 
     def counts(self) -> PoolCounts:
         with self._lock:
-            running = min(len(self._jobs), self._limits.running)
+            running = min(len(self._jobs), self._turns.num_running)
             return PoolCounts(running, len(self._jobs) - running, **self._ended)
 
     def abandon_all(self) -> None:
@@ -162,7 +212,12 @@ class AnswerPool:
         else:  # an exception here is a mailbox without a loop: the server was forced to quit
             how = "failed" if future.exception() is not None else future.result()
         with self._lock:
+            if future.cancelled():
+                self._turns.drop(job.tenant, job)
             self._jobs.remove(job)
+            self._by_tenant[job.tenant] -= 1
+            if not self._by_tenant[job.tenant]:
+                del self._by_tenant[job.tenant]
             self._ended[how] += 1
 
 

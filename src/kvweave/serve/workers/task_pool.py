@@ -9,7 +9,7 @@ that stops ends one in between, where nothing that was acknowledged is lost.
 
 import asyncio
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -21,6 +21,8 @@ from kvweave.serve.errors import busy
 from kvweave.serve.limits import Limits
 
 T = TypeVar("T")
+
+SHARED = 8  # places, from which on no client may have all of them
 
 
 Begin = Callable[[Future[Any], Callable[[], object], Hashable], None]  # future, work, turn
@@ -72,21 +74,26 @@ class TaskPool:
         self._threads = ThreadPoolExecutor(limits.tasks, thread_name_prefix="task")
         self._lock = threading.Lock()
         self._num_admitted = 0
+        self._share = self._most - self._most // 4 if self._most >= SHARED else self._most
+        self._by_client: Counter[Hashable] = Counter()
         # of every turn that is taken, the work that waits for it
         self._turns: dict[Hashable, deque[tuple[Future[Any], Callable[[], object]]]] = {}
         self._stopped = threading.Event()
 
-    def admit(self) -> Admission:
-        """A place, or a 429."""
+    def admit(self, client: Hashable = None) -> Admission:
+        """A place, or a 429. No client has all places, so that another finds one."""
         with self._lock:
             if self._num_admitted >= self._most:
                 raise busy(f"{self._most} {self._what} are under way")
+            if client is not None and self._by_client[client] >= self._share:
+                raise busy(f"{self._share} of your {self._what} are under way")
             self._num_admitted += 1
-        return Admission(self._start, self._leave)
+            self._by_client[client] += 1
+        return Admission(self._start, partial(self._leave, client))
 
-    async def run(self, work: Callable[[], T], turn: Hashable = None) -> T:
+    async def run(self, work: Callable[[], T], turn: Hashable = None, client: Hashable = None) -> T:
         """Admit `work` or raise a 429; then its result."""
-        return await self.admit().begin(work, lambda: None, turn)
+        return await self.admit(client).begin(work, lambda: None, turn)
 
     def stop(self) -> None:
         """Have work that asks (see `check`) end where it is."""
@@ -146,6 +153,9 @@ class TaskPool:
             following = waiting.popleft()
         self._submit(*following, turn)
 
-    def _leave(self) -> None:
+    def _leave(self, client: Hashable) -> None:
         with self._lock:
             self._num_admitted -= 1
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]

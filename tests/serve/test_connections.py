@@ -1,0 +1,159 @@
+"""Connections that do nothing keep nobody out."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvweave.app.weave import Weave
+from kvweave.serve.auth import parse_keys
+from kvweave.serve.limits import Limits
+from worlds.serving import make_libraries, serving, user
+
+NOTE = {"title": "x", "text": "A note."}
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def is_closed_within(connection: socket.socket, seconds: float) -> bool:
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def small(weave: Weave) -> Iterator[str]:
+    with serving(weave, Limits(connections=8, header_s=1.0)) as url:
+        yield url
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"])
+def test_half_a_head_is_not_waited_for(small: str, head: bytes) -> None:
+    with connect(small) as connection:
+        connection.sendall(head)
+        assert is_closed_within(connection, 10.0)
+
+
+def test_a_head_that_comes_letter_by_letter_is_not_waited_for(small: str) -> None:
+    with connect(small) as connection:
+        began_s = time.monotonic()
+        try:
+            for letter in b"GET /healthz HTTP/1.1\r\nHost: " + b"x" * 1000:
+                connection.sendall(bytes([letter]))
+                time.sleep(0.05)
+        except OSError:
+            pass
+        assert time.monotonic() - began_s < 20.0
+
+
+def test_a_second_head_is_not_waited_for_either(small: str) -> None:
+    with connect(small) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /heal")
+        assert is_closed_within(connection, 10.0)
+
+
+def test_idle_connections_make_way(small: str) -> None:
+    with ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(connect(small)).sendall(b"GET / HT")
+            reply = httpx.get(f"{small}/healthz", timeout=10)
+            assert reply.status_code == 200
+
+
+@contextmanager
+def half_an_upload(url: str, key: str) -> Iterator[None]:
+    with connect(url) as connection:
+        connection.sendall(
+            b"POST /v1/kb/notes/documents HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+            b"\r\nContent-Length: 1000\r\nAuthorization: Bearer " + key.encode() + b"\r\n\r\n{"
+        )
+        yield
+
+
+def test_uploads_that_stall_leave_room_for_other_tenants(weave: Weave, tmp_path: Path) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    keys = parse_keys(["sk-stalling:slow", "sk-working:quick"])
+    limits = Limits(tasks=2, waiting_tasks=10)
+    with serving(weave, limits, libraries=libraries, keys=keys) as url, ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(half_an_upload(url, "sk-stalling"))
+        place = f"{url}/v1/kb/notes/documents"
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s:  # until all of them have their places
+            own = {"Authorization": "Bearer sk-stalling"}
+            if httpx.post(place, json=NOTE, headers=own, timeout=30).status_code == 429:
+                break
+        else:
+            raise AssertionError("one tenant had all the places")
+        others = {"Authorization": "Bearer sk-working"}
+        reply = httpx.post(place, json=NOTE, headers=others, timeout=60)
+        assert reply.status_code == 200, reply.text
+    libraries.close()
+
+
+def test_a_tenant_has_no_more_than_its_quota(weave: Weave, tmp_path: Path) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    keys = parse_keys(["sk-tenant-1:one", "sk-tenant-2:two"])
+    limits = Limits(tenant_kbs=1, tenant_bytes=1, tenant_answers=2)
+    with serving(weave, limits, libraries=libraries, keys=keys) as url:
+        one, two = ({"Authorization": f"Bearer sk-tenant-{i}"} for i in (1, 2))
+
+        def upload(name: str, headers: dict[str, str]) -> httpx.Response:
+            place = f"{url}/v1/kb/{name}/documents"
+            return httpx.post(place, json=NOTE, headers=headers, timeout=60)
+
+        assert upload("a", one).status_code == 200
+        for name, words in (("b", "you may have 1 knowledge bases"), ("a", "your documents take")):
+            refused = upload(name, one)
+            assert refused.status_code == 403
+            assert refused.json()["error"]["code"] == "quota_exceeded"
+            assert words in refused.json()["error"]["message"]
+        assert upload("a", two).status_code == 200, "a quota is each tenant's own"
+        body = {"messages": user("hi"), "max_tokens": 1, "n": 3}
+        many = httpx.post(f"{url}/v1/chat/completions", json=body, headers=one, timeout=60)
+        assert many.status_code == 429
+        assert "of at most 2" in many.json()["error"]["message"]
+    libraries.close()
+
+
+def test_twelve_long_answers_of_one_tenant_leave_another_its_first_token(
+    weave: Weave,
+) -> None:
+    """It waited for 30 s."""
+    import threading
+
+    keys = parse_keys(["sk-tenant-1:one", "sk-tenant-2:two"])
+    long = {"messages": user("word " * 300), "max_tokens": 150, "temperature": 0}
+    with serving(weave, Limits(running=4, waiting=20), keys=keys) as url:
+        one, two = ({"Authorization": f"Bearer sk-tenant-{i}"} for i in (1, 2))
+        done: list[float] = []
+
+        def ask() -> None:
+            httpx.post(f"{url}/v1/chat/completions", json=long, headers=one, timeout=120)
+            done.append(time.monotonic())
+
+        threads = [threading.Thread(target=ask) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        while httpx.get(f"{url}/healthz", timeout=30).json()["waiting"] < 6 and len(done) < 6:
+            time.sleep(0.01)
+        short = {"messages": user("hi"), "max_tokens": 1}
+        reply = httpx.post(f"{url}/v1/chat/completions", json=short, headers=two, timeout=120)
+        answered_s = time.monotonic()
+        for thread in threads:
+            thread.join(timeout=120)
+    assert reply.status_code == 200
+    assert sum(each > answered_s for each in done) >= 4, "it did not wait for all of them"

@@ -1,0 +1,208 @@
+"""A disk that is full or read-only, a writer elsewhere, a broken knowledge base: said as what it
+is, with nothing half done, no path shown, and the others served."""
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvweave.app.weave import Weave
+from kvweave.corpus.kb_folder import writer_lock
+from kvweave.serve.errors import without_paths
+from worlds.serving import KbServer, make_libraries, serving
+
+NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
+OTHER = {"title": "Quota", "text": "A quota limits the pods of a namespace."}
+
+
+@pytest.fixture
+def own(weave: Weave, tmp_path: Path) -> Iterator[KbServer]:
+    libraries = make_libraries(weave, tmp_path / "kbs")
+    with serving(weave, libraries=libraries) as address:
+        yield KbServer(address, weave, libraries, tmp_path / "kbs")
+    libraries.close()
+
+
+def place(server: KbServer, name: str = "notes") -> str:
+    return f"{server.url}/v1/kb/{name}/documents"
+
+
+def upload(server: KbServer, note: dict[str, str], name: str = "notes") -> httpx.Response:
+    return httpx.post(place(server, name), json=note, timeout=60)
+
+
+def titles(server: KbServer, name: str = "notes") -> list[str]:
+    return [d["title"] for d in httpx.get(place(server, name), timeout=60).json()["data"]]
+
+
+def is_told(reply: httpx.Response, status: int, code: str, server: KbServer) -> None:
+    assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["code"] == code
+    assert str(server.root) not in reply.text
+    assert int(reply.headers["retry-after"]) > 0
+
+
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections from now on find the disk full as soon as the file would grow."""
+    real = sqlite3.connect
+
+    def connect(*args: object, **how: object) -> sqlite3.Connection:
+        connection = real(*args, **how)  # type: ignore[arg-type]
+        connection.execute("PRAGMA max_page_count = 1")  # it is what it has already, and no more
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+
+
+def test_a_full_disk_is_a_507_and_nothing_is_half_done(
+    own: KbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert upload(own, NOTE).status_code == 200
+    own.libraries.close()
+    with monkeypatch.context() as patch:
+        fill(patch)
+        libraries = make_libraries(own.weave, own.root)
+        with serving(own.weave, libraries=libraries) as url:
+            server = KbServer(url, own.weave, libraries, own.root)
+            long = {"title": "Long", "text": "word salad of many nodes. " * 4000}
+            is_told(upload(server, long), 507, "no_room", server)
+            assert titles(server) == ["Drain"]
+        libraries.close()
+    libraries = make_libraries(own.weave, own.root)
+    with serving(own.weave, libraries=libraries) as url:
+        server = KbServer(url, own.weave, libraries, own.root)
+        assert upload(server, OTHER).status_code == 200, "there is room again"
+        assert sorted(titles(server)) == ["Drain", "Quota"]
+    libraries.close()
+
+
+def test_a_delete_that_was_done_is_not_called_a_failure(
+    own: KbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index could not be saved: a 500, and the document was gone."""
+    assert upload(own, NOTE).status_code == 200
+    (document,) = httpx.get(place(own), timeout=60).json()["data"]
+
+    def save(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvweave.corpus.live_index.save_index", save)
+    gone = httpx.delete(f"{place(own)}/{document['id']}", timeout=60)
+    assert gone.status_code == 200
+    assert titles(own) == []
+    monkeypatch.undo()
+    assert upload(own, OTHER).status_code == 200
+    found = httpx.post(f"{own.url}/v1/kb/notes/search", json={"query": "drain"}, timeout=60)
+    assert [hit["title"] for hit in found.json()["data"]] == ["Quota"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_read_only_folder_is_a_503_and_the_document_stays(
+    own: KbServer, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    assert upload(own, NOTE).status_code == 200
+    (document,) = httpx.get(place(own), timeout=60).json()["data"]
+
+    def refuse(*args: object, **how: object) -> None:
+        raise OSError(number, "Read-only file system", str(own.root))
+
+    monkeypatch.setattr("kvweave.corpus.knowledge_base.sweep_temporaries", refuse)
+    is_told(upload(own, OTHER), 503, "read_only", own)
+    gone = httpx.delete(f"{place(own)}/{document['id']}", timeout=60)
+    is_told(gone, 503, "read_only", own)
+    assert titles(own) == ["Drain"]
+
+
+def test_a_writer_elsewhere_is_a_409(own: KbServer) -> None:
+    assert upload(own, NOTE).status_code == 200
+    (document,) = httpx.get(place(own), timeout=60).json()["data"]
+    with writer_lock(own.root / "notes"):
+        is_told(upload(own, OTHER), 409, "knowledge_base_busy", own)
+        gone = httpx.delete(f"{place(own)}/{document['id']}", timeout=60)
+        is_told(gone, 409, "knowledge_base_busy", own)
+    assert upload(own, OTHER).status_code == 200
+
+
+def test_tokens_that_were_changed_are_no_answer(own: KbServer) -> None:
+    assert upload(own, NOTE).status_code == 200
+    db = sqlite3.connect(own.root / "notes" / "catalogue.sqlite")
+    with db:
+        db.execute("UPDATE chunks SET token_ids = x'01000000'")
+    db.close()
+    body = {"messages": [{"role": "user", "content": "drain?"}], "kb": "notes", "max_tokens": 1}
+    asked = httpx.post(f"{own.url}/v1/chat/completions", json=body, timeout=60)
+    found = httpx.post(f"{own.url}/v1/kb/notes/search", json={"query": "drain"}, timeout=60)
+    for reply in (asked, found):
+        assert reply.status_code == 500
+        assert reply.json()["error"]["code"] == "knowledge_base_damaged"
+
+
+BREAKS = {
+    "no database": lambda folder: _replace_catalogue(folder, b"no database"),
+    "no catalogue": lambda folder: _replace_catalogue(folder, None),
+    "cut off": lambda folder: _cut_catalogue(folder),
+    "no settings": lambda folder: (folder / "kb.json").write_text("{"),
+    "of another version": lambda folder: (folder / "kb.json").write_text('{"version": 99}'),
+}
+
+
+def _replace_catalogue(folder: Path, data: bytes | None) -> None:
+    for file in folder.glob("catalogue.sqlite*"):
+        file.unlink()
+    if data is not None:
+        (folder / "catalogue.sqlite").write_bytes(data)
+
+
+def _cut_catalogue(folder: Path) -> None:
+    path = folder / "catalogue.sqlite"
+    data = path.read_bytes()
+    _replace_catalogue(folder, data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("how", list(BREAKS))
+def test_one_broken_knowledge_base_is_listed_as_such_and_the_others_are_served(
+    weave: Weave, tmp_path: Path, how: str
+) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    with serving(weave, libraries=libraries) as url:
+        server = KbServer(url, weave, libraries, tmp_path)
+        for name in ("bad", "good"):
+            assert upload(server, NOTE, name).status_code == 200
+    libraries.close()
+    BREAKS[how](tmp_path / "bad")
+    libraries = make_libraries(weave, tmp_path)
+    libraries.open_ahead()
+    with serving(weave, libraries=libraries) as url:
+        listed = httpx.get(f"{url}/v1/kb", timeout=60)
+        assert listed.status_code == 200, listed.text
+        bad, good = listed.json()["data"]
+        assert (bad["name"], bad["documents"]) == ("bad", 0)
+        assert bad["problem"]
+        assert bad["kv"]["state"] == "failed"
+        assert (good["name"], good["documents"], good["problem"]) == ("good", 1, None)
+        assert str(tmp_path) not in listed.text
+        alone = httpx.get(f"{url}/v1/kb/bad", timeout=60)
+        assert alone.json() == bad
+        found = httpx.post(f"{url}/v1/kb/good/search", json={"query": "drain"}, timeout=60)
+        assert found.status_code == 200
+        refused = httpx.post(f"{url}/v1/kb/bad/search", json={"query": "drain"}, timeout=60)
+        assert refused.status_code == 500
+        assert str(tmp_path) not in refused.text
+    libraries.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("cannot write /srv/kbs/notes: no", "cannot write notes: no"),
+        ("/srv/kbs/a.sqlite is gone", "a.sqlite is gone"),
+        ("see '/srv/kbs' (/tmp/x/y)", "see 'kbs' (y)"),
+        ("go to https://host/a/b or s3://bucket/x", "go to https://host/a/b or s3://bucket/x"),
+        ("3/4 of a/b", "3/4 of a/b"),
+    ],
+)
+def test_paths_are_not_shown(text: str, shown: str) -> None:
+    assert without_paths(text) == shown

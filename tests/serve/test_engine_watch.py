@@ -1,0 +1,126 @@
+"""A server whose engine is gone says so: to those who wait, on /readyz, and by ending."""
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from torch import Tensor
+
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
+from kvweave.serve.server import ServerLifecycle
+from worlds.serving import make_weave, serving, user
+
+HELLO = {"messages": user("hello"), "max_tokens": 3, "temperature": 0}
+
+
+class SickDecoder(Decoder):
+    """Does as it is told."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder.spec, decoder.weights)
+        self.fault: BaseException | None = None
+        self.gate = threading.Event()  # steps wait for it
+        self.gate.set()
+        self.numberless = False
+
+    def forward(self, batch: Sequence[Rows]) -> Tensor:
+        assert self.gate.wait(120)
+        if self.fault is not None:
+            raise self.fault
+        logits = super().forward(batch)
+        return logits * float("nan") if self.numberless else logits
+
+
+@pytest.fixture
+def sick(chat_model_folder: Path) -> SickDecoder:
+    return SickDecoder(make_weave(chat_model_folder).runtime.decoder)
+
+
+def ask(url: str, **more: object) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json={**HELLO, **more}, timeout=60)
+
+
+def test_a_step_that_hangs_ends_the_server_and_all_who_wait_hear_of_it(
+    chat_model_folder: Path, sick: SickDecoder
+) -> None:
+    weave = make_weave(chat_model_folder, lambda _: sick)
+    replies: list[httpx.Response] = []
+    with serving(weave, lifecycle=ServerLifecycle(stuck_s=2.0, lame_s=3.0)) as url:
+        assert ask(url).status_code == 200
+        sick.gate.clear()
+        waiting = [
+            threading.Thread(target=lambda how=how: replies.append(ask(url, stream=how)))
+            for how in (False, True)
+        ]
+        for each in waiting:
+            each.start()
+        for each in waiting:
+            each.join(timeout=30)
+    sick.gate.set()
+    assert [reply.status_code for reply in replies if reply.status_code != 200] == [503]
+    assert all("the engine hangs: a step has taken more than 2 s" in r.text for r in replies)
+    began_s = time.monotonic()
+    weave.close()
+    assert time.monotonic() - began_s < 10.0
+
+
+def test_a_device_that_fails_for_good_ends_the_server(
+    chat_model_folder: Path, sick: SickDecoder
+) -> None:
+    weave = make_weave(chat_model_folder, lambda _: sick)
+    with serving(weave, lifecycle=ServerLifecycle(lame_s=3.0)) as url:
+        assert ask(url).status_code == 200
+        sick.fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+        statuses = [ask(url).status_code for _ in range(3)]
+        assert statuses == [500] * 3
+        deadline_s = time.monotonic() + 20
+        last = 0
+        while time.monotonic() < deadline_s and last != 503:
+            try:
+                last = httpx.get(f"{url}/readyz", timeout=10).status_code
+            except httpx.TransportError:  # it has ended
+                break
+    weave.close()
+
+
+def test_requests_that_fail_by_themselves_do_not_end_it(
+    chat_model_folder: Path, sick: SickDecoder
+) -> None:
+    weave = make_weave(chat_model_folder, lambda _: sick)
+    with serving(weave) as url:
+        for _ in range(4):
+            sick.fault = RuntimeError("this one")
+            assert ask(url).status_code == 500
+        sick.fault = None
+        time.sleep(2.5)  # the watch has looked, and tried
+        assert httpx.get(f"{url}/readyz", timeout=10).status_code == 200
+        assert ask(url).status_code == 200
+        assert weave.engine.pulse().failed_in_row == 0
+    weave.close()
+
+
+def test_an_engine_thread_that_dies_is_replaced(chat_model_folder: Path, sick: SickDecoder) -> None:
+    weave = make_weave(chat_model_folder, lambda _: sick)
+    with serving(weave) as url:
+        sick.fault = SystemExit(3)
+        assert ask(url).status_code == 500
+        sick.fault = None
+        assert ask(url).status_code == 200
+    weave.close()
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1}, {"logprobs": True}])
+def test_logits_that_are_no_numbers_are_an_error(
+    chat_model_folder: Path, sick: SickDecoder, how: dict[str, object]
+) -> None:
+    weave = make_weave(chat_model_folder, lambda _: sick)
+    with serving(weave) as url:
+        sick.numberless = True
+        reply = ask(url, **how)
+        assert reply.status_code == 500
+        assert "no numbers" in reply.json()["error"]["message"]
+    weave.close()
