@@ -16,6 +16,7 @@ from kvweave.serve.readiness import Drain
 from kvweave.serve.routes.health import health_routes
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
+from kvweave.serve.ui.routes import ui_routes
 from kvweave.serve.wire.schema import install_schema
 
 
@@ -38,6 +39,7 @@ def build_http(context: Context, keys: Keys | None = None) -> FastAPI:
     install_schema(http)
     for routes in (openai_routes, kb_routes, health_routes):
         http.include_router(routes(context))
+    http.include_router(ui_routes())
     # the last one added is the outermost
     http.add_middleware(BodyLimit, limits=context.limits)
     http.add_middleware(Drain, readiness=context.readiness)
