@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from kvweave.app.weave import Answer, TokenLogprob
+from kvweave.serve.auth import tenant_of
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import Usage
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
@@ -83,7 +84,7 @@ async def reply(
 ) -> Response | BaseModel:
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
     failure, too long a time, a server that stops."""
-    jobs = pool.submit(starts)
+    jobs = pool.submit(starts, tenant_of(request.scope))
     alarm = asyncio.get_running_loop().call_later(within_s, _give_up, jobs, within_s)
     handed_over = False
 
