@@ -23,6 +23,7 @@ from kvweave.app.libraries.libraries import (
     NoSuchKnowledgeBase,
     NotInLibrary,
 )
+from kvweave.app.libraries.saved_conversations import NoSuchConversation
 from kvweave.errors import EngineClosed, KVWeaveError, RequestError
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told about `error`; what is not the client's fault is logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, NoSuchAnswer | NoSuchNode):
+    if isinstance(error, NoSuchAnswer | NoSuchNode | NoSuchConversation):
         return ApiError(404, str(error), code="not_found")
     if isinstance(error, RequestError):
         return ApiError(400, str(error))

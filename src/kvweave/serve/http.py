@@ -15,6 +15,8 @@ from kvweave.serve.observe.spans import Spans
 from kvweave.serve.readiness import Drain
 from kvweave.serve.routes.answers import answer_routes
 from kvweave.serve.routes.browse import browse_routes
+from kvweave.serve.routes.compare import compare_routes
+from kvweave.serve.routes.conversations import conversation_routes
 from kvweave.serve.routes.health import health_routes
 from kvweave.serve.routes.info import info_routes
 from kvweave.serve.routes.kb import kb_routes
@@ -47,10 +49,12 @@ def build_http(context: Context, keys: Keys | None = None) -> FastAPI:
         browse_routes,
         answer_routes,
         watching_routes,
+        compare_routes,
         health_routes,
     ):
         http.include_router(routes(context))
-    http.include_router(info_routes(context, has_keys=bool(keys)))
+    for routes_for in (info_routes, conversation_routes):
+        http.include_router(routes_for(context, has_keys=bool(keys)))
     http.include_router(ui_routes())
     # the last one added is the outermost
     http.add_middleware(BodyLimit, limits=context.limits)
