@@ -273,7 +273,10 @@ QUOTED = [
             "app.libraries.saved_conversations:MOST",
             "app.libraries.saved_conversations:MOST_BYTES >> 20",
         ),
-        ("for longer than {:g} s; `Retry-After`", "app.libraries.libraries:LibrariesConfig().wait_s"),
+        (
+            "for longer than {:g} s; `Retry-After`",
+            "app.libraries.libraries:LibrariesConfig().wait_s",
+        ),
         ("http://{}:{}/v1", "config:ServerSettings().host", "config:ServerSettings().port"),
     ),
     *quoted(

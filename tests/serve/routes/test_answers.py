@@ -123,9 +123,7 @@ def test_the_list_is_newest_first_and_names_what_was_done(filled: KbServer) -> N
 
 def test_streamed_answers_are_kept_under_the_id_that_the_stream_has(filled: KbServer) -> None:
     body = {"messages": user("Stream?"), "kb": "kept", "stream": True, **GREEDY}
-    with httpx.stream(
-        "POST", f"{filled.url}/v1/chat/completions", json=body, timeout=60
-    ) as reply:
+    with httpx.stream("POST", f"{filled.url}/v1/chat/completions", json=body, timeout=60) as reply:
         lines = [line for line in reply.iter_lines() if '"id"' in line]
     name = lines[0].split('"id":"')[1].split('"')[0]
     assert details(filled.url, name)["question"] == "Stream?"
@@ -188,5 +186,3 @@ def test_none_is_kept_where_that_is_turned_off(weave: Weave) -> None:
         reply = ask(address)
         assert httpx.get(f"{address}/v1/answers").json()["answers"] == []
         assert httpx.get(f"{address}/v1/answers/{reply['id']}").status_code == 404
-
-

@@ -176,9 +176,7 @@ def test_one_that_answers_use_is_a_409_and_stays_as_it_is(
         return decoders[0]
 
     weave = make_weave(chat_model_folder, gated)
-    config = LibrariesConfig(
-        root=tmp_path, embedder="words", kv=KVOptions("isolated"), wait_s=0.3
-    )
+    config = LibrariesConfig(root=tmp_path, embedder="words", kv=KVOptions("isolated"), wait_s=0.3)
     libraries = Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
     (decoder,) = decoders
     with serving(weave, libraries=libraries) as url:
