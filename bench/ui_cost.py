@@ -9,8 +9,8 @@ Measured is what a client sees: from sending the request to the first word.
 
 `added_ms` is the median of the differences between the two askings of a question, kept less not
 kept; `added_share` the same of the time to the first token. `trace_us` is what a fused pass spends
-on noting times and scores, which both do: taken by itself, as many notes as it has layers. `told_ms`
-is what somebody waits who does ask for the details of one answer.
+on noting the times of its layers, which both do: taken by itself. `told_ms` is what somebody waits
+who does ask for the details of one answer.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Kept answers: which there are, and what is told of one."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -64,13 +65,13 @@ def test_a_fused_answer_is_told_token_by_token_and_layer_by_layer(filled: KbServ
     assert [p["name"] for p in parts] == ["preamble", "chunk", "chunk", "chunk", "question"]
     assert parts[0]["start"] == 0
     assert parts[-1]["end"] == total
-    assert all(a["end"] == b["start"] for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a["end"] == b["start"] for a, b in pairwise(parts))
     assert {p["chunk"] for p in parts if p["chunk"]} == {s["chunk"] for s in told["sources"]}
     # layers
     layers = told["layers"]
     assert [each["layer"] for each in layers] == list(range(len(layers)))
     assert layers[0]["rows"] >= explained["tokens"]["recomputed"]
-    for this, following in zip(layers, layers[1:], strict=False):
+    for this, following in pairwise(layers):
         assert this["started_ms"] <= this["loaded_ms"] <= this["ended_ms"]
         assert this["ended_ms"] <= following["started_ms"]
         assert this["rows"] - this["left_rows"] == following["rows"]
