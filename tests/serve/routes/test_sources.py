@@ -2,13 +2,14 @@
 them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from kvweave.app.weave import Document, Sampling, Weave
-from worlds.serving import KbServer, user
+from worlds.serving import KbServer, make_libraries, make_weave, serving, user
 
 DRAIN = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}
 QUOTA = {"title": "Quota", "text": "A quota limits the pods and volumes of a namespace."}
@@ -125,11 +126,19 @@ def test_python_has_them_too(weave: Weave) -> None:
     assert source.span[0] == answer.explain.chunks[0].start
 
 
-def test_full_ms_is_null_until_the_machine_was_measured(filled: KbServer) -> None:
-    before = ask(filled.url, kb="sourced", reuse="prefix", explain=True)["explain"]
-    if before["full_ms"] is not None:
-        pytest.fail("measured in a fresh home")
-    filled.weave.measure()
-    after = ask(filled.url, kb="sourced", reuse="prefix", explain=True)["explain"]
-    assert after["full_ms"] > 0
-    assert ask(filled.url, explain=True)["explain"]["full_ms"] > 0, "plain chats too"
+def test_full_ms_is_null_until_the_machine_was_measured(
+    chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    weave = make_weave(chat_model_folder)
+    libraries = make_libraries(weave, tmp_path / "kbs")
+    with serving(weave, libraries=libraries) as url:
+        upload = f"{url}/v1/kb/sourced/documents"
+        assert httpx.post(upload, json=DRAIN, timeout=60).status_code == 200
+        fused = {"kb": "sourced", "reuse": "prefix", "explain": True}
+        assert ask(url, **fused)["explain"]["full_ms"] is None
+        weave.measure()
+        assert ask(url, **fused)["explain"]["full_ms"] > 0
+        assert ask(url, explain=True)["explain"]["full_ms"] > 0, "plain chats too"
+    libraries.close()
+    weave.close()
