@@ -218,6 +218,7 @@ class ServerSettings(ConfigSection):
     tenant_bytes: Bytes | None = unset("any number")  # of one tenant's documents on the disk
     engine_s: Seconds = 120.0  # for one step of the engine; one that takes longer hangs; 0: none
     open_kbs: Count = 4  # knowledge bases open at a time
+    kept_answers: Count0 = 64  # of each tenant, whose details the web page can show; 0: none
     grace_s: Seconds = 10.0  # that answers may go on after Ctrl-C or SIGTERM
     lame_s: Seconds = 0.0  # before that, in which /readyz says 503 and new work is refused
 

@@ -23,6 +23,7 @@ from kvweave.serve.auth import Keys
 from kvweave.serve.limits import Limits
 from kvweave.serve.origins import OriginRules
 from kvweave.serve.server import Server, ServerLifecycle
+from kvweave.serve.ui.config import PageConfig
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder
 from worlds.weaves import plain_weave
@@ -39,6 +40,7 @@ def serving(
     keys: Keys | None = None,
     lifecycle: ServerLifecycle | None = None,
     origins: OriginRules | None = None,
+    page: PageConfig | None = None,
 ) -> Iterator[str]:
     """Serve `weave` on a thread; give the address; stop in order and check that it stopped."""
     listener = socket.create_server(("127.0.0.1", 0))  # listens already: no waiting for start-up
@@ -50,6 +52,7 @@ def serving(
         keys=keys,
         lifecycle=lifecycle,
         origins=origins,
+        page=page,
     )
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()

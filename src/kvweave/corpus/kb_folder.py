@@ -1,6 +1,7 @@
 """The folder of a knowledge base: how it is made, and the lock of its one writer."""
 
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 CATALOGUE = "catalogue.sqlite"
 LOCK = "writer.lock"
 BRIEF = "brief.lock"  # held as well by a writer that is soon done
+DOOMED = ".deleted-"  # begins the name of a folder that is on its way out
 BRIEF_S = 30.0  # that others wait for such a one
 
 
@@ -141,6 +143,23 @@ def _make_durably(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete the folder of a knowledge base that nobody has open, with whatever lies in it. It is
+    renamed first: killed in between, there is no half of it under its name, and the next deletion
+    beside it takes the rest. Raises CorpusError."""
+    for each in folder.parent.glob(f"{DOOMED}*"):
+        shutil.rmtree(each, ignore_errors=True)  # perhaps another deletion is at it just now
+    try:
+        with writer_lock(folder):
+            doomed = folder.with_name(f"{DOOMED}{folder.name}-{uuid.uuid4().hex[:8]}")
+            folder.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise CorpusError(
+            f"cannot delete {folder.name}: {error.strerror}; make its folder writable"
+        ) from error
 
 
 def _is_ours(path: Path) -> bool:

@@ -30,6 +30,7 @@ from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
 from kvweave.serve.origins import OriginRules
+from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.workers.engine_watch import EngineWatch
 
 log = logging.getLogger(__name__)
@@ -68,11 +69,14 @@ class Server(uvicorn.Server):
         sampling: Mapping[str, Any] | None = None,
         lifecycle: ServerLifecycle | None = None,
         origins: OriginRules | None = None,
+        page: PageConfig | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `sampling`: see `make_context`; `origins` None: no pages but its own."""
+        `sampling` and `page`: see `make_context`; `origins` None: no pages but its own."""
         self._life, limits = lifecycle or ServerLifecycle(), limits or Limits()
-        self._context = make_context(weave, limits, libraries=libraries, sampling=sampling)
+        self._context = make_context(
+            weave, limits, libraries=libraries, sampling=sampling, page=page
+        )
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

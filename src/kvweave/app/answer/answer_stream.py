@@ -6,8 +6,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
+from kvweave.app.answer.answer_trace import AnswerTrace
+from kvweave.app.answer.sources import AnswerSource, sources_of
 from kvweave.app.audit.figures import AuditNote
 from kvweave.app.notes import AnswerNotes
+from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
@@ -34,6 +39,13 @@ class Piece(NamedTuple):
     logprob: TokenLogprob | None = None  # set when Sampling.logprobs is
 
 
+class WatchedTokens(NamedTuple):
+    """What the model thought at the first tokens of an answer."""
+
+    token_ids: tuple[int, ...]  # that were given
+    distributions: tuple[Tensor, ...]  # of each, [V] log probabilities on the host
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A finished answer."""
@@ -50,6 +62,11 @@ class Answer:
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
     audit: AuditNote | None = None  # of a fused answer; None unless its strategy is audited
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
+    sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
+    full_ms: float | None = None  # what a full prefill would have taken, about; None: not known
+    watched: WatchedTokens | None = field(default=None, repr=False, compare=False)  # if asked for
+    # what `details_of` tells more from; None: it was made without a Weave
+    trace: AnswerTrace | None = field(default=None, repr=False, compare=False)
 
 
 class Tokens(Protocol):
@@ -177,6 +194,10 @@ class _Made:
 
     def answer(self, finish_reason: str, prompt_tokens: int, notes: AnswerNotes) -> Answer:
         now = time.perf_counter()
+        sources: tuple[AnswerSource, ...] = ()
+        if notes.prompt is not None:
+            sources = sources_of(notes.retrieved, notes.prompt, notes.record)
+        full_s = notes.full_s(prompt_tokens)
         return Answer(
             text="".join(piece.text for piece in self.pieces),
             finish_reason=finish_reason,
@@ -190,4 +211,26 @@ class _Made:
             speculation=notes.speculation,
             audit=notes.audit,
             stopped_because=self.stopped_because,
+            sources=sources,
+            full_ms=None if full_s is None else full_s * 1e3,
+            watched=_watched(notes.watched),
+            trace=_trace(notes, self.started_s, self.first_s or now, now),
         )
+
+
+def _watched(ticket: Ticket | None) -> WatchedTokens | None:
+    if ticket is None:
+        return None
+    count = min(len(ticket.watched_ids), len(ticket.distributions))
+    return WatchedTokens(tuple(ticket.watched_ids[:count]), tuple(ticket.distributions[:count]))
+
+
+def _trace(
+    notes: AnswerNotes, called_s: float, first_s: float, ended_s: float
+) -> AnswerTrace | None:
+    if notes.prompt is None:
+        return None
+    events = tuple(notes.events)
+    return AnswerTrace(
+        notes.question, notes.prompt, called_s, first_s, ended_s, notes.timeline, events
+    )

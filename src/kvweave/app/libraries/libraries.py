@@ -9,6 +9,8 @@ All methods may be called from any thread.
 import logging
 import re
 import sqlite3
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,13 +23,16 @@ from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.libraries.embedders import Embedded, Embedders
-from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
+from kvweave.app.libraries.library_browser import LibraryBrowser, NotInLibrary
+from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, OpenCounts
+from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, QuestionDefaults
 from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
+from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.parsers import ParseLimits
 from kvweave.corpus.parsers.apart import read_fields
@@ -53,6 +58,7 @@ __all__ = [
     "AllInUse",
     "Embedded",
     "FileBytes",
+    "InUse",
     "IngestProgress",
     "IngestReport",
     "KVProgress",
@@ -61,6 +67,7 @@ __all__ = [
     "LibrariesConfig",
     "LibraryKey",
     "NoSuchKnowledgeBase",
+    "NotInLibrary",
     "OnProgress",
     "TextSource",
     "check_name",
@@ -150,6 +157,9 @@ class Libraries:
         self._conversations = Conversations()
         self._prefill_pace = PrefillPace()
         self._search_paces: dict[LibraryKey, SearchPace] = {}
+        self._uses: dict[LibraryKey, ChunkUses] = {}
+        self._making = Counter[LibraryKey]()  # knowledge bases that may be made now
+        self._making_lock = threading.Lock()
         self._open_cache: OpenCache[LibraryKey, Weave] = OpenCache(
             self._open, self.config.open_most, self.config.wait_s
         )
@@ -211,7 +221,18 @@ class Libraries:
         if folder is None or not (create or read_settings(folder)):
             known = ", ".join(self.names(tenant)[:8]) or "none yet"
             raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
-        return self._open_cache.lend(place)
+        with self._may_make(place, create):
+            return self._open_cache.lend(place)
+
+    @contextmanager
+    def _may_make(self, place: LibraryKey, create: bool) -> Iterator[None]:
+        with self._making_lock:
+            self._making[place] += create
+        try:
+            yield
+        finally:
+            with self._making_lock:
+                self._making[place] -= create
 
     @contextmanager
     def use(self, tenant: str, name: str, *, create: bool = False) -> Iterator[Weave]:
@@ -244,6 +265,8 @@ class Libraries:
     def _open(self, place: LibraryKey) -> Weave:
         folder = self._folder(place)
         assert folder is not None, "`lend` looked"
+        if read_settings(folder) is None and not self._making[place]:
+            raise NoSuchKnowledgeBase(f"{place.name!r} was deleted just now")
         config, system, tenant = self.config, self._weave.system, place.tenant
         store = replace(config.kv.store, host_bytes=config.host_bytes // config.open_most)
         options = replace(config.kv, system=system, tenant_salt=tenant, store=store)
@@ -256,6 +279,7 @@ class Libraries:
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
             paces=Paces(self._search_paces.setdefault(place, SearchPace()), self._prefill_pace),
+            uses=self._uses_of(place),
         )
         return self._weave.over(
             folder,
@@ -291,6 +315,12 @@ class Libraries:
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
         with self.use(tenant, name) as weave:
             return weave.library.kb.documents()
+
+    @contextmanager
+    def browse(self, tenant: str, name: str) -> Iterator[LibraryBrowser]:
+        """Look around in a knowledge base, which stays open until the end."""
+        with self.use(tenant, name) as weave:
+            yield LibraryBrowser(weave, self._uses_of(LibraryKey(tenant, name)))
 
     def search(self, tenant: str, name: str, query: str, k: int, mode: Mode) -> list[Hit]:
         """The `k` nearest chunks, best first."""
@@ -351,6 +381,35 @@ class Libraries:
                 raise NoSuchKnowledgeBase(f"{name!r} has no document {document_id!r}")
             return weave.remove(document_id)
 
+    def delete(self, tenant: str, name: str) -> None:
+        """Delete a knowledge base: documents, vectors, chunk KV in every tier, its folder. Waits a
+        while for those who use it. Raises InUse, NoSuchKnowledgeBase; RequestError for one whose
+        folder was named when the server was started."""
+        place = LibraryKey(tenant, check_name(name))
+        folder = self._folder(place)
+        if folder is None or not read_settings(folder):
+            known = ", ".join(self.names(tenant)[:8]) or "none yet"
+            raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+        if place in self.config.folders:
+            raise RequestError(
+                f"{name!r} lies in a folder that was named with --kb; stop the server and delete "
+                "that folder, or delete its documents"
+            )
+
+        def empty(weave: Weave) -> None:
+            if not weave.library.remove_all():
+                raise InUse(
+                    f"the documents of {name!r} are deleted; a shared tier does not answer and "
+                    "may still hold chunk KV of them: delete the knowledge base again later"
+                )
+
+        self._open_cache.retire(place, empty, lambda: remove_folder(folder))
+        self._search_paces.pop(place, None)
+        self._uses.pop(place, None)
+
+    def _uses_of(self, place: LibraryKey) -> ChunkUses:
+        return self._uses.setdefault(place, ChunkUses())
+
     # ── the rest ─────────────────────────────────────────────────────────────
 
     def embed(self, texts: Sequence[str], *, as_query: bool = False) -> Embedded:
@@ -367,6 +426,13 @@ class Libraries:
                 _gauge(weave)
                 yield place, weave.library.store.metrics
                 yield place, weave.auditor.metrics
+
+    @contextmanager
+    def open_of(self, tenant: str) -> Iterator[list[tuple[str, Weave]]]:
+        """The tenant's knowledge bases that are open now, by name; none of them closes meanwhile.
+        None is opened for it."""
+        with self._open_cache.all_open() as weaves:
+            yield [(place.name, weave) for place, weave in weaves if place.tenant == tenant]
 
     def counts(self) -> OpenCounts:
         """Knowledge bases open and in use."""

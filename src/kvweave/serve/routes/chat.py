@@ -4,9 +4,11 @@ Which fields go with which is checked here, in words of the wire format. What a 
 Python callers have it too, and what it means if it is left out, is decided in `app`.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
+from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.libraries.libraries import LibraryKey, check_name
 from kvweave.app.question import PLAIN_REUSES, AskOptions
 from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
@@ -27,6 +29,7 @@ from kvweave.serve.wire.chat import (
     TopLogprob,
 )
 from kvweave.serve.wire.explain import explain_of
+from kvweave.serve.wire.sources import sources_out
 from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
@@ -35,7 +38,17 @@ OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
 
 
-def read_chat(request: ChatRequest, context: Context, tenant: str) -> list[Start]:
+class AnswerMeasure(NamedTuple):
+    """An answer that is measured; see the fields of `Question`."""
+
+    watched: int
+    forced: tuple[int, ...] = ()
+    alone: bool = False
+
+
+def read_chat(
+    request: ChatRequest, context: Context, tenant: str, measure: AnswerMeasure | None = None
+) -> list[Start]:
     """What to start on workers. Raises ApiError or RequestError if the request is unsound."""
     weave = context.weave
     check_model(request, weave)
@@ -52,7 +65,7 @@ def read_chat(request: ChatRequest, context: Context, tenant: str) -> list[Start
         ]
     if request.kb is not None:
         check_name(request.kb)
-    return _over_chunks(request, drawn, context, tenant)
+    return _over_chunks(request, drawn, context, tenant, measure)
 
 
 def _check_messages(request: ChatRequest) -> None:
@@ -94,7 +107,11 @@ def _refuse_without_chunks(request: ChatRequest) -> None:
 
 
 def _over_chunks(
-    request: ChatRequest, drawn: Sequence[Sampling], context: Context, tenant: str
+    request: ChatRequest,
+    drawn: Sequence[Sampling],
+    context: Context,
+    tenant: str,
+    measure: AnswerMeasure | None,
 ) -> list[Start]:
     """Chunks stand in front of the conversation, in the layout that reuse needs."""
     system, turns = _turns(request.messages)
@@ -116,6 +133,8 @@ def _over_chunks(
         options["order"] = request.order
     if request.speculate is not None:
         options["speculate"] = request.speculate
+    if measure is not None:
+        options["watched"], options["forced"], options["alone"] = measure
 
     def start(sampling: Sampling) -> AnswerStream:
         question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)
@@ -174,10 +193,14 @@ def _role(role: str) -> str:
 class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
-    def __init__(self, model: str, request: ChatRequest) -> None:
+    def __init__(
+        self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None]
+    ) -> None:
+        """`keep` hears of the first choice once it is finished."""
         with_usage = request.with_usage
         self._head = ReplyHead("chat.completion.chunk", "chatcmpl", model, with_usage=with_usage)
         self._request = request
+        self._keep = keep
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> ChatReply:
         choices = [
@@ -190,6 +213,7 @@ class ChatFormat:
             )
             for index, answer in enumerate(answers)
         ]
+        self._finished(answers[0], jobs[0])
         wanted = self._request.explain
         return ChatReply(
             id=self._head.id,
@@ -197,6 +221,7 @@ class ChatFormat:
             model=self._head.model,
             choices=choices,
             usage=usage_of(answers[:1], answers),
+            sources=sources_out(answers[0].sources),
             explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
         )
 
@@ -224,7 +249,15 @@ class ChatFormat:
             logprobs = _logprobs(seen).model_dump() if self._request.logprobs else None
             yield chunk(index, {"delta": {"content": text}}, logprobs=logprobs)
         answers[index] = await job.mailbox.finish()
-        yield self._head.end(index, {"delta": {}}, answers[index])
+        if index == 0:
+            self._finished(answers[index], job)
+        end = self._head.end(index, {"delta": {}}, answers[index])
+        if index == 0 and (self._request.kb is not None or self._request.documents is not None):
+            end["sources"] = [s.model_dump() for s in sources_out(answers[0].sources)]
+        yield end
+
+    def _finished(self, answer: Answer, job: AnswerJob) -> None:
+        self._keep(KeptAnswer(self._head.id, self._request.kb, answer, job.queue_s))
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Logprobs:

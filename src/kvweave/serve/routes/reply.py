@@ -85,7 +85,7 @@ async def reply(
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
     failure, too long a time, a server that stops."""
     jobs = pool.submit(starts, tenant_of(request.scope))
-    alarm = asyncio.get_running_loop().call_later(within_s, _give_up, jobs, within_s)
+    alarm = asyncio.get_running_loop().call_later(within_s, give_up, jobs, within_s)
     handed_over = False
 
     def close() -> None:
@@ -128,7 +128,8 @@ async def _all(works: Any) -> list[Any]:
     return list(await asyncio.gather(*works))
 
 
-def _give_up(jobs: Sequence[AnswerJob], within_s: float) -> None:
+def give_up(jobs: Sequence[AnswerJob], within_s: float) -> None:
+    """The time of a request is over."""
     message = f"the answer was not finished within {within_s:g} s; ask for fewer tokens"
     for job in jobs:
         job.abandon(ApiError(504, message, code="timeout"))

@@ -20,7 +20,7 @@ WORDS = {
     405: "Another method is served here",
     403: "The page that asks, or the name it asks by, is not of this server",
     408: "The body stopped coming",
-    409: "Another process writes this knowledge base; nothing was changed",
+    409: "It is in use, or another process writes it: nothing was changed",
     413: "The body is too large",
     415: "The body is of another type",
     429: "Too many requests; Retry-After says when to come back",
@@ -40,6 +40,7 @@ def refusals(*statuses: int) -> Responses:
 
 ERRORS = refusals(400, 401, 403, 404, 405, 500, 503)
 ANSWER_ERRORS = refusals(400, 401, 403, 404, 405, 408, 413, 429, 500, 503, 504)
+TASK_ERRORS = refusals(400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
 KB_ERRORS = refusals(400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 500, 503, 507)
 
 UPLOAD_BODY: dict[str, Any] = {

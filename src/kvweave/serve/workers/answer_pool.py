@@ -50,12 +50,22 @@ class AnswerMeter(Protocol):
         """The outcome is one of PoolCounts: finished, failed, abandoned."""
 
 
+class TenantMeter(Protocol):
+    """Hears what becomes of each tenant's answers, on their worker threads. Must not block."""
+
+    def token(self, tenant: str) -> None: ...
+    def answered(self, tenant: str, answer: Answer) -> None: ...
+
+
 class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
-    def __init__(self, start: Start, meter: AnswerMeter, tenant: str = "") -> None:
+    def __init__(
+        self, start: Start, meter: AnswerMeter, tenants: TenantMeter, tenant: str = ""
+    ) -> None:
         self.tenant = tenant
         self.mailbox = Mailbox()
+        self._tenants = tenants
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
         self._meter = meter
@@ -103,6 +113,7 @@ class AnswerJob:
                 self.mailbox.fail(_gone())
             else:
                 self.mailbox.end(answer)
+                self._tenants.answered(self.tenant, answer)
         self._meter.ended(outcome, answer, self.queue_s)
         return outcome
 
@@ -114,6 +125,7 @@ class AnswerJob:
             while not self._abandoned.is_set() and (piece := next(pieces, None)):
                 now_s = time.perf_counter()
                 self._meter.token(None if last_s is None else now_s - last_s)
+                self._tenants.token(self.tenant)
                 last_s = now_s
                 self.mailbox.put(piece)
         finally:
@@ -128,9 +140,10 @@ class AnswerPool:
     take turns (`fair_turns.py`), and each is let in with a few however many others there are.
     """
 
-    def __init__(self, limits: Limits, meter: AnswerMeter) -> None:
+    def __init__(self, limits: Limits, meter: AnswerMeter, tenants: TenantMeter) -> None:
         self._limits = limits
         self._meter = meter
+        self._tenants = tenants
         # more than may run: of every tenant one does
         self._workers = ThreadPoolExecutor(limits.running + MORE, thread_name_prefix="answer")
         self._lock = threading.Lock()  # guards all below
@@ -141,7 +154,7 @@ class AnswerPool:
 
     def submit(self, starts: Sequence[Start], tenant: str = "") -> list[AnswerJob]:
         """Admit all answers of a tenant's request, or raise a 429 that says when to try again."""
-        jobs = [AnswerJob(start, self._meter, tenant) for start in starts]
+        jobs = [AnswerJob(start, self._meter, self._tenants, tenant) for start in starts]
         with self._lock:
             self._refuse_many(len(jobs), tenant)
             self._jobs |= set(jobs)
@@ -192,6 +205,11 @@ class AnswerPool:
         with self._lock:
             running = min(len(self._jobs), self._turns.num_running)
             return PoolCounts(running, len(self._jobs) - running, **self._ended)
+
+    def under_way(self, tenant: str) -> int:
+        """Answers of one tenant that run or wait."""
+        with self._lock:
+            return self._by_tenant[tenant]
 
     def abandon_all(self) -> None:
         """Stop every job at the engine's next step; the clients that wait for them get a 503."""
