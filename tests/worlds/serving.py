@@ -20,6 +20,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.serve.auth import Keys
+from kvweave.serve.door import Door
 from kvweave.serve.limits import Limits
 from kvweave.serve.origins import OriginRules
 from kvweave.serve.server import Server, ServerLifecycle
@@ -49,9 +50,8 @@ def serving(
         weave,
         limits=limits,
         libraries=libraries,
-        keys=keys,
+        door=Door(keys or {}, origins or OriginRules()),
         lifecycle=lifecycle,
-        origins=origins,
         page=page,
     )
     thread = threading.Thread(target=server.run, args=([listener],))

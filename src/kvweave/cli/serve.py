@@ -150,6 +150,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.store_tiers import check_store
     from kvweave.serve.auth import read_keys
+    from kvweave.serve.door import Door
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
     from kvweave.serve.ui.config import PageConfig
@@ -174,8 +175,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             weave,
             limits=limits,
             libraries=libraries,
-            keys=keys,
-            origins=origins,
+            door=Door(keys, origins),
             sampling=given(config.sampling),
             page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
             lifecycle=ServerLifecycle(

@@ -7,13 +7,14 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from kvweave import __version__
-from kvweave.serve.auth import ApiKeys, Keys
+from kvweave.serve.auth import ApiKeys
 from kvweave.serve.body_limit import BodyLimit
 from kvweave.serve.context import Context
+from kvweave.serve.door import Door
 from kvweave.serve.errors import install_error_handlers
 from kvweave.serve.observe.logs import RequestLog
 from kvweave.serve.observe.spans import Spans
-from kvweave.serve.origins import OriginCheck, OriginRules
+from kvweave.serve.origins import OriginCheck
 from kvweave.serve.readiness import Drain
 from kvweave.serve.routes.answers import answer_routes
 from kvweave.serve.routes.browse import browse_routes
@@ -28,12 +29,10 @@ from kvweave.serve.ui.routes import ui_routes
 from kvweave.serve.wire.schema import install_schema
 
 
-def build_http(
-    context: Context, keys: Keys | None = None, origins: OriginRules | None = None
-) -> FastAPI:
+def build_http(context: Context, door: Door | None = None) -> FastAPI:
     """An ASGI application over `context`, which it closes when it shuts down. Several may live side
-    by side. Without `keys` every client may ask, but pages of others (`origins.py`)."""
-    origins = origins or OriginRules()
+    by side."""
+    door = door or Door()
 
     @asynccontextmanager
     async def lifespan(http: FastAPI) -> AsyncIterator[None]:
@@ -59,17 +58,17 @@ def build_http(
     ):
         http.include_router(routes(context))
     for routes_for in (info_routes, conversation_routes):
-        http.include_router(routes_for(context, has_keys=bool(keys)))
+        http.include_router(routes_for(context, has_keys=door.has_keys))
     http.include_router(ui_routes())
     # the last one added is the outermost
     http.add_middleware(BodyLimit, limits=context.limits)
     http.add_middleware(Drain, readiness=context.readiness)
-    http.add_middleware(ApiKeys, keys=keys or {})
-    http.add_middleware(OriginCheck, rules=origins, has_keys=bool(keys))
-    if origins.origins:
+    http.add_middleware(ApiKeys, keys=door.keys)
+    http.add_middleware(OriginCheck, rules=door.origins, has_keys=door.has_keys)
+    if door.origins.origins:
         http.add_middleware(
             CORSMiddleware,
-            allow_origins=[origin.rstrip("/") for origin in origins.origins],
+            allow_origins=[origin.rstrip("/") for origin in door.origins.origins],
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],

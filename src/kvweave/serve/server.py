@@ -24,12 +24,11 @@ import uvicorn
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.errors import EngineClosed
-from kvweave.serve.auth import Keys
 from kvweave.serve.connections import guarded
 from kvweave.serve.context import make_context
+from kvweave.serve.door import Door
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
-from kvweave.serve.origins import OriginRules
 from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.workers.engine_watch import EngineWatch
 
@@ -65,14 +64,13 @@ class Server(uvicorn.Server):
         *,
         limits: Limits | None = None,
         libraries: Libraries | None = None,
-        keys: Keys | None = None,
+        door: Door | None = None,
         sampling: Mapping[str, Any] | None = None,
         lifecycle: ServerLifecycle | None = None,
-        origins: OriginRules | None = None,
         page: PageConfig | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `sampling` and `page`: see `make_context`; `origins` None: no pages but its own."""
+        `sampling` and `page`: see `make_context`; `door` None: no keys, no pages but its own."""
         self._life, limits = lifecycle or ServerLifecycle(), limits or Limits()
         self._context = make_context(
             weave, limits, libraries=libraries, sampling=sampling, page=page
@@ -82,7 +80,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch = EngineWatch(weave, self._life.stuck_s, self._on_broken)
         config = uvicorn.Config(
-            build_http(self._context, keys, origins),
+            build_http(self._context, door),
             http=guarded(limits.connections, limits.header_s),
             log_config=None,  # ours, see observe/logs.py
             access_log=False,

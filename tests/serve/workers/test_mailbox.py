@@ -7,6 +7,7 @@ import pytest
 
 from kvweave.app.weave import Answer, AnswerStream, Piece
 from kvweave.serve.observe.prometheus import ServerMetrics
+from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.routes.chat import ChatFormat
 from kvweave.serve.wire.chat import ChatRequest
 from kvweave.serve.workers.answer_pool import AnswerJob
@@ -34,7 +35,7 @@ def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
         def never_started() -> AnswerStream:
             raise AssertionError("the test writes into its mailbox itself")
 
-        job = AnswerJob(never_started, ServerMetrics())
+        job = AnswerJob(never_started, ServerMetrics(), TenantSeries())
         for text in ["a", "", "bc"]:
             job.mailbox.put(Piece(text))
         job.mailbox.end(ANSWER)
