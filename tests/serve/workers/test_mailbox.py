@@ -40,7 +40,7 @@ def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
             job.mailbox.put(Piece(text))
         job.mailbox.end(ANSWER)
         request = ChatRequest.model_validate({"messages": user("hi")})
-        chunks = ChatFormat("m", request).chunks([job])
+        chunks = ChatFormat("m", request, lambda _: None).chunks([job])
         return [c["choices"][0]["delta"].get("content") async for c in chunks]
 
     assert asyncio.run(read()) == ["", "abc", None]
