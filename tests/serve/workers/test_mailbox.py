@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.weave import Answer, AnswerStream, Piece
 from kvweave.serve.observe.prometheus import ServerMetrics
 from kvweave.serve.observe.tenant_series import TenantSeries
@@ -40,10 +41,12 @@ def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
             job.mailbox.put(Piece(text))
         job.mailbox.end(ANSWER)
         request = ChatRequest.model_validate({"messages": user("hi")})
-        chunks = ChatFormat("m", request, lambda _: None).chunks([job])
+        chunks = ChatFormat("m", request, kept.append).chunks([job])
         return [c["choices"][0]["delta"].get("content") async for c in chunks]
 
+    kept: list[KeptAnswer] = []
     assert asyncio.run(read()) == ["", "abc", None]
+    assert [each.answer for each in kept] == [ANSWER]
 
 
 def test_nothing_is_lost_between_threads() -> None:
