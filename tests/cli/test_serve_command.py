@@ -195,8 +195,8 @@ def test_a_missing_extra_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("host", "has_keys", "warns"),
     [
-        ("0.0.0.0", False, True),  # noqa: S104
-        ("0.0.0.0", True, False),  # noqa: S104
+        ("0.0.0.0", False, True),
+        ("0.0.0.0", True, False),
         ("192.168.1.5", False, True),
         ("::", False, True),
         ("127.0.0.1", False, False),
