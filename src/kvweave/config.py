@@ -121,8 +121,8 @@ class LibrarySettings(ConfigSection):
     background_share: Share = 0.1  # of the time, while answers are made; the rest in idle time
     background_bytes: Bytes0 | None = unset("what its tiers hold")  # of one knowledge base's KV
     remembered_bytes: Bytes0 = 1 << 30  # host memory for documents of no knowledge base; 0: none
-    parse_s: Annotated[float, Range(1, MOST)] = 60.0  # for parsing one file
-    parse_bytes: Annotated[int, SIZE, Range(256 << 20)] = 2 << 30  # of memory, for parsing one file
+    parse_s: Seconds = 60.0  # for parsing one file
+    parse_bytes: Bytes = 2 << 30  # of memory, for parsing one file
     k: Annotated[int, Range(1, 100)] = 5  # chunks that are put in front of a question
 
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kvweave.cli.serve import make_places
+from kvweave.cli.serve import make_places, warn_if_open
 from kvweave.config import WeaveConfig
 from worlds.interrupted import sigint
 from worlds.running import Run
@@ -190,3 +190,22 @@ def test_a_missing_extra_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) 
     ran = run("serve", "--port", "0")
     says = "kvweave: fastapi and uvicorn not found; run: pip install 'kvweave[serve]'\n"
     assert ran == (2, "", says)
+
+
+@pytest.mark.parametrize(
+    ("host", "has_keys", "warns"),
+    [
+        ("0.0.0.0", False, True),
+        ("0.0.0.0", True, False),
+        ("192.168.1.5", False, True),
+        ("::", False, True),
+        ("127.0.0.1", False, False),
+        ("::1", False, False),
+        ("localhost", False, False),
+    ],
+)
+def test_a_server_that_lets_everybody_in_says_so(
+    capsys: pytest.CaptureFixture[str], host: str, has_keys: bool, warns: bool
+) -> None:
+    warn_if_open(host, has_keys=has_keys)
+    assert ("no API keys" in capsys.readouterr().err) == warns

@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,3 +268,14 @@ def test_recomputing_is_unsure_until_a_few_fused_answers_told_and_again_after_lo
         profile.saw_fused(2000, 300, 0.3, now_s=1e9)
     assert not profile.is_unsure(now_s=1e9 + 60)
     assert profile.is_unsure(now_s=1e9 + 3600)
+
+
+def test_threads_that_save_at_once_leave_one_whole_profile(tmp_path: Path) -> None:
+    """They wrote the same temporary file: one of them did not find it any more."""
+    path = tmp_path / "profile.json"
+    profile = MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), {"disk": TierLink(5e8)})
+    with ThreadPoolExecutor(8) as threads:
+        for saved in [threads.submit(profile.save, path) for _ in range(200)]:
+            saved.result()
+    assert load_profile(path).links == profile.links
+    assert list(tmp_path.iterdir()) == [path]

@@ -192,3 +192,28 @@ def test_what_one_tenant_deletes_stays_in_anothers_conversation(guarded: str) ->
     assert after["usage"] == before["usage"]
     assert after["explain"]["tokens"] == before["explain"]["tokens"], "nor is it computed again"
     assert httpx.get(place, headers=acme, timeout=60).json()["data"] == []
+
+
+def test_the_metrics_name_no_tenant_to_a_stranger(guarded: str) -> None:
+    place = f"{guarded}/v1/kb/secret-plans/documents"
+    upload = httpx.post(place, json=NOTE, headers=bearer("sk-acme-1"), timeout=60)
+    assert upload.status_code == 200
+    for headers in ({}, bearer("sk-wrong-key"), bearer("sk-other")):
+        page = httpx.get(f"{guarded}/metrics", headers=headers, timeout=30).text
+        assert "acme" not in page
+        assert "secret-plans" not in page
+        assert "kvweave_kv_pinned" in page
+        assert page.count("\nkvweave_kv_chunks_done") <= 1, "added up"
+    operator = httpx.get(f"{guarded}/metrics", headers=bearer("sk-nobody"), timeout=30).text
+    assert 'tenant="acme"' in operator
+
+
+def test_the_page_of_the_api_loads_nothing_from_elsewhere(guarded: str) -> None:
+    page = httpx.get(f"{guarded}/docs", timeout=30)
+    assert page.status_code == 200
+    assert "POST /v1/chat/completions" in page.text
+    assert "<script" not in page.text
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert httpx.get(f"{guarded}/redoc", timeout=30).status_code == 404

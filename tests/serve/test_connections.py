@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -10,9 +11,17 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
+from kvweave.model.decoder import Decoder
 from kvweave.serve.auth import parse_keys
 from kvweave.serve.limits import Limits
-from worlds.serving import make_libraries, serving, user
+from worlds.serving import (
+    GatedDecoder,
+    make_libraries,
+    make_weave,
+    serving,
+    user,
+    wait_for_health,
+)
 
 NOTE = {"title": "x", "text": "A note."}
 
@@ -130,30 +139,36 @@ def test_a_tenant_has_no_more_than_its_quota(weave: Weave, tmp_path: Path) -> No
 
 
 def test_twelve_long_answers_of_one_tenant_leave_another_its_first_token(
-    weave: Weave,
+    chat_model_folder: Path,
 ) -> None:
-    """It waited for 30 s."""
-    import threading
+    """It waited until they had finished: 30 s."""
+    gated: list[GatedDecoder] = []
 
+    def wrap(decoder: Decoder) -> Decoder:
+        gated.append(GatedDecoder(decoder))
+        return gated[0]
+
+    weave = make_weave(chat_model_folder, wrap)
     keys = parse_keys(["sk-tenant-1:one", "sk-tenant-2:two"])
-    long = {"messages": user("word " * 300), "max_tokens": 150, "temperature": 0}
+    long = {"messages": user("hello"), "max_tokens": 100, "temperature": 0, "stop_loops": False}
+    short = {"messages": user("hi"), "max_tokens": 1}
     with serving(weave, Limits(running=4, waiting=20), keys=keys) as url:
+        place = f"{url}/v1/chat/completions"
         one, two = ({"Authorization": f"Bearer sk-tenant-{i}"} for i in (1, 2))
-        done: list[float] = []
-
-        def ask() -> None:
-            httpx.post(f"{url}/v1/chat/completions", json=long, headers=one, timeout=120)
-            done.append(time.monotonic())
-
-        threads = [threading.Thread(target=ask) for _ in range(12)]
-        for thread in threads:
-            thread.start()
-        while httpx.get(f"{url}/healthz", timeout=30).json()["waiting"] < 6 and len(done) < 6:
-            time.sleep(0.01)
-        short = {"messages": user("hi"), "max_tokens": 1}
-        reply = httpx.post(f"{url}/v1/chat/completions", json=short, headers=two, timeout=120)
-        answered_s = time.monotonic()
-        for thread in threads:
-            thread.join(timeout=120)
-    assert reply.status_code == 200
-    assert sum(each > answered_s for each in done) >= 4, "it did not wait for all of them"
+        with ThreadPoolExecutor(13) as clients:
+            greedy = [
+                clients.submit(httpx.post, place, json=long, headers=one, timeout=120)
+                for _ in range(12)
+            ]
+            wait_for_health(url, lambda seen: seen["running"] + seen["waiting"] == 12)
+            other = clients.submit(httpx.post, place, json=short, headers=two, timeout=120)
+            wait_for_health(url, lambda seen: seen["running"] + seen["waiting"] == 13)
+            while not other.done() and gated[0].steps < 500:
+                gated[0].permits.release()
+                time.sleep(0.02)
+            steps = gated[0].steps
+            gated[0].permits.release(100_000)
+            assert other.result().status_code == 200
+            assert {reply.result().status_code for reply in greedy} == {200}
+    weave.close()
+    assert steps < 40, "not after the first four, which take more than a hundred"

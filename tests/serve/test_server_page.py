@@ -56,6 +56,8 @@ def test_every_metric_of_the_server_is_on_the_page(kb_server: KbServer) -> None:
         assert not own or name in PAGE, name
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 408, 413, 415, 429, 500, 503, 504])
+@pytest.mark.parametrize(
+    "status", [400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504, 507]
+)
 def test_every_refusal_is_on_the_page(status: int) -> None:
     assert f"\n| {status} | " in PAGE

@@ -89,3 +89,42 @@ def test_a_number_in_a_message_is_no_place_in_the_conversation(chat_model_folder
     said = [{"role": "user", "content": "00000001"}, {"role": "assistant", "content": "0" * 40}]
     contents = [part.text for part in tokenizer.render_parts(said) if part.message is not None]
     assert contents == ["00000001", "0" * 40]
+
+
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+}
+
+
+@pytest.mark.parametrize("how", list(ENDLESS))
+def test_a_template_that_never_ends_is_ended(
+    chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("kvweave.text.tokenizer.RENDER_S", 0.5)
+    tokenizer = with_template(chat_model_folder, tmp_path, ENDLESS[how])
+    began_s = time.monotonic()
+    with pytest.raises(RequestError, match=r"the chat template takes longer than 0\.5 s"):
+        tokenizer.render_chat(HELLO)
+    assert time.monotonic() - began_s < 20.0
+
+
+def test_what_is_over_in_time_is_left_alone(
+    chat_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(chat_model_folder)
+    monkeypatch.setattr("kvweave.text.tokenizer.RENDER_S", 0.3)
+    tokenizer.render_chat(HELLO)
+    deadline_s = time.monotonic() + 1.0
+    while time.monotonic() < deadline_s:  # nothing arrives here afterwards
+        pass
+
+
+@pytest.mark.parametrize("product", ["'a' * 9999999999", "[0] * 9999999999", "9 ** 99999999"])
+def test_a_template_cannot_take_all_memory(
+    chat_model_folder: Path, tmp_path: Path, product: str
+) -> None:
+    tokenizer = with_template(chat_model_folder, tmp_path, f"{{{{ ({product})|string|length }}}}")
+    with pytest.raises(RequestError, match="a product in it is too large"):
+        tokenizer.render_chat(HELLO)

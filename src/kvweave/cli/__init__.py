@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "demo": "kvweave.cli.demo",
     "docs": "kvweave.cli.docs",
     "ingest": "kvweave.cli.ingest",
+    "kb": "kvweave.cli.kb",
     "measure": "kvweave.cli.measure",
     "models": "kvweave.cli.models",
     "plan": "kvweave.cli.plan",

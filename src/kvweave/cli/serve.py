@@ -1,6 +1,7 @@
 """`kvweave serve`: an OpenAI-compatible server over one model and its knowledge bases."""
 
 import importlib.util
+import ipaddress
 import json
 import os
 import signal
@@ -159,6 +160,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
     origins = make_origins(server_config)
     places = make_places(config, folders)
+    warn_if_open(server_config.host, has_keys=bool(keys))
     check_store(config.store)
     # before the model: a taken port should not cost a load
     with _listen(server_config.host, server_config.port) as listener:
@@ -215,6 +217,26 @@ def _room_for_connections() -> int:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return max(16, most - OTHER_FILES)
+
+
+def warn_if_open(host: str, *, has_keys: bool) -> None:
+    """Say that everybody who reaches this machine may use it, where that is so."""
+    if has_keys or is_own_machine(host):
+        return
+    click.echo(
+        f"Warning: {host or 'every address'} lets others in and there are no API keys: whoever "
+        "reaches this machine can read, upload and delete. Give it keys (--api-key-file), or "
+        "listen on 127.0.0.1",
+        err=True,
+    )
+
+
+def is_own_machine(host: str) -> bool:
+    """Whether only this machine can reach that address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def make_origins(server: ServerSettings) -> "OriginRules":

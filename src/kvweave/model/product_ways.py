@@ -108,7 +108,7 @@ class ProductWays:
     def _save(self) -> None:
         shapes = {f"{s.in_dim}x{s.out_dim}": times for s, times in self._times.items()}
         kept = {"format": FORMAT, "machine": self._machine, "shapes": shapes}
-        fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
+        fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}.{os.urandom(4).hex()}.new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_text(json.dumps(kept, indent=1) + "\n")

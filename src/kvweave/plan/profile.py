@@ -238,9 +238,13 @@ class MachineProfile:
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        temporary.replace(path)
+        # of this call alone: several threads of a process may save at once
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+        try:
+            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def link_name(tier: str, codec: str = "") -> str:

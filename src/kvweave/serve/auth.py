@@ -66,6 +66,12 @@ def tenant_of(scope: Scope) -> str:
     return str(scope.get("state", {}).get("tenant", ""))
 
 
+def is_stranger(scope: Scope) -> bool:
+    """Whether a request to what needs no key came without one that belongs to no tenant: it may
+    know how the server is, and not who its tenants are."""
+    return bool(scope.get("state", {}).get("is_stranger", False))
+
+
 def client_of(scope: Scope) -> str:
     """Who is to share with others: the tenant, or the address where there are none."""
     client = scope.get("client")
@@ -80,10 +86,14 @@ class ApiKeys:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys or not _is_guarded(scope["path"]):
+        if scope["type"] != "http" or not self._keys:
             await self._app(scope, receive, send)
             return
         tenant = self._tenant(dict(scope["headers"]).get(b"authorization", b""))
+        if not _is_guarded(scope["path"]):
+            scope.setdefault("state", {})["is_stranger"] = tenant != ""
+            await self._app(scope, receive, send)
+            return
         if tenant is None:
             await error_response(_unknown())(scope, receive, send)
             return

@@ -24,6 +24,7 @@ from kvweave.serve.routes.health import health_routes
 from kvweave.serve.routes.info import info_routes
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
+from kvweave.serve.routes.schema_page import install_schema_page
 from kvweave.serve.routes.watching import watching_routes
 from kvweave.serve.ui.routes import ui_routes
 from kvweave.serve.wire.schema import install_schema
@@ -44,9 +45,12 @@ def build_http(context: Context, door: Door | None = None) -> FastAPI:
         version=__version__,
         summary="RAG serving that never prefills the same passage twice",
         lifespan=lifespan,
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
     )
     install_error_handlers(http)
     install_schema(http)
+    install_schema_page(http)
     for routes in (
         openai_routes,
         kb_routes,

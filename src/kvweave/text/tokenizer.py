@@ -9,6 +9,7 @@ A Tokenizer is immutable and safe to use from many threads.
 
 import hashlib
 import json
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,13 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
+from kvweave.text.time_limit import LIMIT, TooLong
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+LARGEST_PRODUCT = 1 << 20  # characters of a text that a template makes by repeating another
+RENDER_S = 5.0  # for a chat template, which is foreign code
 BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how some vocabularies write a space
 DIGITS = 8  # of a message's number while a template runs
 
@@ -178,12 +182,18 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            return self._chat_template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                bos_token=self.bos_token or "",
-                eos_token=self.eos_token or "",
-            )
+            template = self._chat_template
+            with LIMIT.within(RENDER_S):
+                return template.render(
+                    messages=list(messages),
+                    add_generation_prompt=add_generation_prompt,
+                    bos_token=self.bos_token or "",
+                    eos_token=self.eos_token or "",
+                )
+        except TooLong as error:
+            raise RequestError(
+                f"the chat template takes longer than {RENDER_S:g} s for these messages"
+            ) from error
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError,
                 ArithmeticError, RecursionError) as error:  # fmt: skip
             raise RequestError(
@@ -194,11 +204,19 @@ class Tokenizer:
     def _chat_template(self) -> "Template":
         """Compiled once: that takes far longer than rendering it, which any thread may do."""
         from jinja2.ext import loopcontrols
+        from jinja2.runtime import Context
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
+        class Sandbox(ImmutableSandboxedEnvironment):
+            """Also bounds what one product makes: a limit on time does not end it."""
+
+            intercepted_binops = frozenset(("*", "**"))
+
+            def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+                _refuse_large(operator, left, right)
+                return super().call_binop(context, operator, left, right)
+
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise_template_error
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(
             value, ensure_ascii=False, indent=indent
@@ -243,6 +261,17 @@ def _disarm(tokenizer: FastTokenizer) -> None:
         ]
     )
     tokenizer.encode_special_tokens = True
+
+
+def _refuse_large(operator: str, left: Any, right: Any) -> None:
+    """Raise ValueError for a product that is longer than any prompt."""
+    lengths = [len(each) for each in (left, right) if isinstance(each, str | list | tuple)]
+    counts = [abs(each) for each in (left, right) if isinstance(each, int | float)]
+    size = math.prod([*lengths, *counts]) if operator == "*" and lengths else 0
+    if operator == "**":
+        size = math.inf if any(count > 64 for count in counts) else 0
+    if size > LARGEST_PRODUCT:
+        raise ValueError("a product in it is too large")
 
 
 def _raise_template_error(message: str) -> None:

@@ -1,10 +1,10 @@
 """What the server counts, for Prometheus: answers as they happen, and the state at a scrape."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import REPETITION, Answer
@@ -21,6 +21,7 @@ class ServerMetrics:
     def __init__(self, spans: AnswerSpans | None = None) -> None:
         self._spans = spans
         self._registry = registry = CollectorRegistry()
+        self._state: StateCollector | None = None
 
         def times(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"kvweave_{name}", words, buckets=buckets, registry=registry)
@@ -108,15 +109,29 @@ class ServerMetrics:
 
     # ── the page ─────────────────────────────────────────────────────────────
 
-    def watch(self, state: Collector) -> None:
+    def watch(self, state: "StateCollector") -> None:
         """Read these at every scrape."""
-        self._registry.register(state)
+        self._state = state
 
-    def page(self) -> bytes:
-        return generate_latest(self._registry)
+    def page(self, *, with_names: bool = True) -> bytes:
+        """`with_names`: tenants and knowledge bases are told apart, by their names; without, what
+        is counted of them is added up."""
+        state = None if self._state is None else self._state.collect(with_names)
+        return generate_latest(_Page(self._registry, state or ()))  # type: ignore[arg-type]
 
 
-class StateCollector(Collector):
+class _Page(NamedTuple):
+    """What generate_latest reads of a registry: the counters, and then the state."""
+
+    registry: CollectorRegistry
+    state: Iterable[Metric]
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self.registry.collect()
+        yield from self.state
+
+
+class StateCollector:
     """Numbers that other objects keep, read at every scrape, on the event loop: nothing blocks.
 
     Answers running and waiting; knowledge bases open and in use; every tier of every open store;
@@ -133,14 +148,14 @@ class StateCollector(Collector):
         self._libraries = libraries
         self._engine_stats = engine_stats
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self, with_names: bool) -> Iterator[Metric]:
         counts = self._counts()
         yield GaugeMetricFamily("kvweave_running", "Answers being computed", counts.running)
         yield GaugeMetricFamily("kvweave_waiting", "Answers admitted, not begun", counts.waiting)
         pinned = self._libraries.num_pinned()
         yield GaugeMetricFamily("kvweave_kv_pinned", "Chunk KV that a lease holds", pinned)
         yield from self._knowledge_bases()
-        yield from self._stores()
+        yield from self._stores(with_names)
         yield from engine_metrics(self._engine_stats())
 
     def _knowledge_bases(self) -> Iterator[Metric]:
@@ -159,19 +174,24 @@ class StateCollector(Collector):
         failed = "Knowledge bases that were not closed in order, see the log"
         yield CounterMetricFamily("kvweave_kb_close_failures", failed, counts.close_failures)
 
-    def _stores(self) -> Iterator[Metric]:
+    def _stores(self, with_names: bool) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        added: dict[tuple[str, tuple[str, ...]], float] = {}
         for place, metrics in self._libraries.metrics():
             for sample in metrics.snapshot():
-                names = ["tenant", "kb", *(name for name, _ in sample.labels)]
-                values = [place.tenant, place.name, *(value for _, value in sample.labels)]
+                own = [("tenant", place.tenant), ("kb", place.name)] if with_names else []
+                labels = [*own, *sample.labels]
+                names, values = [name for name, _ in labels], [value for _, value in labels]
                 key = f"{sample.name}{names}"
                 if key not in families:
                     kind = CounterMetricFamily if sample.is_counter else GaugeMetricFamily
                     name = f"kvweave_{sample.name.removesuffix('_total')}"
                     page = "audit" if sample.name.startswith("audit_") else "store"
                     families[key] = kind(name, f"See docs/{page}.md", labels=names)
-                families[key].add_metric(values, sample.value)
+                place_in = key, tuple(values)
+                added[place_in] = added.get(place_in, 0.0) + sample.value
+        for (key, labels_of), value in added.items():
+            families[key].add_metric(labels_of, value)
         yield from families.values()
 
 

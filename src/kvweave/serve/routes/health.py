@@ -1,8 +1,9 @@
 """For those who look after the server: /healthz, /readyz, /metrics."""
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvweave.serve.auth import is_stranger
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.schema import refusals
@@ -40,7 +41,8 @@ def health_routes(context: Context) -> APIRouter:
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
-    async def metrics_page() -> Response:
-        return Response(context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+    async def metrics_page(request: Request) -> Response:
+        page = context.metrics.page(with_names=not is_stranger(request.scope))
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     return routes
