@@ -63,19 +63,19 @@ function Answer({ answer }) {
 // ---- parts of the prompt -----------------------------------------------------------------------
 
 function partsOf({ tokens, sources, explain }) {
-  const bySpan = new Map((sources ?? []).map((source, at) => [source.span?.[0], { source, at }]));
+  const bySpan = new Map((sources ?? []).map((source) => [source.span?.[0], source]));
   const chunks = new Map((explain.chunks ?? []).map((chunk) => [chunk.start, chunk]));
   let number = 0;
   return tokens.parts.filter((part) => part.end > part.start).map((part) => {
     const titles = { preamble: "Preamble", history: "History", question: "Question" };
     if (part.name !== "chunk") return { ...part, title: titles[part.name] ?? part.name };
     number += 1;
-    const found = bySpan.get(part.start) ?? { source: (sources ?? []).find((each) => each.chunk === part.chunk), at: number - 1 };
+    const source = bySpan.get(part.start) ?? (sources ?? []).find((each) => each.chunk === part.chunk);
     const chunk = chunks.get(part.start);
-    const title = `${found.at + 1}. ${found.source?.title || "Passage"}`;
-    if (!chunk) return { ...part, title, source: found.source };
+    const title = `${source?.cited_as ?? number}. ${source?.title || "Passage"}`;
+    if (!chunk) return { ...part, title, source: source };
     const note = chunk.state === "reused" && chunk.recomputed ? `${percent(chunk.recomputed / chunk.tokens)} recomputed` : chunk.state;
-    return { ...part, title, source: found.source, chunk, state: chunk.state === "reused" && chunk.recomputed ? "recomputed" : chunk.state, note };
+    return { ...part, title, source, chunk, state: chunk.state === "reused" && chunk.recomputed ? "recomputed" : chunk.state, note };
   });
 }
 
@@ -154,7 +154,8 @@ function stepsOf({ layers, tokens, selection, explain }) {
   ];
   let left = none;
   layers.forEach((each, at) => {
-    const words = `Layer ${each.layer}: ${plural(each.rows, "row")} computed in ${ms(each.ended_ms - each.started_ms)}.${each.left_rows ? ` ${plural(each.left_rows, "row")} leave here.` : ""}`;
+    const took = each.ended_ms === null ? "" : ` in ${ms(each.ended_ms - each.started_ms)}`;
+    const words = `Layer ${each.layer}: ${plural(each.rows, "row")} computed${took}.${each.left_rows ? ` ${plural(each.left_rows, "row")} leave here.` : ""}`;
     steps.push({ phase: "layer", done: (at + 1) / layers.length, left, layer: each.layer, words });
     if (each.left?.length) left = new Set([...left, ...each.left]);
   });
@@ -225,15 +226,16 @@ function Options({ decision }) {
       <td class="end num">${ms(option.predicted_ms)}</td><td class="end num">${count(option.rows)}</td><td class="quiet">${option.reason}</td></tr>`)}</tbody></table></div>`;
 }
 
-/** One line per layer: when its KV was there, when it was computed, how many rows. */
+/** One line per layer: waiting for its KV, computing, how many rows. */
 function Layers({ layers, at }) {
-  const first = Math.min(...layers.map((each) => Math.min(each.loaded_ms ?? each.started_ms, each.started_ms)));
-  const last = Math.max(...layers.map((each) => each.ended_ms));
+  const timed = layers.every((each) => each.started_ms !== null && each.ended_ms !== null);
+  const first = timed ? Math.min(...layers.map((each) => each.started_ms)) : 0;
+  const last = timed ? Math.max(...layers.map((each) => each.ended_ms)) : 1;
   const most = Math.max(...layers.map((each) => each.rows), 1);
-  const x = (value) => `${(100 * (value - first)) / Math.max(last - first, 1e-9)}%`;
-  return html`<figure class="layers"><figcaption class="tiny faint">from ${ms(first)} to ${ms(last)}; ◆ KV loaded, bar computed, right: rows</figcaption>
-    <div role="img" aria-label=${`${layers.length} layers from ${ms(first)} to ${ms(last)}; rows from ${count(layers[0].rows)} to ${count(layers.at(-1).rows)}`}>${layers.map((each) => html`<div class=${cls("layer", each.layer === at && "now")} title=${`layer ${each.layer}: ${each.rows} rows, ${ms(each.ended_ms - each.started_ms)}`}>
-      <span class="tiny num faint">${each.layer}</span><div class="track"><span class="span computed" style=${{ left: x(each.started_ms), width: `max(2px, ${(100 * (each.ended_ms - each.started_ms)) / Math.max(last - first, 1e-9)}%)` }}></span>
-        ${each.loaded_ms !== null && each.loaded_ms !== undefined && html`<span class="loaded" style=${{ left: x(each.loaded_ms) }}></span>`}</div>
+  const share = (from, to) => (100 * (to - from)) / Math.max(last - first, 1e-9);
+  const bar = (name, from, to) => html`<span class=${`span ${name}`} style=${{ left: `${share(first, from)}%`, width: `max(1px, ${share(from, to)}%)` }}></span>`;
+  return html`<figure class="layers"><figcaption class="tiny faint">${timed ? html`<span class="dot reused"></span> waiting for stored KV <span class="dot computed"></span> computing, ${ms(first)} to ${ms(last)}; right: rows` : "rows by layer; times were not kept for this answer"}</figcaption>
+    <div role="img" aria-label=${`${layers.length} layers; rows from ${count(layers[0].rows)} to ${count(layers.at(-1).rows)}`}>${layers.map((each) => html`<div class=${cls("layer", each.layer === at && "now")} title=${`layer ${each.layer}: ${each.rows} rows${timed ? `, ${ms(each.ended_ms - each.started_ms)}` : ""}`}>
+      <span class="tiny num faint">${each.layer}</span><div class="track">${timed && html`${bar("reused", each.started_ms, each.loaded_ms ?? each.started_ms)}${bar("computed", each.loaded_ms ?? each.started_ms, each.ended_ms)}`}</div>
       <span class="rows-bar"><span style=${{ width: `${(100 * each.rows) / most}%` }}></span></span></div>`)}</div></figure>`;
 }

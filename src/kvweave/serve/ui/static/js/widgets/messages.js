@@ -32,7 +32,7 @@ export function AnswerMessage({ message, busy, retry, open }) {
   const { content, meta } = message;
   const sources = meta.sources ?? [];
   const cite = (number) => {
-    const source = sources[number - 1];
+    const source = sources.find((each) => each.cited_as === number);
     return source && html`<button class="cite" aria-label=${`Source ${number}: ${source.title}`} onClick=${() => open(source)}>${number}</button>`;
   };
   const running = meta.state === "waiting" || meta.state === "streaming";
@@ -61,8 +61,8 @@ function Ending({ meta, content, retry, busy }) {
 }
 
 function Sources({ sources, open }) {
-  return html`<ol class="plain sources" aria-label="Sources">${sources.map((source, at) => html`<li><button class="source" onClick=${() => open(source)} title=${`${source.title} · score ${score(source)} · ${source.fate}${source.tier ? ` from ${source.tier}` : ""}`}>
-    <span class=${`dot ${source.fate}`}></span><span class="num">${at + 1}</span><span class="cut">${source.title || "Untitled"}</span><span class="sr">, ${source.fate}</span></button></li>`)}</ol>`;
+  return html`<ol class="plain sources" aria-label="Sources">${sources.map((source) => html`<li><button class="source" onClick=${() => open(source)} title=${`${source.title} · score ${score(source)} · ${source.fate}${source.tier ? ` from ${source.tier}` : ""}`}>
+    <span class=${`dot ${source.fate}`}></span><span class="num">${source.cited_as}</span><span class="cut">${source.title || "Untitled"}</span><span class="sr">, ${source.fate}</span></button></li>`)}</ol>`;
 }
 
 export const score = (source) => (source.score === null || source.score === undefined ? "–" : source.score.toFixed(3));
