@@ -45,7 +45,7 @@ export function Compare() {
   const submit = (event) => { event.preventDefault(); run(); };
   return html`<div class="page stack wide"><header class="page-head"><div><h1 tabindex="-1">Compare</h1><p class="quiet small">The same question, prefilled in different ways, one after another so that none slows another.</p></div></header>
     <form class="card stack" onSubmit=${submit}><label class="field">Question<textarea rows="2" value=${question} placeholder="What do you want to know?" onInput=${(event) => change({ question: event.target.value })}></textarea></label>
-      <div class="row top"><label class="field">Knowledge base<${KbPicker} withNone=${false} /></label><${Ways} /><span class="grow"></span>
+      <div class="row top"><${KbPicker} shown=${true} withNone=${false} /><${Ways} /><span class="grow"></span>
         ${busy ? html`<button type="button" class="align-end" onClick=${() => control?.abort()}><${Icon} name="stop" />Stop</button>` : html`<button class="primary align-end" type="submit" disabled=${!question.trim() || !kb || chosen.length < 2}><${Icon} name="play" />Run ${chosen.length} ways</button>`}</div>
       ${!kb && html`<p class="small warn-text">Comparing needs passages: <a href=${link("documents")}>make a knowledge base</a> first.</p>`}</form>
     ${error && html`<${Failure} error=${error} what="The comparison failed" retry=${run} />`}

@@ -16,7 +16,7 @@ export async function refreshKbs() {
   else if (kb === null && data.length && !settings.get().kbLeft) setSetting("kb", data[0].name);
 }
 
-export function KbPicker({ label = "Knowledge base", withNone = true }) {
+export function KbPicker({ label = "Knowledge base", withNone = true, shown = false }) {
   const kbs = useStore(knowledgeBases);
   const { kb } = useStore(settings);
   useEffect(() => { if (kbs === null) refreshKbs().catch(() => {}); }, []);
@@ -24,7 +24,7 @@ export function KbPicker({ label = "Knowledge base", withNone = true }) {
     const name = event.target.value || null;
     settings.set((all) => ({ ...all, kb: name, kbLeft: name === null }));
   };
-  return html`<label class="picker"><span class="sr">${label}</span>
+  return html`<label class=${shown ? "field" : "picker"}><span class=${shown ? "" : "sr"}>${label}</span>
     <select value=${kb ?? ""} onChange=${choose}>
       ${withNone && html`<option value="">No documents</option>`}
       ${(kbs ?? []).map(({ name, documents }) => html`<option key=${name} value=${name} selected=${name === kb}>${name} (${documents ?? "broken"})</option>`)}
