@@ -132,8 +132,8 @@ function requestOf(id, before, text) {
     body.conversation_id = id;
     if (k) body.k = k;
     if (reuse) body.reuse = reuse;
-  } else if (["full", "prefix", "auto"].includes(reuse)) {
-    body.reuse = reuse; // a chat without chunks takes no other
+  } else if (reuse && !currentDial().needs_chunks) {
+    body.reuse = reuse;
   }
   return body;
 }

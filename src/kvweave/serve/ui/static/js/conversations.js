@@ -9,7 +9,7 @@ const MOST = 60; // kept in this browser; the oldest go first
 /** Heads, newest first: { id, title, updated, kb }. */
 export const heads = makeStore([]);
 
-const onServer = () => info.get()?.keys === true;
+const onServer = () => info.get()?.conversations === true;
 const path = (id) => `v1/conversations/${encodeURIComponent(id)}`;
 const local = () => readStored(localStorage, LOCAL, []);
 const head = ({ id, title, updated, kb }) => ({ id, title, updated, kb });

@@ -56,7 +56,7 @@ function Evictions({ evictions }) {
 function HottestChunks() {
   const { kb } = useStore(settings);
   const hottest = useResource(kb && `${kbPath(kb, "hottest")}?limit=10`, { everyMs: 5000 });
-  const rows = (hottest.data?.chunks ?? hottest.data?.data ?? []).filter((each) => each.asked > 0);
+  const rows = (hottest.data?.data ?? []).filter((each) => each.asked > 0);
   return html`<section class="card"><header><h2>Hottest chunks</h2><span class="tiny faint">${kb ? `of ${kb}, by prompts they were in` : ""}</span></header>
-    ${rows.length ? html`<${Bars} label="Hottest chunks" rows=${rows.map((each) => ({ name: html`<a href=${link("documents", kb, "chunk", each.id)}>${each.title || "Untitled"}</a>`, value: each.asked, words: plural(each.asked, "prompt"), className: "exact" }))} />` : html`<p class="small quiet">${kb ? "No chunk was asked for yet." : "Choose a knowledge base in the chat."}</p>`}</section>`;
+    ${rows.length ? html`<${Bars} label="Hottest chunks" rows=${rows.map((each) => ({ name: html`<a href=${link("documents", kb, "chunk", each.id)}>${each.heading || "Untitled"}</a>`, value: each.asked, words: plural(each.asked, "prompt"), className: "exact" }))} />` : html`<p class="small quiet">${kb ? "No chunk was asked for yet." : "Choose a knowledge base in the chat."}</p>`}</section>`;
 }

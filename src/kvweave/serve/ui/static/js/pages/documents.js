@@ -61,7 +61,7 @@ function NameForm({ kbs, label, action, done }) {
     ${wrong && html`<span class="tiny bad-text" role="alert">${wrong}</span>`}</label><button class="primary align-end" type="submit" disabled=${!name || wrong !== null}>${action}</button></form>`;
 }
 
-const KV_WORDS = { ready: ["good", "KV ready"], making: ["accent", "making KV"], full: ["warn", "KV: tier full"], failed: ["bad", "KV failed"], off: ["", "KV not made"], unused: ["", "KV not used"] };
+const KV_WORDS = { ready: ["good", "KV ready"], making: ["accent", "making KV"], full: ["warn", "KV: tier full"], failed: ["bad", "KV failed"], off: ["", "KV not made"], unused: ["", "KV not used"], part: ["accent", "part"], none: ["", "none"] };
 
 function Tabs({ kbs, kb }) {
   return html`<nav class="tabs" aria-label="Knowledge bases"><ul class="plain">${kbs.map(({ name, documents, error }) => html`<li key=${name}><a href=${link("documents", name)} aria-current=${name === kb ? "page" : undefined}>${name} <span class="faint num">${error ? "broken" : count(documents)}</span></a></li>`)}
@@ -136,18 +136,20 @@ function Search({ kb, found, setFound }) {
 
 function DocumentList({ kb, version, changed }) {
   const [pages, setPages] = useState([]);
+  const [after, setAfter] = useState(null); // where the next page begins
   const [state, setState] = useState("loading"); // loading, more, all, or an error
   const [doomed, setDoomed] = useState(null);
   const [busy, setBusy] = useState(false);
   const [failure, setFailure] = useState(null);
   const rows = pages.flat();
-  const load = async (after, before) => {
+  const load = async (from, before) => {
     setState("loading");
     try {
-      const query = new URLSearchParams({ limit: PAGE, ...(after ? { after } : {}) });
-      const { data } = await get(`${kbPath(kb, "documents")}?${query}`);
+      const query = new URLSearchParams({ limit: PAGE, ...(from ? { after: from } : {}) });
+      const { data, next } = await get(`${kbPath(kb, "documents")}?${query}`);
       setPages([...before, data]);
-      setState(data.length < PAGE ? "all" : "more");
+      setAfter(next);
+      setState(next ? "more" : "all");
     } catch (error) {
       setState(error);
     }
@@ -171,11 +173,11 @@ function DocumentList({ kb, version, changed }) {
     ${failure && html`<${Failure} error=${failure} what="Not deleted" />`}
     ${rows.length === 0 && state === "all" && html`<${Empty} icon="documents" title="No documents yet"><p>Drop files above. They can be asked about as soon as they are read; their KV follows in the background.</p><//>`}
     ${rows.length > 0 && html`<div class="scroll-x" tabindex="0" role="group" aria-label="Documents"><table class="documents-table"><thead><tr><th>Document</th><th class="end">Size</th><th class="end">Chunks</th><th class="end">Tokens</th><th>KV</th><th class="wide-only">Added</th><th><span class="sr">Actions</span></th></tr></thead>
-      <tbody>${rows.map((each) => html`<tr key=${each.id}><td class="name"><a href=${link("documents", kb, "document", each.id)}>${nameOf(each)}</a><span class="tiny faint cut block">${each.source}</span></td><td class="end num">${bytes(each.bytes ?? each.chars)}</td><td class="end num">${count(each.chunks)}</td><td class="end num">${count(each.tokens)}</td>
-        <td><${KvCell} kv=${each.kv} chunks=${each.chunks} /></td><td class="quiet wide-only">${ago(each.added ?? each.added_at)}</td><td class="end"><button class="bare icon small" aria-label=${`Delete ${nameOf(each)}`} onClick=${() => setDoomed(each)}><${Icon} name="trash" /></button></td></tr>`)}</tbody></table></div>`}
+      <tbody>${rows.map((each) => html`<tr key=${each.id}><td class="name"><a href=${link("documents", kb, "document", each.id)}>${nameOf(each)}</a><span class="tiny faint cut block">${each.source}</span></td><td class="end num">${bytes(each.chars)}</td><td class="end num">${count(each.chunks)}</td><td class="end num">${count(each.tokens)}</td>
+        <td><${KvCell} kv=${each.kv} chunks=${each.chunks} /></td><td class="quiet wide-only">${ago(each.added_at)}</td><td class="end"><button class="bare icon small" aria-label=${`Delete ${nameOf(each)}`} onClick=${() => setDoomed(each)}><${Icon} name="trash" /></button></td></tr>`)}</tbody></table></div>`}
     ${state === "loading" && html`<${Loading} what="documents" />`}
     ${state instanceof Error && html`<${Failure} error=${state} retry=${() => load(null, [])} />`}
-    ${state === "more" && html`<div class="row center"><button onClick=${() => load(rows.at(-1).id, pages)}>Show more</button></div>`}
+    ${state === "more" && html`<div class="row center"><button onClick=${() => load(after, pages)}>Show more</button></div>`}
     ${doomed && html`<${Confirm} title="Delete this document?" action="Delete" busy=${busy} onYes=${drop} onNo=${() => setDoomed(null)}><p class="quiet">“${nameOf(doomed)}” goes with its ${plural(doomed.chunks, "chunk")}, vectors and KV. Answers no longer draw on it.</p><//>`}</section>`;
 }
 
@@ -185,22 +187,22 @@ function KvCell({ kv, chunks }) {
   if (!kv) return html`<span class="faint">–</span>`;
   const tiers = Object.entries(kv.bytes ?? {});
   const [tone, words] = KV_WORDS[kv.state] ?? ["", kv.state];
-  return html`<span class="row tight-row"><span class=${`chip ${tone}`}>${kv.state === "making" ? `${count(kv.chunks_done)}/${count(chunks)}` : words.replace("KV ", "")}</span>
+  return html`<span class="row tight-row"><span class=${`chip ${tone}`}>${kv.state === "part" ? `${count(kv.chunks_done)}/${count(chunks)}` : words.replace("KV ", "")}</span>
     <span class="tiny faint num">${tiers.map(([tier, size]) => `${bytes(size)} ${tier}`).join(", ")}</span></span>`;
 }
 
 function Hottest({ kb }) {
   const hottest = useResource(`${kbPath(kb, "hottest")}?limit=8`);
-  const rows = (hottest.data?.chunks ?? hottest.data?.data ?? []).filter((each) => each.asked > 0);
+  const rows = (hottest.data?.data ?? []).filter((each) => each.asked > 0);
   if (!rows.length) return null;
-  return html`<section class="card"><h2>Most often in a prompt</h2><${Bars} label="Chunks by how often they were in a prompt" rows=${rows.map((each) => ({ name: html`<a href=${link("documents", kb, "chunk", each.id)}>${each.title || "Untitled"}</a>`, value: each.asked, words: `${count(each.asked)}×` }))} /></section>`;
+  return html`<section class="card"><h2>Most often in a prompt</h2><${Bars} label="Chunks by how often they were in a prompt" rows=${rows.map((each) => ({ name: html`<a href=${link("documents", kb, "chunk", each.id)}>${each.heading || "Untitled"}</a>`, value: each.asked, words: `${count(each.asked)}×` }))} /></section>`;
 }
 
 function DocumentPage({ kb, id }) {
   const document = useResource(kbPath(kb, "documents", id));
   return html`<div class="stack"><p><a href=${link("documents", kb)}><${Icon} name="left" />All documents of ${kb}</a></p>
-    <${Fetched} resource=${document} what="the document">${(data) => html`<section class="card"><header><h2>${nameOf(data)}</h2><span class="tiny faint num">${plural(data.chunks.length, "chunk")}</span></header>
-      <ol class="plain chunk-list">${data.chunks.map((chunk) => html`<li><a href=${link("documents", kb, "chunk", chunk.id)}>${chunk.heading || `Part ${chunk.index + 1}`}</a>
+    <${Fetched} resource=${document} what="the document">${(data) => html`<section class="card"><header><h2>${nameOf(data)}</h2><span class="tiny faint num">${plural(data.pieces.length, "chunk")}</span></header>
+      <ol class="plain chunk-list">${data.pieces.map((chunk) => html`<li><a href=${link("documents", kb, "chunk", chunk.id)}>${chunk.heading || `Part ${chunk.index + 1}`}</a>
         <span class="tiny faint num">${plural(chunk.tokens, "token")} · in ${plural(chunk.asked ?? 0, "prompt")} · <code>${chunk.id.slice(0, 12)}</code></span></li>`)}</ol></section>`}<//></div>`;
 }
 

@@ -29,7 +29,7 @@ export function FirstRun({ ask }) {
     <header class="stack"><p class="kicker">Welcome</p><h2 class="big">Chat with your documents. See what was reused, recomputed, and why.</h2>
       <p class="quiet">kvweave computes each passage once. When a question brings it back, wherever it then stands, its stored KV is reused and only the tokens that matter for the question are computed again.</p></header>
     <div class="choices"><section class="card stack"><h2>Try the sample</h2>
-        <p class="quiet small">48 passages about an invented valley. No model knows them, so every right answer comes from the passages.</p>
+        <p class="quiet small">${demo.data?.documents ? `${demo.data.documents} passages` : "Passages"} about an invented valley. No model knows them, so every right answer comes from the passages.</p>
         ${progress ? html`<div class="stack tight" role="status"><p class="small num">Reading the valley: ${plural(progress.documents, "document")}, ${plural(progress.chunks, "chunk")} …</p><div class="bar busy"><span></span></div></div>`
     : html`<div><button class="primary" onClick=${() => load(null)}><${Icon} name="spark" />Load the sample</button></div>`}
         ${error && html`<${Failure} error=${error} what="The sample was not loaded" />`}
