@@ -62,9 +62,10 @@ ROOMS: dict[str, set[str]] = {
         *("app", "app/audit", "app/library", "app/auto"),
     },
     "app/libraries": {
-        *("corpus", "ingest", "kv", "plan", "app", "app/answer", "app/audit", "app/library"),
+        *("corpus", "demo", "ingest", "kv", "plan", "app", "app/answer", "app/audit"),
+        "app/library",
     },
-    "serve": {"app", "app/libraries"},
+    "serve": {"app", "app/answer", "app/libraries"},
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),

@@ -208,6 +208,7 @@ class ServerSettings(ConfigSection):
     upload_bytes: Bytes = 64 << 20  # of an upload
     request_s: Seconds = 600.0  # for an answer
     open_kbs: Count = 4  # knowledge bases open at a time
+    kept_answers: Count0 = 64  # of each tenant, whose details the web page can show; 0: none
     grace_s: Seconds = 10.0  # that answers may go on after Ctrl-C or SIGTERM
     lame_s: Seconds = 0.0  # before that, in which /readyz says 503 and new work is refused
 

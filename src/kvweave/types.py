@@ -40,6 +40,7 @@ class Hit(NamedTuple):
 
     chunk: Chunk
     score: float
+    document: DocumentId | None = None  # that holds it; of several the first by id
 
 
 class EncodeWork(NamedTuple):

@@ -14,7 +14,8 @@ import pytest
 import kvweave
 
 REPO = Path(__file__).resolve().parents[2]
-DATA = (".txt", ".json", ".jsonl", ".md", ".typed")  # endings of what the package reads at run time
+# endings of what the package reads at run time
+DATA = (".txt", ".json", ".jsonl", ".md", ".typed", ".html", ".css", ".js", ".svg", ".woff2", ".png")
 
 
 def packaged_data() -> set[str]:
@@ -39,6 +40,7 @@ def test_a_wheel_holds_every_file_that_the_package_reads(wheel: Path) -> None:
     assert any(name.endswith("filler.txt") for name in wanted)
     assert any("calibrate/packaged/" in name for name in wanted)
     assert "kvweave/demo/questions.jsonl" in wanted
+    assert "kvweave/serve/ui/static/index.html" in wanted
     assert wanted <= inside
     assert not {name for name in inside if "__pycache__" in name or name.startswith("tests/")}
 

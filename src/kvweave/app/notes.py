@@ -1,11 +1,30 @@
 """What was done for a prompt, on its way from those who prefill it to its answer."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.audit.figures import AuditNote
+from kvweave.engine.request import RequestTimeline
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.plan.retrieval import SpeculationRecord
+from kvweave.text.prompt import Prompt
+
+
+class AnswerEvent(NamedTuple):
+    """Something that took time. By time.perf_counter."""
+
+    name: str
+    lane: str  # side by side with what it happened: search, guess, plan
+    start_s: float
+    end_s: float
+    detail: str = ""
+
+
+def _unknown(_num_tokens: int) -> None:
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +38,13 @@ class AnswerNotes:
     retrieve_ms: float = 0.0
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     why: str | None = None  # no more is reused, and what to do about it
+    question: str = ""  # what was asked
+    prompt: Prompt | None = None  # as the engine was given it
+    retrieved: tuple[RetrievedChunk, ...] = ()  # for the question: found, or brought
+    # seconds that a full prefill of so many tokens is expected to take; None: not known
+    full_s: Callable[[int], float | None] = _unknown
+    timeline: RequestTimeline | None = None  # of the engine
+    events: list[AnswerEvent] = field(default_factory=list)  # before the engine had it
 
     def keep(self, record: FuseRecord) -> None:
         """The prompt is prefilled, and this is how. Heard once, before the first token."""

@@ -20,6 +20,7 @@ from kvweave.app.answer.answer_stream import (
 )
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.router import NO_LIBRARY
+from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.store_tiers import check_store
@@ -50,6 +51,7 @@ from kvweave.text.detokenizer import texts_of
 from kvweave.text.prompt import SYSTEM, Document, Prompt, chat_prompt, plain_prompt
 
 if TYPE_CHECKING:
+    from kvweave.app.answer.answer_details import AnswerDetails
     from kvweave.app.audit.auditor import Auditor
     from kvweave.app.library.kv_progress import KVProgress
     from kvweave.app.library.library import OpenEmbedder
@@ -68,6 +70,7 @@ __all__ = [
     "REUSES",
     "TOP_K",
     "Answer",
+    "AnswerSource",
     "AnswerStream",
     "Document",
     "Piece",
@@ -315,7 +318,8 @@ class Weave:
         if not messages:
             raise RequestError("messages is empty; send at least one")
         prompt = chat_prompt(self._runtime.tokenizer, messages)
-        return self._answerer.plain(prompt, PlainOptions(sampling, reuse, tenant), called_s)
+        options, last = PlainOptions(sampling, reuse, tenant), str(messages[-1].get("content", ""))
+        return self._answerer.plain(prompt, options, called_s, last)
 
     def complete(
         self,
@@ -340,6 +344,13 @@ class Weave:
     ) -> Prompt:
         """The prompt `ask` would use for these documents, by part."""
         return self._answerer.build_prompt(question, documents, system)
+
+    def details(self, answer: Answer, queue_s: float = 0.0) -> "AnswerDetails":
+        """How an answer of this Weave, or of one over the same model, came about: its prompt token
+        by token, layer by layer, and when what happened, from `queue_s` before it was begun."""
+        from kvweave.app.answer.answer_details import details_of
+
+        return details_of(answer, self._runtime.tokenizer, queue_s)
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds; a character of several tokens comes with its last one."""

@@ -156,7 +156,9 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         missing = missing_line(answer.explain, _ingest_command(asked.kb_folder, config.model))
     if asked.as_json:
         about = {"model": weave.model_name, "question": asked.question}
-        told = {**about, "documents": list(asked.files), **_as_document(answer, waited)}
+        held = dict.fromkeys(s.document for s in answer.sources if s.document is not None)
+        named = list(asked.files) or list(held)
+        told = {**about, "documents": named, **_as_document(answer, waited)}
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
     elif asked.explain:
         click.echo(_explained(weave, answer), err=True)
@@ -254,6 +256,8 @@ def _as_document(answer: "Answer", waited: Waited) -> dict[str, Any]:
             "completion_tokens": answer.completion_tokens,
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         },
+        "sources": [source.as_json() for source in answer.sources],
+        "full_ms": None if answer.full_ms is None else round(answer.full_ms, 1),
         "explain": _explain_document(answer),
         "timing": {
             "ttft_ms": round(answer.ttft_ms, 1),

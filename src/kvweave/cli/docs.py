@@ -148,7 +148,10 @@ def search_command(
         hits = kb.search(query, k, mode=mode)
         took_ms = (time.perf_counter() - started) * 1e3
     if as_json:
-        rows = [{"chunk": h.chunk.id, "score": h.score, "text": h.chunk.text} for h in hits]
+        rows = [
+            {"chunk": h.chunk.id, "document": h.document, "score": h.score, "text": h.chunk.text}
+            for h in hits
+        ]
         click.echo(json.dumps({"query": query, "mode": mode, "took_ms": took_ms, "hits": rows}))
         return
     for place, hit in enumerate(hits, start=1):

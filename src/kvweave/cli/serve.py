@@ -142,6 +142,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.auth import read_keys
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
+    from kvweave.serve.ui.config import PageConfig
 
     config, server_config = effective.config, effective.config.server
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
@@ -164,6 +165,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             libraries=libraries,
             keys=keys,
             sampling=given(config.sampling),
+            page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
             lifecycle=ServerLifecycle(
                 prepare=steps,
                 on_ready=lambda: greet(weave, url, places.root, with_key=bool(keys)),
@@ -213,6 +215,11 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         open_most=config.server.open_kbs,
         **host,
     )
+
+
+def conversations_folder(root: Path | None) -> Path:
+    """Where conversations of the web page are kept: beside the knowledge bases."""
+    return (root or kb_root()) / ".conversations"  # no knowledge base can have that name
 
 
 def parse_folders(typed: Sequence[str]) -> "dict[LibraryKey, Path]":

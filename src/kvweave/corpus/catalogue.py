@@ -36,6 +36,13 @@ class DocumentInfo(NamedTuple):
     added_at: float  # seconds since 1970
 
 
+class FoundChunk(NamedTuple):
+    """A chunk, and a document that holds it: of several the first by id."""
+
+    chunk: Chunk
+    document: DocumentId
+
+
 class Totals(NamedTuple):
     num_documents: int
     num_chunks: int
@@ -97,12 +104,45 @@ class Catalogue:
         )
         return {DocumentId(document_id): fingerprint for document_id, fingerprint in rows}
 
-    def documents(self) -> list[DocumentInfo]:
+    def documents(
+        self, after: DocumentId | None = None, limit: int | None = None
+    ) -> list[DocumentInfo]:
+        """By source and age: all, or at most `limit` of those behind the document `after`, none if
+        that is not there."""
         rows = self._db.execute(
             "SELECT document_id, source, title, num_chars, num_chunks, num_tokens, added_at"
-            " FROM documents ORDER BY source, added_at, document_id"
+            " FROM documents WHERE ?1 IS NULL OR (source, added_at, document_id) >"
+            " (SELECT source, added_at, document_id FROM documents WHERE document_id = ?1)"
+            " ORDER BY source, added_at, document_id LIMIT ?2",
+            (after, -1 if limit is None else limit),
         )
         return [DocumentInfo(*row) for row in rows]
+
+    def document(self, document_id: DocumentId) -> DocumentInfo | None:
+        row = self._db.execute(
+            "SELECT document_id, source, title, num_chars, num_chunks, num_tokens, added_at"
+            " FROM documents WHERE document_id = ?",
+            (document_id,),
+        ).fetchone()
+        return None if row is None else DocumentInfo(*row)
+
+    def places_of(self, chunk_id: ChunkId) -> list[tuple[DocumentId, int]]:
+        """The documents that hold a chunk, by id, and the place it has in each."""
+        rows = self._db.execute(
+            "SELECT document_id, ordinal FROM document_chunks JOIN chunks USING (vector_id)"
+            " WHERE chunk_id = ? ORDER BY document_id, ordinal",
+            (chunk_id,),
+        )
+        return [(DocumentId(document_id), ordinal) for document_id, ordinal in rows]
+
+    def chunk_at(self, document_id: DocumentId, ordinal: int) -> ChunkId | None:
+        """The chunk that stands at some place of a document; None: there is no such place."""
+        row = self._db.execute(
+            "SELECT chunk_id FROM document_chunks JOIN chunks USING (vector_id)"
+            " WHERE document_id = ? AND ordinal = ?",
+            (document_id, ordinal),
+        ).fetchone()
+        return None if row is None else ChunkId(row[0])
 
     def num_chunks(self) -> int:
         (count,) = self._db.execute("SELECT count(*) FROM chunks").fetchone()
@@ -154,14 +194,15 @@ class Catalogue:
         assert all(vector.shape == (dim,) for vector in found.values()), "of another embedder"
         return {chunk_id: v.astype(np.float32, copy=False) for chunk_id, v in found.items()}
 
-    def chunks_of_vectors(self, vector_ids: Sequence[int]) -> dict[int, Chunk]:
+    def chunks_of_vectors(self, vector_ids: Sequence[int]) -> dict[int, FoundChunk]:
         """Those that exist, by vector id: a hit of an index that lags behind may be gone."""
         rows = self._db.execute(
-            "SELECT vector_id, chunk_id, title, text, token_ids FROM chunks"
+            "SELECT vector_id, chunk_id, title, text, token_ids, (SELECT min(document_id)"
+            " FROM document_chunks AS d WHERE d.vector_id = chunks.vector_id) FROM chunks"
             f" WHERE vector_id IN {AMONG}",
             (json.dumps([int(i) for i in vector_ids]),),
         )
-        return {row[0]: _chunk(row[1:]) for row in rows}
+        return {row[0]: FoundChunk(_chunk(row[1:5]), DocumentId(row[5])) for row in rows}
 
     def all_chunks(self, batch: int) -> Iterator[list[Chunk]]:
         """Every chunk in order of arrival, `batch` at a time. Holds no lock between batches."""

@@ -1,5 +1,6 @@
 """The folder of a knowledge base: how it is made, and the lock of its one writer."""
 
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 LOCK = "writer.lock"
 BRIEF = "brief.lock"  # held as well by a writer that is soon done
+DOOMED = ".deleted-"  # begins the name of a folder that is on its way out
 BRIEF_S = 30.0  # that others wait for such a one
 
 
@@ -111,6 +113,23 @@ def create_folder(
             return there
         write_settings(folder, settings)
     return settings
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete the folder of a knowledge base that nobody has open, with whatever lies in it. It is
+    renamed first: killed in between, there is no half of it under its name, and the next deletion
+    beside it takes the rest. Raises CorpusError."""
+    for each in folder.parent.glob(f"{DOOMED}*"):
+        shutil.rmtree(each, ignore_errors=True)  # perhaps another deletion is at it just now
+    try:
+        with writer_lock(folder):
+            doomed = folder.with_name(f"{DOOMED}{folder.name}-{uuid.uuid4().hex[:8]}")
+            folder.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise CorpusError(
+            f"cannot delete {folder.name}: {error.strerror}; make its folder writable"
+        ) from error
 
 
 def _is_ours(path: Path) -> bool:

@@ -64,7 +64,7 @@ class ChunkSearch:
             found = self._live.search(vector, k)
             words = {_words(chunk)}
             others: list[ChunkId] = []
-            for other, _ in self._hits(_scored(found)):
+            for other, _, _ in self._hits(_scored(found)):
                 if other.id != chunk.id and _words(other) not in words:
                     words.add(_words(other))
                     others.append(other.id)
@@ -74,8 +74,12 @@ class ChunkSearch:
 
     def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
         """Vectors whose chunk went since they were found are left out."""
-        chunks = self._catalogue.chunks_of_vectors([vector_id for vector_id, _ in found])
-        return [Hit(chunks[vector_id], score) for vector_id, score in found if vector_id in chunks]
+        there = self._catalogue.chunks_of_vectors([vector_id for vector_id, _ in found])
+        return [
+            Hit(there[vector_id].chunk, score, there[vector_id].document)
+            for vector_id, score in found
+            if vector_id in there
+        ]
 
 
 def _scored(found: IndexHits) -> list[tuple[int, float]]:

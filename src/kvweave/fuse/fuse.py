@@ -19,6 +19,7 @@ from kvweave.fuse.selectors.base import InFlightChoice, RankingSelector, Scene
 from kvweave.fuse.stitched import Stitched, positions_of
 from kvweave.fuse.strategy import REUSE, AnySelector, Strategy
 from kvweave.fuse.taper import TaperedRows
+from kvweave.fuse.trace import PassTrace, ScoredHits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +33,7 @@ class Fused:
     select_s: float  # choosing rows before the pass, probe included
     pass_s: float
     load_s: float  # waiting for chunk KV and decoding it; in neither of the other two
+    trace: PassTrace
 
 
 @torch.inference_mode()
@@ -70,6 +72,15 @@ def fuse(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> 
         chosen_s - started_s - loaded_s,
         finished_s - chosen_s - (stitched.load_s - loaded_s),
         stitched.load_s,
+        PassTrace(
+            started_s,
+            chosen_s,
+            finished_s,
+            passed.rows_per_layer,
+            passed.times,
+            tuple(selected.scored),
+            scored_layers(strategy, decoder.spec.num_layers),
+        ),
     )
 
 
@@ -83,6 +94,7 @@ class SelectedRows:
     in_flight: "_HitFilter | None"  # narrows them down on the way
     is_partial: bool  # some hits are recomputed and some are not: a selector was asked
     leaving: TaperedRows | None  # most of the chosen ones stop early
+    scored: list[ScoredHits]  # what they were chosen by; grows while rows are narrowed in flight
 
 
 def select_rows(stitched: Stitched, strategy: Strategy, ratio: float) -> SelectedRows:
@@ -107,7 +119,13 @@ def select_rows(stitched: Stitched, strategy: Strategy, ratio: float) -> Selecte
     else:
         chosen, in_flight = _choose(scene, selector, count, must_compute)
     rows = _with(chosen, must_compute)
-    return SelectedRows(hits, chosen, rows, in_flight, is_partial, leaving)
+    return SelectedRows(hits, chosen, rows, in_flight, is_partial, leaving, scene.scored)
+
+
+def scored_layers(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
+    """Layers whose stored keys or values a strategy looks at to choose rows."""
+    needs = strategy.needs(num_layers)
+    return tuple(sorted({*needs.key_layers, *needs.value_layers}))
 
 
 def _with(hits: Tensor, must_compute: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ of the rows may leave before the last layers (see taper.py).
 Shapes: R rows to compute, T tokens of the prompt, Hk KV heads, D head dim.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.taper import TaperedRows
+from kvweave.fuse.trace import LayerTimes
 from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
@@ -61,6 +63,7 @@ class PassResult:
     logits: Tensor  # [V] of the last token
     rows: tuple[int, ...]  # positions that ran through every layer, question included
     rows_per_layer: tuple[int, ...]  # the honest cost of selecting in flight
+    times: tuple[LayerTimes, ...] = ()  # of each layer; none on a GPU
 
 
 @torch.inference_mode()
@@ -88,13 +91,16 @@ def fused_pass(
     steps = steps_of(decoder, decoder.embed(own_ids))
     projected = steps.first()
     last = decoder.spec.num_layers - 1
-    counts = []
+    counts: list[int] = []
+    times: list[LayerTimes] = []
     for layer in range(last + 1):
+        started_s = time.perf_counter()
         # on a CPU what is laid is moved on the way: it is in the cache, and not turned yet
         change = None
         if drift is not None:
             change = partial(drift.change, layer, running.positions, projected)
         is_moved = stitched.lay(layer, change)
+        laid_s = time.perf_counter()
         counts.append(len(running.positions))
         keys, values = kv.keys(layer), kv.values(layer)
         keep = None
@@ -120,8 +126,13 @@ def fused_pass(
         segments = [Segment(0, len(seen), keys, values)]
         if layer < last:
             projected = steps.next(layer, attend(q, seen, segments, out=steps.attention_out))
+            times.append(LayerTimes(started_s, laid_s, time.perf_counter()))
     h = decoder.finish(last, steps.hidden[-1:].clone(), attend(q, seen, segments))
-    return PassResult(decoder.logits(h)[0], tuple(to_the_end.tolist()), tuple(counts))
+    logits = decoder.logits(h)[0]
+    times.append(LayerTimes(started_s, laid_s, time.perf_counter()))
+    if decoder.device.type != "cpu":
+        times.clear()  # orders were given then, not carried out
+    return PassResult(logits, tuple(to_the_end.tolist()), tuple(counts), tuple(times))
 
 
 class _RunningRows(NamedTuple):

@@ -88,6 +88,7 @@ class StoredPrompt:
         self._lease = store.acquire(self._wanted)
         first = sorted({*needs.key_layers, *needs.value_layers} - {0})
         self._transfer = store.load(self._lease, first, needs.extras)
+        self._started_s = started_s
         self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
 
     def arrive(self) -> None:
@@ -197,6 +198,8 @@ class StoredPrompt:
                 compute=made.pass_s * 1e3,
             ),
             arrived_s=self._transfer.seconds(),
+            loading_since_s=self._started_s,
+            trace=made.trace,
         )
 
     def _loaded(self, request: FuseRequest) -> dict[str, int]:

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.drift import Mover, make_mover
-from kvweave.fuse.fuse import select_rows, work_of
+from kvweave.fuse.fuse import scored_layers, select_rows, work_of
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import REUSE, Strategy
 from kvweave.fuse.taper import TaperedRows
+from kvweave.fuse.trace import PassTrace
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class Prepared:
     drift: float = 0.0  # 0: none
     leaving: TaperedRows | None = None  # most of the recomputed rows stop early
     pass_s: float = 0.0  # the rows are still to be computed
+    trace: PassTrace | None = None
     _mover: "tuple[int, int, SliceMover | None] | None" = field(default=None, repr=False)
 
     def mover(self, start: int, end: int) -> "SliceMover | None":
@@ -113,6 +115,15 @@ def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) 
         loaded_s + finished_s - chosen_s,
         drift,
         leaving,
+        trace=PassTrace(
+            started_s,
+            chosen_s,
+            finished_s,
+            tuple(counts),
+            (),
+            tuple(selected.scored),
+            scored_layers(strategy, num_layers),
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import overload
 
 from kvweave.fuse.request import FuseRequest, State
+from kvweave.fuse.trace import PassTrace
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Miss
 
@@ -53,6 +54,9 @@ class FuseRecord:
     why: str | None = None  # why no more was reused, and what to do about it
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     way: str | None = None  # how an engine computed a fused prompt; see engine/fused_step.py
+    loading_since_s: float | None = None  # by time.perf_counter; None: nothing was loaded
+    # what was seen on the way; None: nothing was fused
+    trace: PassTrace | None = field(default=None, repr=False, compare=False)
 
     @property
     def counts(self) -> dict[str, int]:

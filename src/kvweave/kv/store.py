@@ -18,6 +18,7 @@ the caller's thread; for keys that are not in the books they wait for the tiers'
 import logging
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvweave.kv.config import StoreConfig
@@ -76,6 +77,19 @@ class KVStore:
             answers[key] = Peek(Residency.HERE, located.slot.name, located.size_bytes)
         absent = Peek(Residency.ABSENT, None, None)
         return [answers[key] or absent for key in keys]
+
+    def copies(self, keys: Collection[ChunkKey]) -> dict[str, int]:
+        """Bytes that local tiers hold of these chunks, by tier; a chunk may have a copy in each.
+        Remote tiers are not asked."""
+        found: Counter[str] = Counter()
+        with self._lock:
+            for slot in self.inventory.slots:
+                if slot.budget is None:
+                    continue
+                for key in keys:
+                    if (entry := slot.budget.get(key)) is not None:
+                        found[slot.name] += entry.size_bytes
+        return dict(found)
 
     def confirm(self, keys: Collection[ChunkKey]) -> None:
         """See to it that `peek` is right about these: another process may have deleted them from a
@@ -166,6 +180,12 @@ class KVStore:
             found.append(self._delete_at_hand(key))  # what a lower tier still gave meanwhile
             had += any(found)
         return had
+
+    def clear(self) -> int:
+        """Delete all that local tiers hold; see `delete`."""
+        with self._lock:
+            keys = {key for budget in self.inventory.budgets() for key in budget}
+        return self.delete(keys)
 
     def keys_at_hand(self, is_wanted: Callable[[Provenance], bool]) -> list[ChunkKey]:
         """What the host tier has of some provenance. Looks at every object there."""

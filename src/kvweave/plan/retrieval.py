@@ -67,6 +67,7 @@ class SpeculationLog(Generic[G]):
     refused: int = 0  # guesses that could not be computed, such as one that is too long
     search_s: float = 0.0  # of the whole search, the query's embedding not counted
     ended_s: float = 0.0  # when the search was over, by time.perf_counter
+    stages_s: list[float] = field(default_factory=list)  # when each stage was, likewise
 
     @property
     def ahead_s(self) -> float:
@@ -201,6 +202,7 @@ def retrieve(stages: Iterator[list[Hit]], speculator: Speculator[G]) -> Retrieva
     with speculator:
         for hits in stages:
             lists.append(ids_of(hits))
+            speculator.said.stages_s.append(time.perf_counter())
             speculator.provisional(hits)
         said = speculator.said
         said.ended_s = time.perf_counter()

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvweave.app.answer.kept_answers import KeptAnswers
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
 from kvweave.serve.observe.prometheus import ServerMetrics, StateCollector
 from kvweave.serve.observe.spans import AnswerSpans, find_tracer
 from kvweave.serve.readiness import Readiness
+from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.workers.answer_pool import AnswerPool
 from kvweave.serve.workers.task_pool import TaskPool
 
@@ -30,6 +32,8 @@ class Context:
     metrics: ServerMetrics
     tracer: "Tracer | None"  # of OpenTelemetry; None: no spans
     sampling: Mapping[str, Any]  # fields of `Sampling`, for requests that leave them out
+    kept: KeptAnswers  # the last answers, for those who look closer
+    page: PageConfig
     readiness: Readiness = field(default_factory=Readiness)
 
     def give_up(self) -> None:
@@ -52,17 +56,28 @@ def make_context(
     libraries: Libraries | None = None,
     sampling: Mapping[str, Any] | None = None,
     tracer: "Tracer | None" = None,
+    page: PageConfig | None = None,
 ) -> Context:
     """`libraries` are its knowledge bases by name, closed by the caller who made them. `sampling`:
     fields for requests that leave them out, before those that `weave` was configured with. `tracer`
-    None is the process's own, if OpenTelemetry is configured."""
+    None is the process's own, if OpenTelemetry is configured. `page` None keeps the usual."""
     limits = limits or Limits()
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
     answers = AnswerPool(limits, metrics)
     metrics.watch(StateCollector(answers.counts, libraries, weave.engine.stats))
-    tasks, writing = TaskPool(limits, "searches or embeddings"), TaskPool(limits, "uploads")
+    page = page or PageConfig()
     return Context(
-        weave, libraries, limits, answers, tasks, writing, metrics, tracer, sampling or {}
+        weave,
+        libraries,
+        limits,
+        answers,
+        tasks=TaskPool(limits, "searches or embeddings"),
+        writing=TaskPool(limits, "uploads"),
+        metrics=metrics,
+        tracer=tracer,
+        sampling=sampling or {},
+        kept=KeptAnswers(page.kept_answers, weave.runtime.client.is_gone),
+        page=page,
     )

@@ -15,7 +15,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from kvweave.app.libraries.libraries import AllInUse, NoSuchKnowledgeBase
+from kvweave.app.answer.kept_answers import NoSuchAnswer
+from kvweave.app.libraries.libraries import (
+    AllInUse,
+    InUse,
+    NoSuchKnowledgeBase,
+    NotInLibrary,
+)
 from kvweave.errors import EngineClosed, KVWeaveError, RequestError
 
 log = logging.getLogger(__name__)
@@ -66,10 +72,14 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told about `error`; what is not the client's fault is logged."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, NoSuchAnswer):
+        return ApiError(404, str(error), code="not_found")
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
-    if isinstance(error, NoSuchKnowledgeBase):
+    if isinstance(error, NoSuchKnowledgeBase | NotInLibrary):
         return ApiError(404, str(error), code="not_found")
+    if isinstance(error, InUse):
+        return ApiError(409, str(error), code="in_use", headers={"Retry-After": "5"})
     if isinstance(error, AllInUse):
         return busy(str(error))
     if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may

@@ -13,9 +13,13 @@ from kvweave.serve.errors import install_error_handlers
 from kvweave.serve.observe.logs import RequestLog
 from kvweave.serve.observe.spans import Spans
 from kvweave.serve.readiness import Drain
+from kvweave.serve.routes.answers import answer_routes
+from kvweave.serve.routes.browse import browse_routes
 from kvweave.serve.routes.health import health_routes
+from kvweave.serve.routes.info import info_routes
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
+from kvweave.serve.ui.routes import ui_routes
 from kvweave.serve.wire.schema import install_schema
 
 
@@ -36,8 +40,10 @@ def build_http(context: Context, keys: Keys | None = None) -> FastAPI:
     )
     install_error_handlers(http)
     install_schema(http)
-    for routes in (openai_routes, kb_routes, health_routes):
+    for routes in (openai_routes, kb_routes, browse_routes, answer_routes, health_routes):
         http.include_router(routes(context))
+    http.include_router(info_routes(context, has_keys=bool(keys)))
+    http.include_router(ui_routes())
     # the last one added is the outermost
     http.add_middleware(BodyLimit, limits=context.limits)
     http.add_middleware(Drain, readiness=context.readiness)

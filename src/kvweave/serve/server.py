@@ -25,6 +25,7 @@ from kvweave.serve.auth import Keys
 from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
+from kvweave.serve.ui.config import PageConfig
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +61,14 @@ class Server(uvicorn.Server):
         keys: Keys | None = None,
         sampling: Mapping[str, Any] | None = None,
         lifecycle: ServerLifecycle | None = None,
+        page: PageConfig | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `sampling`: see `make_context`."""
+        `sampling` and `page`: see `make_context`."""
         self._life = lifecycle or ServerLifecycle()
-        self._context = make_context(weave, limits, libraries=libraries, sampling=sampling)
+        self._context = make_context(
+            weave, limits, libraries=libraries, sampling=sampling, page=page
+        )
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -6,6 +6,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvweave.app.answer.answer_trace import AnswerTrace
+from kvweave.app.answer.sources import AnswerSource, sources_of
 from kvweave.app.audit.figures import AuditNote
 from kvweave.app.notes import AnswerNotes
 from kvweave.engine.sampling import Choice, Sampling
@@ -50,6 +52,10 @@ class Answer:
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
     audit: AuditNote | None = None  # of a fused answer; None unless its strategy is audited
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
+    sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
+    full_ms: float | None = None  # what a full prefill would have taken, about; None: not known
+    # what `details_of` tells more from; None: it was made without a Weave
+    trace: AnswerTrace | None = field(default=None, repr=False, compare=False)
 
 
 class Tokens(Protocol):
@@ -177,6 +183,10 @@ class _Made:
 
     def answer(self, finish_reason: str, prompt_tokens: int, notes: AnswerNotes) -> Answer:
         now = time.perf_counter()
+        sources: tuple[AnswerSource, ...] = ()
+        if notes.prompt is not None:
+            sources = sources_of(notes.retrieved, notes.prompt, notes.record)
+        full_s = notes.full_s(prompt_tokens)
         return Answer(
             text="".join(piece.text for piece in self.pieces),
             finish_reason=finish_reason,
@@ -190,4 +200,18 @@ class _Made:
             speculation=notes.speculation,
             audit=notes.audit,
             stopped_because=self.stopped_because,
+            sources=sources,
+            full_ms=None if full_s is None else full_s * 1e3,
+            trace=_trace(notes, self.started_s, self.first_s or now, now),
         )
+
+
+def _trace(
+    notes: AnswerNotes, called_s: float, first_s: float, ended_s: float
+) -> AnswerTrace | None:
+    if notes.prompt is None:
+        return None
+    events = tuple(notes.events)
+    return AnswerTrace(
+        notes.question, notes.prompt, called_s, first_s, ended_s, notes.timeline, events
+    )

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING
 from kvweave.app.answer.answer_stream import AnswerStream
 from kvweave.app.answer.conversations import Conversations, ConversationScope, Talk
 from kvweave.app.answer.router import NO_LIBRARY, Router
+from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
 from kvweave.app.answer.token_stream import Submission, TokenStream
 from kvweave.app.audit.audit_log import FILE as AUDIT_FILE
 from kvweave.app.audit.audit_log import AuditLog, AuditSubject
 from kvweave.app.audit.auditor import AuditConfig, Auditor
 from kvweave.app.auto.measurements import Measurements
+from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.document_memory import DocumentMemory, DocumentMemoryConfig
 from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import CODEC
-from kvweave.app.notes import AnswerNotes
+from kvweave.app.notes import AnswerEvent, AnswerNotes
 from kvweave.app.question import PlainOptions, Question, QuestionDefaults, refuse_empty
 from kvweave.app.requests import exact_request
 from kvweave.app.runtime import ModelRuntime
@@ -69,6 +71,7 @@ class AnswerSettings:
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations | ConversationScope = field(default_factory=Conversations)
     paces: Paces = field(default_factory=Paces)  # what speculation knows already; likewise
+    uses: ChunkUses = field(default_factory=ChunkUses)  # which chunks were in prompts; likewise
 
     @classmethod
     def of(cls, config: WeaveConfig) -> "AnswerSettings":
@@ -143,19 +146,32 @@ class Answerer:
         if named is not None:
             named = named._replace(is_usual=asked.reuse is None and asked.ratio is None)
 
-        def submission(chunks: Sequence[tuple[int, ...]]) -> Submission:
-            notes = AnswerNotes(retrieve_ms=(time.perf_counter() - called_s) * 1e3)
+        uses = self._settings.uses
+
+        def submission(retrieved: Sequence[RetrievedChunk]) -> Submission:
+            began_s = time.perf_counter()
+            notes = AnswerNotes(retrieve_ms=(began_s - called_s) * 1e3)
+            chunks = [chunk.token_ids for chunk in retrieved]
             prompt = replace(self._prompt(chunks, question, talk), as_of=as_of)
             notes.left_out = len(prompt.left_out)
             made = self.router.submission(prompt, question, named, notes)
-            # in the order that the engine was given: a plan may have moved them
-            return made.also(lambda _: talk.sent(question.question, made.prompt.chunks, as_of))
+            notes.question, notes.retrieved = question.question, tuple(retrieved)
+            notes.prompt, notes.full_s = made.prompt, self.measured.full_prefill_s
+            notes.events.append(AnswerEvent("plan", "plan", began_s, time.perf_counter()))
+
+            def sent(ticket: Ticket) -> None:
+                notes.timeline = ticket.timeline
+                uses.saw([chunk.id for chunk in retrieved if chunk.id is not None])
+                # in the order that the engine was given: a plan may have moved them
+                talk.sent(question.question, made.prompt.chunks, as_of)
+
+            return made.also(sent)
 
         speculation = self._speculation
         if question.documents is None and speculation is not None:
             chosen, tokens = speculation.answer(
                 question,
-                lambda hits: submission([hit.chunk.token_ids for hit in hits]),
+                lambda hits: submission([RetrievedChunk.found(hit) for hit in hits]),
                 lambda: self.router.get_ready(self._key(question), question, named),
             )
         else:
@@ -166,17 +182,21 @@ class Answerer:
             tokens, self._tokenizer, question.drawn, num_tokens, called_s, chosen.notes
         )
 
-    def plain(self, prompt: Prompt, drawn: PlainOptions, called_s: float) -> AnswerStream:
-        """The answer to a prompt without chunks."""
+    def plain(
+        self, prompt: Prompt, drawn: PlainOptions, called_s: float, question: str = ""
+    ) -> AnswerStream:
+        """The answer to a prompt without chunks; `question` is what was asked last in it."""
         usual = self._settings.usual
         sampling, ids = drawn.sampling or self.sampling.sampling(), prompt.token_ids
         self._client.check(ids)
         prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
         use_tree = (drawn.reuse or usual.reuse) != "full"
         request = exact_request(prompt, sampling, self._tokenizer.eos_ids, use_tree=use_tree)
-        notes = AnswerNotes()
+        full_s = self.measured.full_prefill_s
+        notes = AnswerNotes(question=question, prompt=prompt, full_s=full_s)
 
         def note(ticket: Ticket) -> None:
+            notes.timeline = ticket.timeline
             if ticket.record is not None:
                 notes.keep(replace(ticket.record, chunks=()))  # its parts are messages
 
@@ -191,7 +211,7 @@ class Answerer:
             found = self.search(question.question, question.num_chunks)
             chunks = [hit.chunk.token_ids for hit in found]
         else:
-            chunks = self._given(question)
+            chunks = [chunk.token_ids for chunk in self._given(question)]
         prompt = self._prompt(chunks, question, self._talk(question))
         return self.router.plan(prompt, question)
 
@@ -228,10 +248,13 @@ class Answerer:
         most_tokens = self._max_context // HISTORY_SHARE
         return conversations.talk(self._tenant_of(question), name, past, is_gone, most_tokens)
 
-    def _given(self, question: Question) -> list[tuple[int, ...]]:
+    def _given(self, question: Question) -> list[RetrievedChunk]:
         """The documents of a request as chunks."""
-        texts = _documents(question.documents or ())
-        return [tuple(self._tokenizer.encode_text(chunk_text(text))) for text in texts]
+        encode = self._tokenizer.encode_text
+        return [
+            RetrievedChunk.brought(document, tuple(encode(chunk_text(document))))
+            for document in _documents(question.documents or ())
+        ]
 
     def _prompt(self, chunks: Sequence[tuple[int, ...]], question: Question, talk: Talk) -> Prompt:
         """The question behind its history and the chunks that the history does not hold."""

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar, get_args
 import torch
 
 from kvweave.app.answer.token_stream import OnFirst, Submission, TokenStream
+from kvweave.app.notes import AnswerEvent
 from kvweave.app.question import Question, SpeculationMode
 from kvweave.app.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -30,6 +31,7 @@ from kvweave.plan.retrieval import (
 from kvweave.plan.search_pace import MAX_STAGES, Paces
 from kvweave.types import Hit
 
+SEARCH, GUESS = "search", "guess"  # lanes of a timeline
 GUESSES_ON_CPU = 1
 GUESSES_ON_DEVICE = 4
 
@@ -123,7 +125,9 @@ class Speculation:
         num_stages = self._num_stages(mode)
         if num_stages == 1:
             question, k = asked.question, asked.num_chunks
-            made = submission_of(self._look_up(lambda: self._search(question, k)))
+            events: list[AnswerEvent] = []
+            made = submission_of(self._look_up(lambda: self._search(question, k, events)))
+            made.notes.events += events
             return made, TokenStream(self._client, made.request, (*made.on_first, self._learn))
         ready()
         got = self._look_up(lambda: self._speculate(asked, submission_of, num_stages, mode))
@@ -133,6 +137,7 @@ class Speculation:
         def note(ticket: Ticket) -> None:
             # by now wrong guesses are over: they were ended before it was submitted
             made.notes.speculation = _record(got.said, ticket)
+            made.notes.events += _events(got.said)
 
         on_first: tuple[OnFirst, ...] = (*made.on_first, self._learn, note)
         return made, TokenStream(self._client, made.request, on_first, ticket=ticket)
@@ -150,12 +155,17 @@ class Speculation:
         row_s = self._paces.prefill.row_s
         return None if row_s is None else row_s * (self._client.engine.cfg.guess_rows or 0)
 
-    def _search(self, question: str, k: int) -> list[Hit]:
+    def _search(self, question: str, k: int, events: list[AnswerEvent]) -> list[Hit]:
+        """The `k` nearest chunks; what it took is added to `events`."""
+        begun_s = time.perf_counter()
         vector = self._kb.embedder.embed_query(question)
         self._kb.load_index()  # once, and no part of what a search takes
         started_s = time.perf_counter()
         hits = self._kb.search(vector, k)
-        self._paces.search.searched(time.perf_counter() - started_s, [ids_of(hits)], 1)
+        ended_s = time.perf_counter()
+        self._paces.search.searched(ended_s - started_s, [ids_of(hits)], 1)
+        events.append(AnswerEvent("embed", SEARCH, begun_s, started_s))
+        events.append(AnswerEvent("search", SEARCH, started_s, ended_s, f"{len(hits)} chunks"))
         return hits
 
     def _speculate(
@@ -188,6 +198,23 @@ class Speculation:
             return
         rows = record.counts["computed"] + record.counts["recomputed"]
         self._paces.prefill.computed(rows, timeline.computing_s)
+
+
+def _events(said: SpeculationLog[Attempt]) -> list[AnswerEvent]:
+    """The stages of a search, and what was guessed meanwhile. Wrong guesses are over by now."""
+    events, start_s = [], said.ended_s - said.search_s
+    for number, end_s in enumerate(said.stages_s, 1):
+        events.append(AnswerEvent(f"stage {number}", SEARCH, start_s, end_s))
+        start_s = end_s
+    for wrong in said.wrong:
+        line = wrong.ticket.timeline
+        end_s = said.ended_s if line.finished_s is None else line.finished_s
+        detail = f"wrong: {line.wasted_tokens} tokens wasted"
+        events.append(AnswerEvent("guess", GUESS, line.submitted_s, end_s, detail))
+    if said.right is not None:
+        detail = f"right, made at stage {said.right.stage}"
+        events.append(AnswerEvent("guess", GUESS, said.right.started_s, said.ended_s, detail))
+    return events
 
 
 def _record(said: SpeculationLog[Attempt], ticket: Ticket) -> SpeculationRecord:

@@ -39,6 +39,7 @@ class Measurements:
         self._codec = codec
         self._given_profile = profile
         self._machine: MachineProfile | None = None
+        self._kept: MachineProfile | None = None  # read for prices alone, before a plan was made
         self._keeper: ProfileKeeper | None = None
         self._is_measured = False
         self._keeping = threading.Lock()
@@ -85,6 +86,17 @@ class Measurements:
             found = self._machine is not None or self._codec in self._client.measured
             self._is_measured = found or find_machine(self.decoder, self._codec) is not None
         return self._is_measured
+
+    def full_prefill_s(self, num_tokens: int) -> float | None:
+        """What computing a prompt of so many tokens takes here, about, by what is known. None:
+        nothing is, and nothing is measured for it."""
+        machine = self._machine or self._client.measured.get(self._codec) or self._kept
+        if machine is None and self.is_measured:
+            machine = self._kept = find_machine(self.decoder, self._codec)
+        if machine is None:
+            return None
+        with self.lock:
+            return machine.prefill_s(0, num_tokens)
 
     def measure(self) -> None:
         """Measure this machine, unless it was: seconds, in which the engine does nothing else."""

@@ -8,6 +8,8 @@ All methods may be called from any thread.
 
 import logging
 import re
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,13 +22,16 @@ from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.libraries.embedders import Embedded, Embedders
-from kvweave.app.libraries.open_cache import AllInUse, Loan, OpenCache, OpenCounts
+from kvweave.app.libraries.library_browser import LibraryBrowser, NotInLibrary
+from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, OpenCounts
+from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, QuestionDefaults
 from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
+from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
@@ -49,6 +54,7 @@ __all__ = [
     "AllInUse",
     "Embedded",
     "FileBytes",
+    "InUse",
     "IngestProgress",
     "IngestReport",
     "KVProgress",
@@ -57,6 +63,7 @@ __all__ = [
     "LibrariesConfig",
     "LibraryKey",
     "NoSuchKnowledgeBase",
+    "NotInLibrary",
     "OnProgress",
     "TextSource",
     "check_name",
@@ -126,6 +133,9 @@ class Libraries:
         self._conversations = Conversations()
         self._prefill_pace = PrefillPace()
         self._search_paces: dict[LibraryKey, SearchPace] = {}
+        self._uses: dict[LibraryKey, ChunkUses] = {}
+        self._making = Counter[LibraryKey]()  # knowledge bases that may be made now
+        self._making_lock = threading.Lock()
         self._open_cache: OpenCache[LibraryKey, Weave] = OpenCache(
             self._open, self.config.open_most, self.config.wait_s
         )
@@ -187,7 +197,18 @@ class Libraries:
         if folder is None or not (create or read_settings(folder)):
             known = ", ".join(self.names(tenant)[:8]) or "none yet"
             raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
-        return self._open_cache.lend(place)
+        with self._may_make(place, create):
+            return self._open_cache.lend(place)
+
+    @contextmanager
+    def _may_make(self, place: LibraryKey, create: bool) -> Iterator[None]:
+        with self._making_lock:
+            self._making[place] += create
+        try:
+            yield
+        finally:
+            with self._making_lock:
+                self._making[place] -= create
 
     @contextmanager
     def use(self, tenant: str, name: str, *, create: bool = False) -> Iterator[Weave]:
@@ -220,6 +241,8 @@ class Libraries:
     def _open(self, place: LibraryKey) -> Weave:
         folder = self._folder(place)
         assert folder is not None, "`lend` looked"
+        if read_settings(folder) is None and not self._making[place]:
+            raise NoSuchKnowledgeBase(f"{place.name!r} was deleted just now")
         config, system, tenant = self.config, self._weave.system, place.tenant
         store = replace(config.kv.store, host_bytes=config.host_bytes // config.open_most)
         options = replace(config.kv, system=system, tenant_salt=tenant, store=store)
@@ -232,6 +255,7 @@ class Libraries:
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
             paces=Paces(self._search_paces.setdefault(place, SearchPace()), self._prefill_pace),
+            uses=self._uses_of(place),
         )
         return self._weave.over(
             folder,
@@ -261,6 +285,12 @@ class Libraries:
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
         with self.use(tenant, name) as weave:
             return weave.library.kb.documents()
+
+    @contextmanager
+    def browse(self, tenant: str, name: str) -> Iterator[LibraryBrowser]:
+        """Look around in a knowledge base, which stays open until the end."""
+        with self.use(tenant, name) as weave:
+            yield LibraryBrowser(weave, self._uses_of(LibraryKey(tenant, name)))
 
     def search(self, tenant: str, name: str, query: str, k: int, mode: Mode) -> list[Hit]:
         """The `k` nearest chunks, best first."""
@@ -297,6 +327,35 @@ class Libraries:
             if not any(d.id == document_id for d in weave.library.kb.documents()):
                 raise NoSuchKnowledgeBase(f"{name!r} has no document {document_id!r}")
             return weave.remove(document_id)
+
+    def delete(self, tenant: str, name: str) -> None:
+        """Delete a knowledge base: documents, vectors, chunk KV in every tier, its folder. Waits a
+        while for those who use it. Raises InUse, NoSuchKnowledgeBase; RequestError for one whose
+        folder was named when the server was started."""
+        place = LibraryKey(tenant, check_name(name))
+        folder = self._folder(place)
+        if folder is None or not read_settings(folder):
+            known = ", ".join(self.names(tenant)[:8]) or "none yet"
+            raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+        if place in self.config.folders:
+            raise RequestError(
+                f"{name!r} lies in a folder that was named with --kb; stop the server and delete "
+                "that folder, or delete its documents"
+            )
+
+        def empty(weave: Weave) -> None:
+            if not weave.library.remove_all():
+                raise InUse(
+                    f"the documents of {name!r} are deleted; a shared tier does not answer and "
+                    "may still hold chunk KV of them: delete the knowledge base again later"
+                )
+
+        self._open_cache.retire(place, empty, lambda: remove_folder(folder))
+        self._search_paces.pop(place, None)
+        self._uses.pop(place, None)
+
+    def _uses_of(self, place: LibraryKey) -> ChunkUses:
+        return self._uses.setdefault(place, ChunkUses())
 
     # ── the rest ─────────────────────────────────────────────────────────────
 

@@ -29,6 +29,10 @@ class AllInUse(CorpusError):
     """No knowledge base can make way now. Try again later."""
 
 
+class InUse(CorpusError):
+    """This very knowledge base is used by others. Try again later."""
+
+
 class Lendable(Protocol):
     """What is lent: a Weave over a knowledge base."""
 
@@ -124,6 +128,37 @@ class OpenCache(Generic[Key, T]):
                     raise self._all_in_use()
                 time.sleep(LEASE_S)
         return self._open(place, copy)
+
+    def retire(self, place: Key, last: Callable[[T], None], then: Callable[[], None]) -> None:
+        """End a knowledge base: once nobody uses it, `last` is called with it (opened if it is
+        not), it is closed, and `then` is called. Nobody can borrow it meanwhile; those who want to
+        wait. Raises InUse if it is still lent after a while, and then nothing has happened; also
+        what the calls raise."""
+        give_up_s = time.monotonic() + self._wait_s
+        with self._changed:
+            while (copy := self._copies.get(place)) is not None and not copy.is_idle:
+                self._refuse_if_closed()
+                if not self._changed.wait(max(0.0, give_up_s - time.monotonic())):
+                    raise InUse("it is in use by an answer or an upload; try again in a moment")
+            self._refuse_if_closed()
+            copy = self._copies.setdefault(place, _Copy())
+            copy.is_closing = True
+        thing = copy.thing
+        if thing is not None:
+            while not thing.is_at_rest():
+                if time.monotonic() >= give_up_s:
+                    self._go_on(place, copy, thing)
+                    raise InUse("an answer still holds its chunk KV; try again in a moment")
+                time.sleep(LEASE_S)
+        try:
+            thing = thing or self._open_one(place)
+            try:
+                last(thing)
+            finally:
+                self._close(place, thing)
+            then()
+        finally:
+            self._gone(place)
 
     @contextmanager
     def all_open(self) -> Iterator[list[tuple[Key, T]]]:

@@ -191,6 +191,15 @@ class Library:
         sync = self.kv.sync(SyncJob(forgotten=self._client.forget))
         return len(remove_documents(self.kb, ids, sync).orphaned)
 
+    def remove_all(self) -> bool:
+        """Remove every document, and all chunk KV. False: a remote tier could not be told; it is,
+        once it answers, while this knowledge base is open."""
+        ids = [document.id for document in self.kb.documents()]
+        sync = self.kv.sync(SyncJob(forgotten=self._client.forget))
+        remove_documents(self.kb, ids, sync)
+        self.store.clear()  # what requests brought, and what was stored behind other preambles
+        return not sync.is_owing
+
     def repair(self) -> None:
         """Delete what a removal or an ingest that was killed has left. A writer at work does it
         itself."""

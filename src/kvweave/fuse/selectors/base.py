@@ -12,7 +12,7 @@ Called on the thread that owns the device. Selectors hold no state between reque
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +23,7 @@ from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.trace import ScoredHits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,12 @@ class Scene:
 
     stitched: Stitched
     hits: Tensor  # [H] positions on the host, ascending
+    scored: list[ScoredHits] = field(default_factory=list)  # by `note`
+
+    def note(self, scores: Tensor, positions: Tensor | None = None) -> None:
+        """Rows are chosen by these scores [n] of `positions` [n], of all hits if None: for the
+        record. They are kept as they are, so they must not be written to again."""
+        self.scored.append(ScoredHits(self.hits if positions is None else positions, scores))
 
     @property
     def decoder(self) -> FusionDecoder:

@@ -53,6 +53,7 @@ class CacheBlend:
 
 class _DeviationChoice:
     def __init__(self, scene: Scene, count: int, signal: Signal, checks: dict[int, float]) -> None:
+        self._scene = scene
         self._hits = scene.hits
         self._count = count
         self._signal = signal
@@ -63,7 +64,9 @@ class _DeviationChoice:
             return None
         wanted = min(len(self._hits), max(1, int(self._count * self._checks[look.layer])))
         rows = rows_of(look.positions, self._hits)
-        self._hits = top_positions(deviation(look, rows, self._signal), self._hits, wanted)
+        scores = deviation(look, rows, self._signal)
+        self._scene.note(scores, self._hits)
+        self._hits = top_positions(scores, self._hits, wanted)
         return self._hits
 
 

@@ -37,4 +37,6 @@ class CacheCraftInter:
                     "store it with `kvweave ingest --kv --extras inter`"
                 )
             parts.append(np.frombuffer(stored[span.key], dtype=np.float16).astype(np.float32))
-        return top_positions(torch.from_numpy(np.concatenate(parts)), scene.hits, count)
+        scores = torch.from_numpy(np.concatenate(parts))
+        scene.note(scores)
+        return top_positions(scores, scene.hits, count)

@@ -50,4 +50,6 @@ class _WeightedChoice:
             return None
         assert self._mass is not None, "layer 0 comes first"
         moved = deviation(look, rows_of(look.positions, hits), "v")
-        return top_positions(moved * self._mass[hits.to(moved.device)], hits, self._count)
+        scores = moved * self._mass[hits.to(moved.device)]
+        self._scene.note(scores)
+        return top_positions(scores, hits, self._count)

@@ -68,6 +68,7 @@ class QueryAttention:
 
     def ranked(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
         scores = self.scores(scene)
+        scene.note(scores)
         scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
         scene.stitched.lay_preamble()
         scene.request.pack_ids()

@@ -4,9 +4,10 @@ Which fields go with which is checked here, in words of the wire format. What a 
 Python callers have it too, and what it means if it is left out, is decided in `app`.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
+from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.libraries.libraries import LibraryKey, check_name
 from kvweave.app.question import PLAIN_REUSES, AskOptions
 from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
@@ -27,6 +28,7 @@ from kvweave.serve.wire.chat import (
     TopLogprob,
 )
 from kvweave.serve.wire.explain import explain_of
+from kvweave.serve.wire.sources import sources_out
 from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
@@ -174,10 +176,14 @@ def _role(role: str) -> str:
 class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
-    def __init__(self, model: str, request: ChatRequest) -> None:
+    def __init__(
+        self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None]
+    ) -> None:
+        """`keep` hears of the first choice once it is finished."""
         with_usage = request.with_usage
         self._head = ReplyHead("chat.completion.chunk", "chatcmpl", model, with_usage=with_usage)
         self._request = request
+        self._keep = keep
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> ChatReply:
         choices = [
@@ -190,6 +196,7 @@ class ChatFormat:
             )
             for index, answer in enumerate(answers)
         ]
+        self._finished(answers[0], jobs[0])
         wanted = self._request.explain
         return ChatReply(
             id=self._head.id,
@@ -197,6 +204,7 @@ class ChatFormat:
             model=self._head.model,
             choices=choices,
             usage=usage_of(answers[:1], answers),
+            sources=sources_out(answers[0].sources),
             explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
         )
 
@@ -224,7 +232,15 @@ class ChatFormat:
             logprobs = _logprobs(seen).model_dump() if self._request.logprobs else None
             yield chunk(index, {"delta": {"content": text}}, logprobs=logprobs)
         answers[index] = await job.mailbox.finish()
-        yield self._head.end(index, {"delta": {}}, answers[index])
+        if index == 0:
+            self._finished(answers[index], job)
+        end = self._head.end(index, {"delta": {}}, answers[index])
+        if index == 0 and (self._request.kb is not None or self._request.documents is not None):
+            end["sources"] = [s.model_dump() for s in sources_out(answers[0].sources)]
+        yield end
+
+    def _finished(self, answer: Answer, job: AnswerJob) -> None:
+        self._keep(KeptAnswer(self._head.id, self._request.kb, answer, job.queue_s))
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Logprobs:

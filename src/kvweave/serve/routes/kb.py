@@ -1,9 +1,9 @@
-"""Knowledge bases: upload, list, delete, search."""
+"""Knowledge bases: upload, list, delete, search. `browse.py` looks around in one."""
 
 from contextlib import ExitStack, closing
 from functools import partial
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from kvweave.app.libraries.libraries import (
     IngestProgress,
@@ -17,18 +17,18 @@ from kvweave.app.libraries.libraries import (
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
+from kvweave.serve.routes.parameters import Name
 from kvweave.serve.uploads.ingest_job import IngestJob
 from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
-from kvweave.serve.wire.base import MOST_CHUNKS, NAME_PATTERN
+from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.kb import (
-    DocumentList,
-    DocumentOut,
     HitList,
     HitOut,
     IngestOut,
     KnowledgeBaseList,
     KnowledgeBaseOut,
+    KnowledgeBaseRemoved,
     RemovedOut,
     SearchRequest,
     kv_out,
@@ -41,10 +41,6 @@ from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 def kb_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
     libraries, tasks, uploads = context.libraries, context.tasks, UploadReader(context.limits)
-    Name = Path(
-        description="A knowledge base: letters, digits, - and _",
-        json_schema_extra={"pattern": NAME_PATTERN},
-    )
 
     @routes.get("")
     async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
@@ -89,31 +85,21 @@ def kb_routes(context: Context) -> APIRouter:
             raise ApiError(400, f"nothing was taken in: {reasons}")
         return report_out(report)
 
-    @routes.get("/{name}/documents")
-    async def list_documents(request: Request, name: str = Name) -> DocumentList:
-        tenant = tenant_of(request.scope)
-        documents = await tasks.run(partial(libraries.documents, tenant, name))
-        return DocumentList(
-            data=[
-                DocumentOut(
-                    id=d.id,
-                    source=d.source,
-                    title=d.title,
-                    chars=d.num_chars,
-                    chunks=d.num_chunks,
-                    tokens=d.num_tokens,
-                    added_at=d.added_at,
-                )
-                for d in documents
-            ]
-        )
-
     @routes.delete("/{name}/documents/{document_id}")
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
         tenant = tenant_of(request.scope)
         remove = partial(libraries.remove, tenant, name, document_id)
         removed = await context.writing.run(remove, turn=(tenant, name))
         return RemovedOut(id=document_id, chunks=removed)
+
+    @routes.delete("/{name}")
+    async def delete_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseRemoved:
+        """Delete a knowledge base with all its documents and chunk KV."""
+        tenant = tenant_of(request.scope)
+        delete = partial(libraries.delete, tenant, name)
+        await context.writing.run(delete, turn=(tenant, name))
+        context.kept.forget_kb(tenant, name)
+        return KnowledgeBaseRemoved(name=name)
 
     @routes.post("/{name}/search")
     async def search(request: Request, body: SearchRequest, name: str = Name) -> HitList:
@@ -172,6 +158,7 @@ def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -
         data=[
             HitOut(
                 id=hit.chunk.id,
+                document=hit.document,
                 title=hit.chunk.title,
                 text=hit.chunk.text,
                 tokens=len(hit.chunk.token_ids),

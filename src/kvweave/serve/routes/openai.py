@@ -1,6 +1,7 @@
 """The routes that OpenAI's clients know."""
 
 import time
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -44,8 +45,9 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answer, whole or as events")},
     )
     async def chat_completions(body: ChatRequest, request: Request) -> object:
-        starts = read_chat(body, context, tenant_of(request.scope))
-        form = ChatFormat(weave.model_name, body)
+        tenant = tenant_of(request.scope)
+        starts = read_chat(body, context, tenant)
+        form = ChatFormat(weave.model_name, body, partial(context.kept.add, tenant))
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )

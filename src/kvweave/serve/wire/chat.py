@@ -16,6 +16,7 @@ from kvweave.serve.wire.base import (
     schema_only,
 )
 from kvweave.serve.wire.explain import Explain
+from kvweave.serve.wire.sources import SourceOut
 
 
 class TextPart(Incoming):
@@ -132,4 +133,5 @@ class ChatReply(Outgoing):
     model: str
     choices: list[ReplyChoice]
     usage: Usage
+    sources: list[SourceOut] = []  # extension; the chunks of `kb` or `documents`, best first
     explain: Explain | None = None  # extension; where it was asked for

@@ -71,6 +71,7 @@ class Explain(Outgoing):
     speculation: dict[str, int | float | None] | None = None  # what was guessed while searching
     # of a fused answer: whether it is computed exactly later, and what that found of others
     audit: dict[str, bool | int | float | None] | None = None
+    full_ms: float | None = None  # a full prefill of this prompt, about; null: never measured
     timeline_ms: Timeline
 
 
@@ -88,6 +89,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
             chunks=[],
             states=[("computed", 0, answer.prompt_tokens)],
             decision=None,
+            full_ms=_full_ms(answer),
             timeline_ms=_timeline(answer, queue_s),
         )
     return Explain(
@@ -115,6 +117,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         decision=_decision(answer),
         speculation=None if answer.speculation is None else answer.speculation.document(),
         audit=None if answer.audit is None else answer.audit.document(),
+        full_ms=_full_ms(answer),
         timeline_ms=_timeline(answer, queue_s),
     )
 
@@ -147,6 +150,10 @@ def _decision(answer: Answer) -> DecisionOut | None:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None or not math.isfinite(seconds) else round(seconds * 1e3, 3)
+
+
+def _full_ms(answer: Answer) -> float | None:
+    return None if answer.full_ms is None else round(answer.full_ms, 3)
 
 
 def _timeline(answer: Answer, queue_s: float) -> Timeline:

@@ -46,6 +46,14 @@ class KnowledgeBaseList(Outgoing):
     data: list[KnowledgeBaseOut]
 
 
+class DocumentKVOut(Outgoing):
+    """The chunk KV of a document in the tiers of this machine."""
+
+    state: Literal["ready", "part", "none"]  # of all its chunks, of some, of none
+    chunks_done: int
+    bytes: dict[str, int]  # by tier; a chunk may have a copy in each
+
+
 class DocumentOut(Outgoing):
     id: str
     source: str
@@ -54,11 +62,68 @@ class DocumentOut(Outgoing):
     chunks: int
     tokens: int
     added_at: float  # seconds since 1970
+    kv: DocumentKVOut | None = None  # where `limit` was given
 
 
 class DocumentList(Outgoing):
     object: Literal["list"] = "list"
     data: list[DocumentOut]
+    next: str | None = None  # for `after`: there are more
+
+
+class ChunkLineOut(Outgoing):
+    """A chunk as a document or a ranking shows it."""
+
+    id: str
+    index: int  # its place in the document, from 0
+    heading: str
+    tokens: int
+    asked: int  # prompts it was in since the server began
+
+
+class DocumentDetail(DocumentOut):
+    """One document with its chunks."""
+
+    pieces: list[ChunkLineOut]  # in order
+
+
+class HotChunkOut(ChunkLineOut):
+    document: str  # id of one that holds it
+
+
+class HotChunkList(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[HotChunkOut]  # in most prompts first
+
+
+class NeighbourOut(Outgoing):
+    id: str
+    document: str | None
+    title: str
+    score: float
+
+
+class ChunkDetail(Outgoing):
+    """All of one chunk."""
+
+    id: str
+    document: str  # id of one that holds it
+    document_title: str
+    title: str
+    index: int  # its place in that document, from 0
+    text: str
+    tokens: int
+    asked: int
+    kv: dict[str, int]  # bytes by tier
+    previous: str | None  # chunk in the document
+    next: str | None
+    neighbours: list[NeighbourOut]  # most like it first
+
+
+class KnowledgeBaseRemoved(Outgoing):
+    name: str
+    object: Literal["kb.deleted"] = "kb.deleted"
+    deleted: Literal[True] = True
 
 
 class SkippedOut(Outgoing):
@@ -107,6 +172,7 @@ class RemovedOut(Outgoing):
 
 class HitOut(Outgoing):
     id: str  # of the chunk
+    document: str | None  # id of one that holds it
     title: str
     text: str
     tokens: int

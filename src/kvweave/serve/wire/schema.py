@@ -19,6 +19,7 @@ WORDS = {
     404: "No such model, knowledge base or document",
     405: "Another method is served here",
     408: "The body stopped coming",
+    409: "It is in use; Retry-After says when to come back",
     413: "The body is too large",
     415: "The body is of another type",
     429: "Too many requests; Retry-After says when to come back",
@@ -37,7 +38,8 @@ def refusals(*statuses: int) -> Responses:
 
 ERRORS = refusals(400, 401, 404, 405, 500, 503)
 ANSWER_ERRORS = refusals(400, 401, 404, 405, 408, 413, 429, 500, 503, 504)
-KB_ERRORS = refusals(400, 401, 404, 405, 408, 413, 415, 429, 500, 503)
+TASK_ERRORS = refusals(400, 401, 404, 405, 408, 413, 429, 500, 503)
+KB_ERRORS = refusals(400, 401, 404, 405, 408, 409, 413, 415, 429, 500, 503)
 
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {

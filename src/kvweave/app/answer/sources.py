@@ -1,0 +1,86 @@
+"""What an answer was given to answer from, chunk by chunk, and what became of each."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.fuse.record import ChunkRecord, FuseRecord
+from kvweave.text.prompt import Document, Prompt
+from kvweave.types import ChunkId, DocumentId, Hit
+
+COMPUTED = "computed"
+
+
+class RetrievedChunk(NamedTuple):
+    """A chunk that was found for a question, or that its caller brought."""
+
+    token_ids: tuple[int, ...]
+    title: str
+    id: ChunkId | None = None  # where it is known; `make_chunk_id` names any
+    score: float | None = None  # of the search; None: brought
+    document: DocumentId | None = None  # of the knowledge base; None: brought
+
+    @classmethod
+    def found(cls, hit: Hit) -> "RetrievedChunk":
+        chunk = hit.chunk
+        return cls(chunk.token_ids, chunk.title, chunk.id, hit.score, hit.document)
+
+    @classmethod
+    def brought(cls, document: Document, token_ids: tuple[int, ...]) -> "RetrievedChunk":
+        return cls(token_ids, document.title.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSource:
+    """One of the chunks that an answer was made from."""
+
+    cited_as: int  # from 1, in the order that the search gave, or the caller
+    document: DocumentId | None  # None: the caller brought it
+    title: str
+    chunk: ChunkId
+    score: float | None  # of the search; None: the caller brought it
+    span: tuple[int, int]  # its tokens in the prompt, [start, end)
+    tier: str | None  # where its KV came from; None: it was computed
+    fate: str  # exact, reused (some of it may be recomputed) or computed
+
+    def as_json(self) -> dict[str, Any]:
+        """For JSON."""
+        score = None if self.score is None else round(self.score, 6)
+        return {**asdict(self), "span": list(self.span), "score": score}
+
+
+def sources_of(
+    retrieved: Sequence[RetrievedChunk], prompt: Prompt, record: FuseRecord | None
+) -> tuple[AnswerSource, ...]:
+    """Where the chunks of a question stand in its prompt, those that the history holds too, and how
+    `record` says they were prefilled (None: computed)."""
+    parts = (*prompt.history, *prompt.chunks)
+    starts = accumulate((len(ids) for ids in parts), initial=len(prompt.preamble))
+    places: dict[tuple[int, ...], list[int]] = {}
+    for ids, start in zip(parts, starts, strict=False):  # one start more: where the question begins
+        places.setdefault(ids, []).append(start)
+    records = {} if record is None else {chunk.start: chunk for chunk in record.chunks}
+    sources = []
+    for number, chunk in enumerate(retrieved, 1):
+        free = places.get(chunk.token_ids, [])
+        assert free, "every chunk that was retrieved is in the prompt"
+        start = free.pop(0) if len(free) > 1 else free[0]  # brought twice, it stands there twice
+        sources.append(_source(number, chunk, start, records.get(start)))
+    return tuple(sources)
+
+
+def _source(
+    number: int, chunk: RetrievedChunk, start: int, record: ChunkRecord | None
+) -> AnswerSource:
+    return AnswerSource(
+        cited_as=number,
+        document=chunk.document,
+        title=chunk.title,
+        chunk=chunk.id or make_chunk_id(chunk.token_ids),
+        score=chunk.score,
+        span=(start, start + len(chunk.token_ids)),
+        tier=None if record is None else record.tier,
+        fate=COMPUTED if record is None else str(record.state),
+    )

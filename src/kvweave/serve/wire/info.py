@@ -1,0 +1,41 @@
+"""What the first page needs to know, and the sample corpus."""
+
+from typing import Any
+
+from kvweave.serve.wire.base import Outgoing
+from kvweave.serve.wire.kb import IngestOut
+
+
+class DialOut(Outgoing):
+    """A position of the dial from exact to fastest."""
+
+    name: str
+    reuse: str | dict[str, Any]  # for the field of a chat request
+    words: str
+    needs_chunks: bool  # only with `kb` or `documents`
+
+
+class InfoOut(Outgoing):
+    model: str
+    context: int  # tokens of prompt and answer together
+    version: str
+    keys: bool  # API keys are set: /v1 needs one
+    kb_root: bool  # uploads can make knowledge bases
+    kept_answers: int  # of each tenant; 0: no details can be asked for
+    conversations: bool  # are kept on the server
+    tenant: str  # whose key it is; "": of none
+    dial: list[DialOut]
+
+
+class DemoOut(Outgoing):
+    name: str  # of its knowledge base
+    documents: int  # that it has
+    questions: list[str]
+    loaded: bool
+
+
+class DemoLoaded(IngestOut):
+    """The outcome of POST /v1/demo."""
+
+    name: str
+    questions: list[str]

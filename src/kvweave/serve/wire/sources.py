@@ -1,0 +1,23 @@
+"""The chunks that an answer was made from, in plain JSON."""
+
+from typing import Literal
+
+from kvweave.app.weave import AnswerSource
+from kvweave.serve.wire.base import Outgoing
+
+
+class SourceOut(Outgoing):
+    """One of the chunks that an answer was made from."""
+
+    cited_as: int  # from 1, best first
+    document: str | None  # its id in the knowledge base; null: the request brought it
+    title: str
+    chunk: str  # id
+    score: float | None  # of the search; null: the request brought it
+    span: tuple[int, int]  # its tokens in the prompt, [start, end)
+    tier: str | None  # where its KV came from; null: it was computed
+    fate: Literal["exact", "reused", "computed"]  # of a reused one some may be recomputed
+
+
+def sources_out(sources: tuple[AnswerSource, ...]) -> list[SourceOut]:
+    return [SourceOut.model_validate(source.as_json()) for source in sources]
