@@ -65,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
         *("corpus", "demo", "ingest", "kv", "plan", "app", "app/answer", "app/audit"),
         "app/library",
     },
-    "serve": {"app", "app/answer", "app/libraries"},
+    "serve": {"app", "app/answer", "app/auto", "app/libraries"},
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.audit.figures import AuditNote
-from kvweave.engine.request import RequestTimeline
+from kvweave.engine.request import RequestTimeline, Ticket
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.plan.retrieval import SpeculationRecord
@@ -44,6 +44,7 @@ class AnswerNotes:
     # seconds that a full prefill of so many tokens is expected to take; None: not known
     full_s: Callable[[int], float | None] = _unknown
     timeline: RequestTimeline | None = None  # of the engine
+    watched: Ticket | None = None  # what the model thought is wanted
     events: list[AnswerEvent] = field(default_factory=list)  # before the engine had it
 
     def keep(self, record: FuseRecord) -> None:

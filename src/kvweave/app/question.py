@@ -36,6 +36,8 @@ class AskOptions(TypedDict, total=False):
     history: Sequence[Mapping[str, Any]]
     tenant: str
     speculate: SpeculationMode | None
+    watched: int
+    forced: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,10 @@ class Question:
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
+    # for measurements: what the model thought of the first so many tokens (`Answer.watched`), and
+    # an answer that is put into its mouth instead of a drawn one
+    watched: int = 0
+    forced: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.bound is not None and not 0.0 <= self.bound < math.inf:

@@ -373,6 +373,11 @@ class Weave:
         return self._settings.system
 
     @property
+    def bound(self) -> float:
+        """Nats per token that reuse may cost, unless a question says otherwise."""
+        return self._settings.usual.bound
+
+    @property
     def profile(self) -> "Profile | None":
         """What was measured of the model: the user's profile, or the packaged one."""
         return self._answerer.measured.profile

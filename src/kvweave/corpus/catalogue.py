@@ -173,6 +173,20 @@ class Catalogue:
         )
         return {ChunkId(row[0]): _chunk(row) for row in rows}
 
+    def named(self, beginnings: Collection[str]) -> dict[str, tuple[ChunkId, str]]:
+        """Id and title of the chunk whose id begins so, for each that exists; of several the first.
+        For a handful of them."""
+        found: dict[str, tuple[ChunkId, str]] = {}
+        for beginning in beginnings:
+            row = self._db.execute(
+                "SELECT chunk_id, title FROM chunks WHERE chunk_id >= ?1 AND chunk_id < ?1 || 'g'"
+                " ORDER BY chunk_id LIMIT 1",  # ids are hexadecimal: g is behind all of them
+                (beginning,),
+            ).fetchone()
+            if row is not None:
+                found[beginning] = (ChunkId(row[0]), str(row[1]))
+        return found
+
     def chunk_ids(self) -> list[ChunkId]:
         return [ChunkId(each) for (each,) in self._db.execute("SELECT chunk_id FROM chunks")]
 

@@ -8,7 +8,8 @@ has just been told is kept.
 
 import logging
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,16 @@ log = logging.getLogger(__name__)
 
 _TURN_S = 5.0  # how long to wait for a change of the same key in the same tier
 _MOST_REMOVALS = 100_000  # remembered one by one
+_MOST_EVICTIONS = 256  # the last ones, likewise
+
+
+class StoreEviction(NamedTuple):
+    """Chunk KV that left a full tier for something worth more."""
+
+    at_s: float  # seconds since 1970
+    tier: str
+    key: ChunkKey
+    size_bytes: int
 
 
 class OpenTier(NamedTuple):
@@ -251,6 +262,7 @@ class Inventory:
         self.foreign: set[tuple[str, ChunkKey]] = set()  # (tier, key) that cannot be read here
         self.leaving: set[ChunkKey] = set()  # off the host tier to be written down, with no writer
         self.metrics = metrics
+        self.evictions: deque[StoreEviction] = deque(maxlen=_MOST_EVICTIONS)  # the last ones
         self._changing: set[tuple[str, ChunkKey]] = set()  # being written or removed below the host
         self._turn = threading.Condition(self.lock)
 
@@ -259,6 +271,12 @@ class Inventory:
 
     def count_dropped(self, slot: TierSlot, reason: str) -> None:
         self.metrics.count("kv_saves_dropped_total", tier=slot.name, reason=reason)
+
+    def count_evicted(self, slot: TierSlot, victims: Sequence[tuple[ChunkKey, int]]) -> None:
+        """These, with their sizes, left a tier for something worth more. Lock is not held."""
+        self.metrics.count("kv_evictions_total", len(victims), tier=slot.name)
+        now_s = time.time()
+        self.evictions.extend(StoreEviction(now_s, slot.name, *victim) for victim in victims)
 
     def give_way(self, context: ContextId) -> None:
         """See `KVStore.give_way`."""

@@ -221,7 +221,7 @@ class Saver:
                         self._inventory.put_back(budget, victim, victim_bytes)
                 self._inventory.count_dropped(slot, "cannot evict")
                 return False
-        self._metrics.count("kv_evictions_total", len(victims), tier=slot.name)
+        self._inventory.count_evicted(slot, victims)
         with self._lock:
             budget.settle(size_bytes, victims)
         return True
@@ -372,15 +372,15 @@ class Saver:
             self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="scan")
             slot.reads.failed(str(error), at_once=True)
             return
-        surplus = []
+        surplus: list[tuple[ChunkKey, int]] = []
         with self._lock:
             for each in found:  # newest first: the oldest are the ones that do not fit
                 usage = self._inventory.usage.found(each.key, each.written_s, each.size_bytes)
                 if each.size_bytes <= slot.budget.free_bytes:
                     slot.budget.add(each.key, each.size_bytes, usage, reserved=False)
                 else:
-                    surplus.append(each.key)
-        for key in surplus:
+                    surplus.append((each.key, each.size_bytes))
+        for key, _ in surplus:
             self._remover.delete_quietly(slot, key)
         if surplus:
-            self._metrics.count("kv_evictions_total", len(surplus), tier=slot.name)
+            self._inventory.count_evicted(slot, surplus)

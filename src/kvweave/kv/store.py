@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.inventory import Inventory, OpenTier, TierSlot, make_slot, open_tiers
+from kvweave.kv.inventory import Inventory, OpenTier, TierSlot, make_slot, open_tiers, StoreEviction
 from kvweave.kv.keys import ChunkKey, ContextId
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loading import ActiveLoads, Loader
@@ -292,6 +292,15 @@ class KVStore:
         """Bytes that requests wait for, by tier; tiers without any are left out."""
         with self._lock:
             return {tier: size for tier, size in self._active.pending_bytes().items() if size}
+
+    def capacity_bytes(self) -> dict[str, int | None]:
+        """What each tier may hold; None: it has no bound of ours."""
+        slots = self.inventory.slots
+        return {s.name: None if s.budget is None else s.budget.capacity_bytes for s in slots}
+
+    def evictions(self) -> list[StoreEviction]:
+        """The last ones, oldest first."""
+        return list(self.inventory.evictions)
 
     def num_pinned(self) -> int:
         """Entries some lease holds, over all tiers."""

@@ -10,6 +10,7 @@ from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
 from kvweave.serve.observe.prometheus import ServerMetrics, StateCollector
 from kvweave.serve.observe.spans import AnswerSpans, find_tracer
+from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.readiness import Readiness
 from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.workers.answer_pool import AnswerPool
@@ -32,6 +33,7 @@ class Context:
     metrics: ServerMetrics
     tracer: "Tracer | None"  # of OpenTelemetry; None: no spans
     sampling: Mapping[str, Any]  # fields of `Sampling`, for requests that leave them out
+    tenants: TenantSeries  # what each tenant's answers did lately
     kept: KeptAnswers  # the last answers, for those who look closer
     page: PageConfig
     readiness: Readiness = field(default_factory=Readiness)
@@ -65,7 +67,8 @@ def make_context(
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
-    answers = AnswerPool(limits, metrics)
+    tenants = TenantSeries()
+    answers = AnswerPool(limits, metrics, tenants)
     metrics.watch(StateCollector(answers.counts, libraries, weave.engine.stats))
     page = page or PageConfig()
     return Context(
@@ -78,6 +81,7 @@ def make_context(
         metrics=metrics,
         tracer=tracer,
         sampling=sampling or {},
+        tenants=tenants,
         kept=KeptAnswers(page.kept_answers, weave.runtime.client.is_gone),
         page=page,
     )

@@ -16,12 +16,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvweave.app.answer.kept_answers import NoSuchAnswer
+from kvweave.app.answer.tree_view import NoSuchNode
 from kvweave.app.libraries.libraries import (
     AllInUse,
     InUse,
     NoSuchKnowledgeBase,
     NotInLibrary,
 )
+from kvweave.app.libraries.saved_conversations import NoSuchConversation
 from kvweave.errors import EngineClosed, KVWeaveError, RequestError
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told about `error`; what is not the client's fault is logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, NoSuchAnswer):
+    if isinstance(error, NoSuchAnswer | NoSuchNode | NoSuchConversation):
         return ApiError(404, str(error), code="not_found")
     if isinstance(error, RequestError):
         return ApiError(400, str(error))

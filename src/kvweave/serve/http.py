@@ -15,10 +15,13 @@ from kvweave.serve.observe.spans import Spans
 from kvweave.serve.readiness import Drain
 from kvweave.serve.routes.answers import answer_routes
 from kvweave.serve.routes.browse import browse_routes
+from kvweave.serve.routes.compare import compare_routes
+from kvweave.serve.routes.conversations import conversation_routes
 from kvweave.serve.routes.health import health_routes
 from kvweave.serve.routes.info import info_routes
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
+from kvweave.serve.routes.watching import watching_routes
 from kvweave.serve.ui.routes import ui_routes
 from kvweave.serve.wire.schema import install_schema
 
@@ -40,9 +43,18 @@ def build_http(context: Context, keys: Keys | None = None) -> FastAPI:
     )
     install_error_handlers(http)
     install_schema(http)
-    for routes in (openai_routes, kb_routes, browse_routes, answer_routes, health_routes):
+    for routes in (
+        openai_routes,
+        kb_routes,
+        browse_routes,
+        answer_routes,
+        watching_routes,
+        compare_routes,
+        health_routes,
+    ):
         http.include_router(routes(context))
-    http.include_router(info_routes(context, has_keys=bool(keys)))
+    for routes_for in (info_routes, conversation_routes):
+        http.include_router(routes_for(context, has_keys=bool(keys)))
     http.include_router(ui_routes())
     # the last one added is the outermost
     http.add_middleware(BodyLimit, limits=context.limits)

@@ -6,10 +6,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from kvweave.app.answer.answer_trace import AnswerTrace
 from kvweave.app.answer.sources import AnswerSource, sources_of
 from kvweave.app.audit.figures import AuditNote
 from kvweave.app.notes import AnswerNotes
+from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
@@ -36,6 +39,13 @@ class Piece(NamedTuple):
     logprob: TokenLogprob | None = None  # set when Sampling.logprobs is
 
 
+class WatchedTokens(NamedTuple):
+    """What the model thought at the first tokens of an answer."""
+
+    token_ids: tuple[int, ...]  # that were given
+    distributions: tuple[Tensor, ...]  # of each, [V] log probabilities on the host
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A finished answer."""
@@ -54,6 +64,7 @@ class Answer:
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
     sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
     full_ms: float | None = None  # what a full prefill would have taken, about; None: not known
+    watched: WatchedTokens | None = field(default=None, repr=False, compare=False)  # if asked for
     # what `details_of` tells more from; None: it was made without a Weave
     trace: AnswerTrace | None = field(default=None, repr=False, compare=False)
 
@@ -202,8 +213,18 @@ class _Made:
             stopped_because=self.stopped_because,
             sources=sources,
             full_ms=None if full_s is None else full_s * 1e3,
+            watched=_watched(notes.watched),
             trace=_trace(notes, self.started_s, self.first_s or now, now),
         )
+
+
+def _watched(ticket: Ticket | None) -> WatchedTokens | None:
+    if ticket is None:
+        return None
+    count = min(len(ticket.watched_ids), len(ticket.distributions))
+    return WatchedTokens(
+        tuple(ticket.watched_ids[:count]), tuple(ticket.distributions[:count])
+    )
 
 
 def _trace(

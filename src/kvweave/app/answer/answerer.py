@@ -157,10 +157,12 @@ class Answerer:
             made = self.router.submission(prompt, question, named, notes)
             notes.question, notes.retrieved = question.question, tuple(retrieved)
             notes.prompt, notes.full_s = made.prompt, self.measured.full_prefill_s
+            made = _measured(made, question)
             notes.events.append(AnswerEvent("plan", "plan", began_s, time.perf_counter()))
 
             def sent(ticket: Ticket) -> None:
                 notes.timeline = ticket.timeline
+                notes.watched = ticket if question.watched else None
                 uses.saw([chunk.id for chunk in retrieved if chunk.id is not None])
                 # in the order that the engine was given: a plan may have moved them
                 talk.sent(question.question, made.prompt.chunks, as_of)
@@ -283,6 +285,15 @@ def _open_audit_log(runtime: ModelRuntime, library: Library | None, metrics: Met
     encoder = library.encoder
     encoding = f"{encoder.encoding_context} {encoder.context.codec}"
     return AuditLog(AuditSubject(revision, encoding), metrics, library.kb.folder / AUDIT_FILE)
+
+
+def _measured(made: Submission, question: Question) -> Submission:
+    """A submission whose answer is watched or forced, if the question asks for that."""
+    if not (question.watched or question.forced):
+        return made
+    watched = max(question.watched, made.request.watched)
+    request = replace(made.request, watched=watched, forced=tuple(question.forced))
+    return made._replace(request=request)
 
 
 def _documents(documents: Sequence[Document | str]) -> list[Document]:

@@ -51,6 +51,15 @@ class GateMove(NamedTuple):
     date: str = ""  # of the last one, ISO
 
 
+class AuditedCell(NamedTuple):
+    """What was found of one strategy at one ratio."""
+
+    strategy: str
+    ratio: float
+    total: int  # audits ever, of which the newest are in the figures
+    figures: AuditFigures
+
+
 @dataclass(slots=True)
 class _AuditCell:
     """One strategy at one ratio."""
@@ -138,6 +147,19 @@ class AuditLog:
         with self._lock:
             cell = self._cells.get((strategy, ratio))
             return 0 if cell is None else cell.reopened
+
+    def found(self) -> list[AuditedCell]:
+        """Every strategy and ratio that was audited."""
+        with self._lock:
+            return [
+                AuditedCell(strategy, ratio, cell.total, cell.figures)
+                for (strategy, ratio), cell in sorted(self._cells.items())
+            ]
+
+    def moves(self) -> list[GateMove]:
+        """Where the gate was moved to."""
+        with self._lock:
+            return list(self._moves.values())
 
     def is_over(self, strategy: str, ratio: float, bound: float) -> bool:
         """Whether it surely costs more than the bound, or flips more than calibration allows."""

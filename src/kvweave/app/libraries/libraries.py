@@ -374,6 +374,13 @@ class Libraries:
                 yield place, weave.library.store.metrics
                 yield place, weave.auditor.metrics
 
+    @contextmanager
+    def open_of(self, tenant: str) -> Iterator[list[tuple[str, Weave]]]:
+        """The tenant's knowledge bases that are open now, by name; none of them closes meanwhile.
+        None is opened for it."""
+        with self._open_cache.all_open() as weaves:
+            yield [(place.name, weave) for place, weave in weaves if place.tenant == tenant]
+
     def counts(self) -> OpenCounts:
         """Knowledge bases open and in use."""
         return self._open_cache.counts()

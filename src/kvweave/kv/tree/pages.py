@@ -1,11 +1,29 @@
 """Which node has pages where, under two byte budgets, and what leaves when room is needed."""
 
 import heapq
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from kvweave.kv.policies import ItemUsage, Policy, RankHeap
 from kvweave.kv.tree.node import DEVICE, HOST, Node, PageOwner, Pages, TreeTier
 from kvweave.kv.tree.pricing import PathMemory
+from kvweave.types import ChunkId
+
+
+MOST_EVICTIONS = 256  # the last ones that are remembered
+
+
+class TreeEviction(NamedTuple):
+    """A node that left a tier because room was needed."""
+
+    at_s: float  # seconds since 1970
+    tier: TreeTier
+    chunk_id: ChunkId
+    path: ChunkId  # the first of its path, which names its tenant
+    size_bytes: int
+    rank: float  # what it was worth there
 
 
 class TreeBudget:
@@ -21,6 +39,7 @@ class TreeBudget:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.policy = policy
+        self.evictions: deque[TreeEviction] = deque(maxlen=MOST_EVICTIONS)
         self._leaves: RankHeap[Node] = RankHeap()
 
     @property
@@ -73,8 +92,13 @@ class TreeBudget:
 
     def evicted(self, nodes: list[Node]) -> None:
         """These left by rank: the clock rises to the highest of them and never falls."""
+        now_s = time.time()
         for node in nodes:
-            self.policy.left(node.ranks[self.tier])
+            rank = node.ranks[self.tier]
+            self.policy.left(rank)
+            size_bytes, path = node.pages[self.tier].size_bytes, _first_of(node).chunk_id
+            gone = TreeEviction(now_s, self.tier, node.chunk_id, path, size_bytes, rank)
+            self.evictions.append(gone)
 
     def leaves(self) -> set[Node]:
         return set(self._leaves)
@@ -84,6 +108,13 @@ class TreeBudget:
 
     def _is_leaf(self, node: Node) -> bool:
         return self.tier in node.pages and node.depth > 0 and self._children(node) == 0
+
+
+def _first_of(node: Node) -> Node:
+    """The first of a node's path, behind the root."""
+    while node.depth > 1 and node.parent is not None:
+        node = node.parent
+    return node
 
 
 class NodePages:

@@ -28,7 +28,7 @@ from kvweave.kv.tree.node import (
     TreeTier,
     path_key,
 )
-from kvweave.kv.tree.pages import NodePages, TreeBudget, subtree
+from kvweave.kv.tree.pages import NodePages, TreeBudget, TreeEviction, subtree
 from kvweave.kv.tree.pricing import NodePricing, PathMemory
 from kvweave.types import ChunkId
 
@@ -311,6 +311,11 @@ class KnowledgeTree:
 
     def used_bytes(self, tier: TreeTier) -> int:
         return self._pages.budgets[tier].used_bytes
+
+    def evictions(self) -> list[TreeEviction]:
+        """The last ones of each tier, oldest first. Any thread."""
+        found = [gone for budget in self._pages.budgets.values() for gone in list(budget.evictions)]
+        return sorted(found, key=lambda gone: gone.at_s)
 
     def clock(self, tier: TreeTier) -> float:
         """The logical clock of a tier's policy; 0 for policies that have none."""

@@ -6,6 +6,7 @@ Python callers have it too, and what it means if it is left out, is decided in `
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.libraries.libraries import LibraryKey, check_name
@@ -37,7 +38,16 @@ OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
 
 
-def read_chat(request: ChatRequest, context: Context, tenant: str) -> list[Start]:
+class AnswerMeasure(NamedTuple):
+    """An answer that is measured: see `Question.watched` and `Question.forced`."""
+
+    watched: int
+    forced: tuple[int, ...] = ()
+
+
+def read_chat(
+    request: ChatRequest, context: Context, tenant: str, measure: AnswerMeasure | None = None
+) -> list[Start]:
     """What to start on workers. Raises ApiError or RequestError if the request is unsound."""
     weave = context.weave
     check_model(request, weave)
@@ -54,7 +64,7 @@ def read_chat(request: ChatRequest, context: Context, tenant: str) -> list[Start
         ]
     if request.kb is not None:
         check_name(request.kb)
-    return _over_chunks(request, drawn, context, tenant)
+    return _over_chunks(request, drawn, context, tenant, measure)
 
 
 def _check_messages(request: ChatRequest) -> None:
@@ -96,7 +106,11 @@ def _refuse_without_chunks(request: ChatRequest) -> None:
 
 
 def _over_chunks(
-    request: ChatRequest, drawn: Sequence[Sampling], context: Context, tenant: str
+    request: ChatRequest,
+    drawn: Sequence[Sampling],
+    context: Context,
+    tenant: str,
+    measure: AnswerMeasure | None,
 ) -> list[Start]:
     """Chunks stand in front of the conversation, in the layout that reuse needs."""
     system, turns = _turns(request.messages)
@@ -118,6 +132,8 @@ def _over_chunks(
         options["order"] = request.order
     if request.speculate is not None:
         options["speculate"] = request.speculate
+    if measure is not None:
+        options["watched"], options["forced"] = measure
 
     def start(sampling: Sampling) -> AnswerStream:
         question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)

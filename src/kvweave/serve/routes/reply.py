@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from kvweave.app.weave import Answer, TokenLogprob
+from kvweave.serve.auth import tenant_of
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import Usage
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
@@ -83,8 +84,8 @@ async def reply(
 ) -> Response | BaseModel:
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
     failure, too long a time, a server that stops."""
-    jobs = pool.submit(starts)
-    alarm = asyncio.get_running_loop().call_later(within_s, _give_up, jobs, within_s)
+    jobs = pool.submit(starts, tenant_of(request.scope))
+    alarm = asyncio.get_running_loop().call_later(within_s, give_up, jobs, within_s)
     handed_over = False
 
     def close() -> None:
@@ -127,7 +128,8 @@ async def _all(works: Any) -> list[Any]:
     return list(await asyncio.gather(*works))
 
 
-def _give_up(jobs: Sequence[AnswerJob], within_s: float) -> None:
+def give_up(jobs: Sequence[AnswerJob], within_s: float) -> None:
+    """The time of a request is over."""
     message = f"the answer was not finished within {within_s:g} s; ask for fewer tokens"
     for job in jobs:
         job.abandon(ApiError(504, message, code="timeout"))

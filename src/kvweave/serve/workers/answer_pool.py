@@ -45,11 +45,22 @@ class AnswerMeter(Protocol):
         """The outcome is one of PoolCounts: finished, failed, abandoned."""
 
 
+class TenantMeter(Protocol):
+    """Hears what becomes of each tenant's answers, on their worker threads. Must not block."""
+
+    def token(self, tenant: str) -> None: ...
+    def answered(self, tenant: str, answer: Answer) -> None: ...
+
+
 class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
-    def __init__(self, start: Start, meter: AnswerMeter) -> None:
+    def __init__(
+        self, start: Start, meter: AnswerMeter, tenants: TenantMeter, tenant: str = ""
+    ) -> None:
         self.mailbox = Mailbox()
+        self.tenant = tenant
+        self._tenants = tenants
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
         self._meter = meter
@@ -92,6 +103,7 @@ class AnswerJob:
                 self.mailbox.fail(_gone())
             else:
                 self.mailbox.end(answer)
+                self._tenants.answered(self.tenant, answer)
         self._meter.ended(outcome, answer, self.queue_s)
         return outcome
 
@@ -103,6 +115,7 @@ class AnswerJob:
             while not self._abandoned.is_set() and (piece := next(pieces, None)):
                 now_s = time.perf_counter()
                 self._meter.token(None if last_s is None else now_s - last_s)
+                self._tenants.token(self.tenant)
                 last_s = now_s
                 self.mailbox.put(piece)
         finally:
@@ -116,18 +129,19 @@ class AnswerPool:
     An answer that its client has left still holds its place until its worker is free of it.
     """
 
-    def __init__(self, limits: Limits, meter: AnswerMeter) -> None:
+    def __init__(self, limits: Limits, meter: AnswerMeter, tenants: TenantMeter) -> None:
         self._limits = limits
         self._meter = meter
+        self._tenants = tenants
         self._workers = ThreadPoolExecutor(limits.running, thread_name_prefix="answer")
         self._lock = threading.Lock()  # guards the two below
         self._jobs: set[AnswerJob] = set()
         self._ended = {"finished": 0, "failed": 0, "abandoned": 0}
 
-    def submit(self, starts: Sequence[Start]) -> list[AnswerJob]:
+    def submit(self, starts: Sequence[Start], tenant: str = "") -> list[AnswerJob]:
         """Admit all answers of a request, or raise a 429 that says when to try again."""
         most = self._limits.running + self._limits.waiting
-        jobs = [AnswerJob(start, self._meter) for start in starts]
+        jobs = [AnswerJob(start, self._meter, self._tenants, tenant) for start in starts]
         with self._lock:
             if len(self._jobs) + len(jobs) > most:
                 raise busy(f"{len(self._jobs)} answers of at most {most} are running or waiting")
@@ -142,6 +156,11 @@ class AnswerPool:
         with self._lock:
             running = min(len(self._jobs), self._limits.running)
             return PoolCounts(running, len(self._jobs) - running, **self._ended)
+
+    def under_way(self, tenant: str) -> int:
+        """Answers of one tenant that run or wait."""
+        with self._lock:
+            return sum(job.tenant == tenant for job in self._jobs)
 
     def abandon_all(self) -> None:
         """Stop every job at the engine's next step; the clients that wait for them get a 503."""

@@ -1,0 +1,116 @@
+"""What is known of the quality of reuse with one model: ratio curves, what the gate lets through,
+what the audit found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvweave.app.audit.audit_log import AuditedCell, GateMove
+from kvweave.app.auto.facts import CalibratedGate
+from kvweave.app.auto.measurements import NOT_CALIBRATED
+from kvweave.app.weave import Weave
+from kvweave.calibrate.gate import ORDER_CELL, Table
+from kvweave.errors import ConfigError
+from kvweave.fuse.encode.contexts import digest_ids
+from kvweave.plan.inputs import PromptShape, Verdict
+from kvweave.plan.plan import Reason
+
+USUAL = PromptShape(0, 1)  # a prompt that is not too long, without a history
+
+
+class QualityPoint(NamedTuple):
+    """What recomputing some share of the stored tokens costs."""
+
+    ratio: float
+    kl: float  # nats per token, mean
+    kl_high: float  # upper end of its 95 % interval, wider where few questions were asked
+    flips: float  # share of first tokens that change
+    work: float  # of full prefill's
+
+
+class QualityCurve(NamedTuple):
+    """One strategy, by one kind of questions."""
+
+    strategy: str
+    kind: str
+    num_questions: int
+    points: tuple[QualityPoint, ...]  # by ratio
+
+
+class GateLine(NamedTuple):
+    """What the gate says of one strategy."""
+
+    strategy: str
+    ratio: float | None  # the least that it lets through; None: none
+    why: str  # it does not, or takes another ratio than was calibrated
+
+
+@dataclass(frozen=True, slots=True)
+class QualityView:
+    """See the module."""
+
+    bound: float
+    doubt: str | None  # why nothing was measured that can be used, and the way out; None: it was
+    curves: tuple[QualityCurve, ...]
+    gate: tuple[GateLine, ...]
+    audited: tuple[AuditedCell, ...]
+    moves: tuple[GateMove, ...]
+
+
+def quality_of(weave: Weave, *, over_library: bool) -> QualityView:
+    """Of a model with the chunk KV of the open knowledge base (`over_library`), or in any encoding
+    context. Any thread."""
+    found, bound = weave.auditor.log, weave.bound
+    audited, moves = tuple(found.found()), tuple(found.moves())
+    try:
+        tables = _tables(weave, over_library)
+        doubt = None if tables else NOT_CALIBRATED
+    except ConfigError as error:  # a damaged profile
+        tables, doubt = (), str(error)
+    gate: tuple[GateLine, ...] = ()
+    if over_library and tables:
+        preamble = digest_ids(weave.library.encoder.preamble_ids)
+        calibrated = CalibratedGate(tables, preamble)
+        measured = sorted({cell.strategy for table in tables for cell in table.cells})
+        gate = tuple(
+            _line(calibrated.min_ratio(strategy, bound, USUAL), strategy, bound, moves)
+            for strategy in measured
+            if strategy != ORDER_CELL
+        )
+    curves = tuple(curve for table in tables for curve in _curves(table))
+    return QualityView(bound, doubt, curves, gate, audited, moves)
+
+
+def _tables(weave: Weave, over_library: bool) -> tuple[Table, ...]:
+    profile, revision = weave.profile, weave.runtime.decoder.calibrated_as.revision
+    if profile is None:
+        return ()
+    if not over_library:
+        return tuple(table for table in profile.calibration if table.revision == revision)
+    encoder = weave.library.encoder
+    return profile.tables(revision, encoder.encoding_context, digest_ids(encoder.preamble_ids))
+
+
+def _line(
+    verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMove]
+) -> GateLine:
+    """What calibration says, and where the audit has moved that. (The audited gate itself moves
+    when it is asked: here it is only looked at.)"""
+    if verdict.ratio is None:
+        return GateLine(strategy, None, str(verdict.reason))
+    moved = [m for m in moves if m[:3] == (strategy, bound, verdict.ratio)]
+    if not moved or moved[-1].ratio == verdict.ratio:
+        return GateLine(strategy, verdict.ratio, "")
+    return GateLine(strategy, moved[-1].ratio, f"{Reason.AUDITED} at {verdict.ratio:g}")
+
+
+def _curves(table: Table) -> Sequence[QualityCurve]:
+    points: dict[str, list[QualityPoint]] = {}
+    for cell in table.widened() or table.cells:
+        point = QualityPoint(cell.ratio, cell.kl, cell.kl_high, cell.flips, cell.work)
+        points.setdefault(cell.strategy, []).append(point)
+    return [
+        QualityCurve(strategy, table.kind, table.num_questions, tuple(sorted(found)))
+        for strategy, found in sorted(points.items())
+        if strategy != ORDER_CELL
+    ]

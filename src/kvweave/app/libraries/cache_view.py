@@ -1,0 +1,94 @@
+"""What the caches of a tenant hold: tiers of its open knowledge bases, its part of the knowledge
+tree, and what left them last."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvweave.app.answer.tree_view import PREAMBLE
+from kvweave.app.libraries.libraries import Libraries
+from kvweave.app.weave import Weave
+from kvweave.kv.keys import tag_of
+from kvweave.types import ChunkId
+
+TREE = "tree"  # the tier of what the knowledge tree held on the device
+
+
+class TierLine(NamedTuple):
+    """One tier of one knowledge base."""
+
+    kb: str
+    tier: str
+    num_bytes: int | None  # None: it keeps its own books
+    capacity_bytes: int | None  # None: no bound of ours
+    loads: int  # of chunk KV from there, since the knowledge base was opened
+
+
+class EvictionLine(NamedTuple):
+    """Something that left a tier for something worth more."""
+
+    at_s: float  # seconds since 1970
+    kb: str | None  # None: exact KV of the knowledge tree
+    chunk: str  # id of the chunk, or its beginning
+    title: str  # "": not known
+    tier: str
+    num_bytes: int
+    priority: float | None  # what it was worth; None: not noted
+
+
+def tier_lines(libraries: Libraries, tenant: str) -> list[TierLine]:
+    lines = []
+    with libraries.open_of(tenant) as weaves:
+        for name, weave in weaves:
+            store = weave.library.store
+            used = store.used_bytes()
+            for tier, capacity_bytes in store.capacity_bytes().items():
+                loads = int(store.metrics.value("kv_loads_total", tier=tier))
+                lines.append(TierLine(name, tier, used.get(tier), capacity_bytes, loads))
+    return lines
+
+
+def misses(libraries: Libraries, tenant: str) -> dict[str, int]:
+    """Chunk KV that was wanted and not there, by reason, of what is open now."""
+    found: dict[str, int] = {}
+    with libraries.open_of(tenant) as weaves:
+        for _, weave in weaves:
+            for sample in weave.library.store.metrics.snapshot():
+                if sample.name == "kv_misses_total":
+                    reason = dict(sample.labels)["reason"]
+                    found[reason] = found.get(reason, 0) + int(sample.value)
+    return found
+
+
+def evictions(libraries: Libraries, weave: Weave, tenant: str, most: int) -> list[EvictionLine]:
+    """The last ones, newest first. `weave` is any over the same model."""
+    lines = [
+        EvictionLine(gone.at_s, None, name, "", TREE, gone.size_bytes, gone.rank)
+        for gone in weave.engine.tree.evictions()
+        if gone.path.startswith(f"{tenant}|")
+        and not (name := gone.chunk_id.rpartition("|")[2]).startswith(PREAMBLE)
+    ]
+    with libraries.open_of(tenant) as weaves:
+        for kb, each in weaves:
+            for gone in each.library.store.evictions():
+                chunk = tag_of(gone.key).hex()
+                lines.append(
+                    EvictionLine(gone.at_s, kb, chunk, "", gone.tier, gone.size_bytes, None)
+                )
+        newest = sorted(lines, key=lambda line: line.at_s, reverse=True)[:most]
+        names = titles([weave for _, weave in weaves], [line.chunk for line in newest])
+    return [
+        line._replace(chunk=names[line.chunk][0], title=names[line.chunk][1])
+        if line.chunk in names
+        else line
+        for line in newest
+    ]
+
+
+def titles(weaves: Sequence[Weave], chunks: Sequence[str]) -> dict[str, tuple[ChunkId, str]]:
+    """Id and title of chunks by the beginning of their ids, as far as these knowledge bases know
+    them."""
+    found: dict[str, tuple[ChunkId, str]] = {}
+    for weave in weaves:
+        wanted = [chunk for chunk in chunks if chunk not in found]
+        found |= weave.library.kb.catalogue.named(wanted)
+    return found
