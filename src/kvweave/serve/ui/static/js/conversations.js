@@ -6,13 +6,13 @@ import { makeStore, readStored, writeStored } from "./store.js";
 const LOCAL = "kvweave.conversations";
 const MOST = 60; // kept in this browser; the oldest go first
 
-/** Heads, newest first: { id, title, updated, kb }. */
+/** Heads, newest first: { id, title, updated }. */
 export const heads = makeStore([]);
 
 const onServer = () => info.get()?.conversations === true;
 const path = (id) => `v1/conversations/${encodeURIComponent(id)}`;
 const local = () => readStored(localStorage, LOCAL, []);
-const head = ({ id, title, updated, kb }) => ({ id, title, updated, kb });
+const head = ({ id, title, updated }) => ({ id, title, updated });
 
 export function newId() {
   // not randomUUID: that needs https, and people reach servers by plain addresses
@@ -20,7 +20,7 @@ export function newId() {
 }
 
 export async function refresh() {
-  if (onServer()) heads.set((await get("v1/conversations")).conversations);
+  if (onServer()) heads.set((await get("v1/conversations")).data);
   else heads.set(local().map(head));
 }
 
@@ -28,7 +28,8 @@ export async function refresh() {
 export async function load(id) {
   if (!onServer()) return local().find((each) => each.id === id) ?? null;
   try {
-    return { ...(await get(path(id))), id };
+    const { title, messages, updated, meta } = await get(path(id));
+    return { id, title, messages, updated, kb: meta?.kb ?? null };
   } catch (error) {
     if (error.status === 404) return null;
     throw error;
@@ -41,12 +42,12 @@ export async function save(conversation) {
   const updated = Date.now() / 1000;
   let kept = true;
   if (onServer()) {
-    await put(path(id), { title, messages, updated, kb });
+    await put(path(id), { title, messages, updated, meta: { kb } });
   } else {
     let all = [{ id, title, messages, updated, kb }, ...local().filter((each) => each.id !== id)].slice(0, MOST);
     while (!(kept = writeStored(localStorage, LOCAL, all)) && all.length > 1) all = all.slice(0, -1); // full: the oldest goes
   }
-  heads.set((was) => [head({ id, title, updated, kb }), ...was.filter((each) => each.id !== id)]);
+  heads.set((was) => [head({ id, title, updated }), ...was.filter((each) => each.id !== id)]);
   return kept;
 }
 

@@ -1,7 +1,7 @@
 // Quality: what each strategy costs on this model, what the gate lets through, what the audit found.
 import { html, useState } from "../html.js";
 import { useResource } from "../api.js";
-import { nats, percent, plural } from "../format.js";
+import { count, nats, percent, plural } from "../format.js";
 import { settings } from "../session.js";
 import { useStore } from "../store.js";
 import { Curves } from "../widgets/charts.js";
@@ -18,7 +18,7 @@ export function Quality() {
 
 function Loaded({ data }) {
   if (!data.calibrated) {
-    return html`<${Empty} icon="quality" title="This model is not calibrated"><p>No curve is known for ${data.model}, so “auto” uses only what is exact. Measure it once: <code>kvweave calibrate</code>.</p><//>
+    return html`<${Empty} icon="quality" title="This model is not calibrated"><p>No curve is known for ${data.model}, so “auto” uses only what is exact. ${data.why}</p><//>
       <${Gate} gate=${data.gate} bound=${data.bound} /><${Audit} audit=${data.audit} />`;
   }
   return html`<${Strategies} data=${data} /><div class="grid two"><${Gate} gate=${data.gate} bound=${data.bound} /><${Audit} audit=${data.audit} /></div>`;
@@ -42,21 +42,12 @@ function Strategies({ data }) {
 
 function Gate({ gate, bound }) {
   return html`<section class="card"><header><h2>Gate</h2><span class="tiny faint num">bound ${nats(bound)} nats per token</span></header>
-    ${gate.length === 0 ? html`<p class="small quiet">Nothing is let through but what is exact.</p>` : html`<div class="scroll-x" tabindex="0" role="group" aria-label="Gate"><table class="small"><thead><tr><th>Strategy</th><th class="end">From</th><th>Now</th><th>Why</th></tr></thead><tbody>
+    ${gate.length === 0 ? html`<p class="small quiet">The gate depends on how chunk KV is stored: choose a knowledge base in the chat to see it.</p>` : html`<div class="scroll-x" tabindex="0" role="group" aria-label="Gate"><table class="small"><thead><tr><th>Strategy</th><th class="end">From</th><th>Now</th><th>Why</th></tr></thead><tbody>
       ${gate.map((each) => html`<tr><td>${each.strategy}</td><td class="end num">${each.ratio === null || each.ratio === undefined ? "–" : percent(each.ratio)}</td><td><span class=${each.allowed ? "chip good" : "chip"}>${each.allowed ? "open" : "closed"}</span></td><td class="quiet">${each.why}</td></tr>`)}</tbody></table></div>`}</section>`;
 }
 
-/** Rows of the audit have the fields that the server gives them. */
 function Audit({ audit }) {
-  const fields = [...new Set(audit.flatMap((each) => Object.keys(each)))];
   return html`<section class="card"><header><h2>Shadow audit</h2><span class="tiny faint">fused answers computed exactly in idle time</span></header>
-    ${audit.length === 0 ? html`<p class="small quiet">Nothing audited yet. Some fused answers are computed again, exactly, when nobody waits.</p>` : html`<div class="scroll-x" tabindex="0" role="group" aria-label="Audit"><table class="small num"><thead><tr>${fields.map((name) => html`<th>${name.replaceAll("_", " ")}</th>`)}</tr></thead>
-      <tbody>${audit.map((each) => html`<tr>${fields.map((name) => html`<td>${cell(each[name])}</td>`)}</tr>`)}</tbody></table></div>`}</section>`;
-}
-
-function cell(value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "boolean") return value ? "yes" : "no";
-  if (typeof value === "number") return Number.isInteger(value) ? String(value) : nats(value);
-  return String(value);
+    ${audit.length === 0 ? html`<p class="small quiet">Nothing audited yet. Some fused answers are computed again, exactly, when nobody waits.</p>` : html`<div class="scroll-x" tabindex="0" role="group" aria-label="Audit"><table class="small num"><thead><tr><th>Strategy</th><th class="end">Audited</th><th class="end">KL</th><th class="end">95 % interval</th><th class="end">First token differed</th></tr></thead>
+      <tbody>${audit.map((each) => html`<tr><td>${each.strategy} ${percent(each.ratio)}</td><td class="end">${count(each.total)}</td><td class="end">${nats(each.kl)}</td><td class="end">${each.kl_low === null ? "–" : `${nats(each.kl_low)} – ${nats(each.kl_high)}`}</td><td class="end">${count(each.flips)} of ${count(each.answers)}</td></tr>`)}</tbody></table></div>`}</section>`;
 }

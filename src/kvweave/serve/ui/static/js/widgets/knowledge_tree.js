@@ -1,7 +1,7 @@
 // The knowledge tree as an expandable tree: children are fetched when a node is opened.
 import { cls, html, useRef, useState } from "../html.js";
 import { get, useResource } from "../api.js";
-import { count, plural } from "../format.js";
+import { plural } from "../format.js";
 import { Empty, Failure, Fetched } from "./states.js";
 
 const LIMIT = 100;
@@ -44,9 +44,9 @@ function Node({ node, level, first }) {
     event.stopPropagation();
     toggle(want);
   };
-  return html`<li role="treeitem" aria-level=${level} aria-expanded=${hasMore ? open : undefined} aria-label=${`${node.title || "node"}, ${plural(node.tokens, "token")}, on ${node.tier}`} tabindex=${first && level === 1 ? 0 : -1} onKeyDown=${onKey}>
-    <div class=${cls("tree-row", hasMore && "can-open")} onClick=${() => toggle(!open)}><span class="twist" aria-hidden="true">${hasMore ? (open ? "▾" : "▸") : "·"}</span><span class="cut">${node.title || "preamble"}</span>
-      <span class="tiny faint num">${plural(node.tokens, "token")}</span><span class="chip">${node.tier}</span><span class="tiny faint num">${count(node.hits)} hits</span>${node.priority !== null && node.priority !== undefined && html`<span class="tiny faint num" title="What eviction goes by: the lowest leaf goes first">priority ${node.priority.toPrecision(3)}</span>`}</div>
+  return html`<li role="treeitem" aria-level=${level} aria-expanded=${hasMore ? open : undefined} aria-label=${`${node.title || "system prompt"}, ${plural(node.tokens, "token")}, on ${node.tier}`} tabindex=${first && level === 1 ? 0 : -1} onKeyDown=${onKey}>
+    <div class=${cls("tree-row", hasMore && "can-open")} onClick=${() => toggle(!open)}><span class="twist" aria-hidden="true">${hasMore ? (open ? "▾" : "▸") : "·"}</span><span class="cut">${node.title || (node.chunk ? node.chunk.slice(0, 12) : "system prompt")}</span>
+      <span class="tiny faint num">${plural(node.tokens, "token")}</span><span class="chip">${node.tier}</span><span class="tiny faint num">${Number(node.hits.toPrecision(3))} uses</span>${node.priority !== null && node.priority !== undefined && html`<span class="tiny faint num" title="What eviction goes by: the lowest leaf goes first">priority ${node.priority.toPrecision(3)}</span>`}</div>
     ${error && html`<${Failure} error=${error} />`}
     ${open && children && html`<ul class="plain" role="group">${children.map((child) => html`<${Node} key=${child.id} node=${child} level=${level + 1} />`)}</ul>`}</li>`;
 }
