@@ -152,12 +152,15 @@ function stepsOf({ layers, tokens, selection, explain }) {
     { phase: "load", done: 0, left: none, layer: null, words: "Stored KV of the passages is turned to its places." },
     { phase: "select", done: 0, left: none, layer: null, words: `${chosen} rows are chosen (${selection?.selector ?? explain.strategy}, ${percent(explain.ratio)})${scored}.` },
   ];
+  // those that the question looks at least leave first; see fuse/taper.py
+  const wanted = (at) => tokens.scores?.[at] ?? 0;
+  const leaving = [...tokens.states].flatMap((state, at) => (state === "n" ? [at] : [])).sort((a, b) => wanted(a) - wanted(b));
   let left = none;
   layers.forEach((each, at) => {
     const took = each.ended_ms === null ? "" : ` in ${ms(each.ended_ms - each.started_ms)}`;
     const words = `Layer ${each.layer}: ${plural(each.rows, "row")} computed${took}.${each.left_rows ? ` ${plural(each.left_rows, "row")} leave here.` : ""}`;
     steps.push({ phase: "layer", done: (at + 1) / layers.length, left, layer: each.layer, words });
-    if (each.left?.length) left = new Set([...left, ...each.left]);
+    if (each.left_rows) left = new Set(leaving.slice(0, left.size + each.left_rows));
   });
   return steps;
 }

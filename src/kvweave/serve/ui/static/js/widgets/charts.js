@@ -25,8 +25,15 @@ export function ticks(low, high, wanted = 4) {
   return out;
 }
 
+/** Full minutes between two times in seconds, about `wanted` of them. */
+function timeTicks(low, high, wanted) {
+  const step = [60, 120, 300, 600, 900, 1800, 3600].find((each) => (high - low) / each <= wanted) ?? 3600;
+  const first = Math.ceil(low / step) * step;
+  return Array.from({ length: Math.max(0, Math.floor((high - first) / step) + 1) }, (_, at) => first + at * step);
+}
+
 /** series: [{ name, className, points:[[x, y|null]…], dashed, band:[[x, low, high]…] }]; lines: [{ y, label }]. */
-export function Curves({ series, label, height = 200, formatX = String, formatY = String, lowY, highY, lines = [], fill = false, log = false }) {
+export function Curves({ series, label, height = 200, formatX = String, formatY = String, lowY, highY, lines = [], fill = false, log = false, time = false }) {
   const [box, width] = useWidth();
   const id = useId();
   const drawn = series.filter((each) => each.points.some(([, y]) => y !== null));
@@ -52,7 +59,7 @@ export function Curves({ series, label, height = 200, formatX = String, formatY 
   };
   return html`<div class="chart" ref=${box}>${width > 0 && html`<svg width=${width} height=${height} role="img" aria-labelledby=${id}><title id=${id}>${label}</title>
     ${marksY.map((mark) => html`<g class="grid"><line x1=${PAD.left} x2=${width - PAD.right} y1=${y(mark)} y2=${y(mark)} /><text x=${PAD.left - 8} y=${y(mark) + 4} text-anchor="end">${formatY(mark)}</text></g>`)}
-    ${ticks(minX, maxX, Math.max(2, Math.floor(width / 110))).map((mark) => html`<text class="axis" x=${x(mark)} y=${height - 6} text-anchor="middle">${formatX(mark)}</text>`)}
+    ${(time ? timeTicks : ticks)(minX, maxX, Math.max(2, Math.floor(width / 110))).map((mark) => html`<text class="axis" x=${x(mark)} y=${height - 6} text-anchor="middle">${formatX(mark)}</text>`)}
     ${drawn.map((each) => html`<g class=${`series ${each.className}`}>
       ${each.band && html`<path class="band" d=${`${path(each.band.map(([bx, , high]) => [bx, high]))}${path([...each.band].reverse().map(([bx, low]) => [bx, low])).replace("M", "L")}Z`} />`}
       ${fill && html`<path class="area" d=${`${path(each.points.filter(([, py]) => py !== null))}L${x(maxX)} ${y(minY)}L${x(minX)} ${y(minY)}Z`} />`}
