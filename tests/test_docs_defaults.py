@@ -275,6 +275,20 @@ QUOTED = [
         ("embeddings run on {} threads", "serve.limits:word(Limits().tasks)"),
         ("for `--lame` seconds ({:g})", "config:ServerSettings().lame_s"),
         ("for `--grace` seconds ({:g})", "config:ServerSettings().grace_s"),
+        ("The last {} chat answers", "config:ServerSettings().kept_answers"),
+        ("`?limit=` ({} at most)", "serve.routes.browse:MOST_DOCUMENTS"),
+        ("(`?limit=`, {})", "serve.routes.browse:HOT"),
+        ("hour in steps of {} s", "serve.observe.tenant_series:STEP_S"),
+        ("first tokens ({} at most)", "app.answer.comparison:WATCHED"),
+        (
+            "the server: {} of each tenant, {} MiB each",
+            "app.libraries.saved_conversations:MOST",
+            "app.libraries.saved_conversations:MOST_BYTES >> 20",
+        ),
+        (
+            "for longer than {:g} s; `Retry-After`",
+            "app.libraries.libraries:LibrariesConfig().wait_s",
+        ),
         ("http://{}:{}/v1", "config:ServerSettings().host", "config:ServerSettings().port"),
     ),
     *quoted(

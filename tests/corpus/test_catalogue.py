@@ -164,3 +164,31 @@ def test_a_file_that_is_no_database_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "c.sqlite").write_bytes(b"not a database at all" * 100)
     with pytest.raises(CorpusError, match=r"c\.sqlite is not a usable catalogue"):
         Catalogue(tmp_path / "c.sqlite")
+
+
+def test_documents_come_in_pages_behind_one_another(catalogue: Catalogue) -> None:
+    for name in "dacb":
+        put(catalogue, name, make_chunk(ord(name)))
+    whole = [d.id for d in catalogue.documents()]
+    assert whole == ["a", "b", "c", "d"], "by source"
+    assert [d.id for d in catalogue.documents(limit=2)] == ["a", "b"]
+    assert [d.id for d in catalogue.documents(DocumentId("b"), 9)] == ["c", "d"]
+    assert catalogue.documents(DocumentId("none"), 9) == []
+    found = catalogue.document(DocumentId("c"))
+    assert found is not None
+    assert found.source == "c.txt"
+    assert catalogue.document(DocumentId("none")) is None
+
+
+def test_a_chunk_is_found_by_its_places_and_by_how_its_id_begins(catalogue: Catalogue) -> None:
+    shared, own = make_chunk(1, 2), make_chunk(3)
+    put(catalogue, "b", own, shared)
+    put(catalogue, "a", shared)
+    assert catalogue.places_of(shared.id) == [("a", 0), ("b", 1)]
+    assert catalogue.chunk_at(DocumentId("b"), 0) == own.id
+    assert catalogue.chunk_at(DocumentId("b"), 2) is None
+    assert catalogue.chunk_at(DocumentId("b"), -1) is None
+    beginning = shared.id[:8]
+    assert catalogue.named([beginning, "no such"]) == {beginning: (shared.id, "T")}
+    (vector_id,) = [v for v, chunk in catalogue.chunks_after(0, 9) if chunk.id == shared.id]
+    assert catalogue.chunks_of_vectors([vector_id])[vector_id] == (shared, "a")

@@ -439,3 +439,30 @@ def test_a_busy_disk_is_not_a_broken_one(tmp_path: Path) -> None:
             assert len(transfer.wait_layer(layer)) == 3
     assert store.metrics.value("kv_tier_errors_total") == 0
     store.close()
+
+
+def test_copies_are_counted_in_every_local_tier(tmp_path: Path) -> None:
+    with make_store(tmp_path, range(3), host_chunks=2) as store:
+        assert store.copies(keys_of(2)) == {"host": CHUNK_BYTES, "disk": CHUNK_BYTES}
+        assert store.copies(keys_of(0, 2)) == {"host": CHUNK_BYTES, "disk": 2 * CHUNK_BYTES}
+        assert store.copies(keys_of(9)) == {}
+        assert store.capacity_bytes() == {"host": 2 * CHUNK_BYTES, "disk": 64 * CHUNK_BYTES}
+
+
+def test_the_last_evictions_are_remembered(tmp_path: Path) -> None:
+    began_s = time.time()
+    with make_store(None, range(3), host_chunks=2) as store:
+        (gone,) = store.evictions()
+        assert (gone.tier, gone.key, gone.size_bytes) == ("host", make_key(0), CHUNK_BYTES)
+        assert began_s <= gone.at_s <= time.time()
+        assert store.metrics.value("kv_evictions_total", tier="host") == 1
+
+
+def test_a_cleared_store_holds_nothing_in_local_tiers(tmp_path: Path) -> None:
+    with make_store(tmp_path, range(3)) as store:
+        assert store.clear() == 3
+        assert store.used_bytes() == {"host": 0, "disk": 0}
+        assert store.clear() == 0
+        store.check_integrity()
+    with make_store(tmp_path) as store:
+        assert load_and_check(store, 0, 1, 2) == set()

@@ -15,7 +15,19 @@ import kvweave
 
 REPO = Path(__file__).resolve().parents[2]
 # endings of what the package reads at run time
-DATA = (".txt", ".json", ".jsonl", ".md", ".typed", ".html", ".css", ".js", ".svg", ".woff2", ".png")
+DATA = (
+    ".txt",
+    ".json",
+    ".jsonl",
+    ".md",
+    ".typed",
+    ".html",
+    ".css",
+    ".js",
+    ".svg",
+    ".woff2",
+    ".png",
+)
 
 
 def packaged_data() -> set[str]:

@@ -22,6 +22,7 @@ from kvweave.model.rows import Rows
 from kvweave.serve.auth import Keys
 from kvweave.serve.limits import Limits
 from kvweave.serve.server import Server, ServerLifecycle
+from kvweave.serve.ui.config import PageConfig
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder
 from worlds.weaves import plain_weave
@@ -37,11 +38,14 @@ def serving(
     libraries: Libraries | None = None,
     keys: Keys | None = None,
     lifecycle: ServerLifecycle | None = None,
+    page: PageConfig | None = None,
 ) -> Iterator[str]:
     """Serve `weave` on a thread; give the address; stop in order and check that it stopped."""
     listener = socket.create_server(("127.0.0.1", 0))  # listens already: no waiting for start-up
     lifecycle = lifecycle or ServerLifecycle(patience_s=1.0)
-    server = Server(weave, limits=limits, libraries=libraries, keys=keys, lifecycle=lifecycle)
+    server = Server(
+        weave, limits=limits, libraries=libraries, keys=keys, lifecycle=lifecycle, page=page
+    )
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

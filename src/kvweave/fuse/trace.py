@@ -1,5 +1,5 @@
-"""What a fused prefill leaves for those who look closer: when each layer was there and computed, how
-many rows ran through it, and what every stored token scored.
+"""What a fused prefill leaves for those who look closer: when each layer was there and computed,
+how many rows ran through it, and what every stored token scored.
 
 References only. Scores stay where they were computed, and nothing waits for them: who reads them
 copies them. On a GPU the host runs ahead of the device, so that a clock read here would tell

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.inventory import Inventory, OpenTier, TierSlot, make_slot, open_tiers, StoreEviction
+from kvweave.kv.inventory import Inventory, OpenTier, StoreEviction, TierSlot, make_slot, open_tiers
 from kvweave.kv.keys import ChunkKey, ContextId
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loading import ActiveLoads, Loader

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
-from kvweave.app.libraries.open_cache import AllInUse, OpenCache
+from kvweave.app.libraries.open_cache import AllInUse, InUse, OpenCache
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Sampling
 from kvweave.engine.config import EngineConfig
@@ -58,6 +58,68 @@ def test_the_one_unused_for_longest_makes_way() -> None:
     assert (first.thing.is_closed, second.thing.is_closed) == (False, True)
     assert books.lend("a").thing is first.thing, "it never went"
     assert books.counts() == (2, 1, 3, 1, 0)
+
+
+def test_one_that_is_retired_is_closed_between_the_two_calls_and_lent_to_nobody() -> None:
+    books = lending(2)
+    first = books.lend("a")
+    first.give_back()
+    seen: list[tuple[str, bool]] = []
+
+    def last(book: Book) -> None:
+        seen.append((book.name, book.is_closed))
+
+    books.retire("a", last, lambda: seen.append(("then", first.thing.is_closed)))
+    assert seen == [("a", False), ("then", True)]
+    assert books.lend("a").thing is not first.thing, "a new one"
+    books.retire("b", last, lambda: None)
+    assert seen[-1] == ("b", False), "opened for it"
+    assert books.counts().open == 1
+
+
+def test_one_that_is_lent_or_pinned_is_not_retired_and_goes_on() -> None:
+    books, called = lending(2), []
+    loan = books.lend("a")
+    with pytest.raises(InUse, match="in use"):
+        books.retire("a", lambda _: called.append("last"), lambda: called.append("then"))
+    loan.give_back()
+    loan.thing.is_pinned = True
+    with pytest.raises(InUse, match="still holds"):
+        books.retire("a", lambda _: called.append("last"), lambda: called.append("then"))
+    loan.thing.is_pinned = False
+    assert called == []
+    assert books.lend("a").thing is loan.thing, "as it was"
+
+
+def test_those_who_want_one_that_is_being_retired_wait_for_the_end_of_it() -> None:
+    books, may_end, order = lending(2, wait_s=30), threading.Event(), []
+
+    def last(book: Book) -> None:
+        order.append("retiring")
+        assert may_end.wait(30)
+
+    with ThreadPoolExecutor(2) as threads:
+        retiring = threads.submit(books.retire, "a", last, lambda: order.append("gone"))
+        while not order:
+            time.sleep(0.001)
+        lending_it = threads.submit(books.lend, "a")
+        time.sleep(0.05)
+        assert not lending_it.done()
+        may_end.set()
+        retiring.result(30)
+        assert lending_it.result(30).thing.name == "a"
+    assert order == ["retiring", "gone"]
+
+
+def test_what_fails_while_one_is_retired_leaves_it_closed_and_lendable() -> None:
+    books = lending(2)
+
+    def last(_: Book) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        books.retire("a", last, lambda: pytest.fail("it did not get there"))
+    assert books.lend("a").thing.name == "a"
 
 
 def test_one_that_is_not_closed_in_order_makes_way_all_the_same_and_is_counted(

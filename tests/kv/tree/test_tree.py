@@ -390,3 +390,15 @@ def test_a_tree_that_remembers_no_absent_path_still_serves() -> None:
     assert len(tree.match([c.id for c in refs(["a"])]).nodes) == 1
     with pytest.raises(ConfigError, match="remembered_paths"):
         TreeConfig(1000, 0, remembered_paths=-1)
+
+
+def test_the_last_evictions_are_remembered_with_the_path_they_were_on() -> None:
+    world = make_pair()
+    world.ask("b")
+    world.ask("a")
+    world.ask("a")
+    world.ask("c")
+    (gone,) = world.tree.evictions()
+    assert (gone.chunk_id, gone.path, gone.tier) == ("b", "b", DEVICE)
+    assert gone.size_bytes > 0
+    assert math.isfinite(gone.rank)

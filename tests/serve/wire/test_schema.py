@@ -25,6 +25,7 @@ WANTED = (
     "content_type_conformance",
     "response_schema_conformance",
 )
+ANSWERING = ("completions", "compare")
 EXAMPLES = int(os.environ.get("KVWEAVE_SCHEMA_EXAMPLES", "12"))
 
 
@@ -40,6 +41,17 @@ def test_the_schema_names_every_route_and_no_422(weave: Weave) -> None:
         "/v1/kb/{name}/documents",
         "/v1/kb/{name}/documents/{document_id}",
         "/v1/kb/{name}/search",
+        "/v1/kb/{name}/chunks/{chunk_id}",
+        "/v1/kb/{name}/hottest",
+        "/v1/answers",
+        "/v1/answers/{answer_id}",
+        "/v1/compare",
+        "/v1/conversations/{conversation_id}",
+        "/v1/demo",
+        "/v1/info",
+        "/v1/quality",
+        "/v1/stats",
+        "/v1/tree",
         "/metrics",
         "/healthz",
         "/readyz",
@@ -81,7 +93,7 @@ def run_schema(url: str, examples: int) -> int:
         @_given(operation)
         def call(case: Any) -> None:
             nonlocal sent
-            if isinstance(case.body, dict) and case.operation.path.endswith("completions"):
+            if isinstance(case.body, dict) and case.operation.path.endswith(ANSWERING):
                 case.body.setdefault("max_tokens", 2)  # a random model never ends by itself
             case.call_and_validate(checks=checks, timeout=60)
             sent += 1

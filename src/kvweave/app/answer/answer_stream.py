@@ -222,9 +222,7 @@ def _watched(ticket: Ticket | None) -> WatchedTokens | None:
     if ticket is None:
         return None
     count = min(len(ticket.watched_ids), len(ticket.distributions))
-    return WatchedTokens(
-        tuple(ticket.watched_ids[:count]), tuple(ticket.distributions[:count])
-    )
+    return WatchedTokens(tuple(ticket.watched_ids[:count]), tuple(ticket.distributions[:count]))
 
 
 def _trace(

@@ -19,7 +19,6 @@ KEPT = 64  # of one tenant
 TENANTS = 16  # that may have so many at a time; beyond that, whose last answer is oldest has fewer
 
 
-
 class NoSuchAnswer(RequestError):
     """It is not kept, or no longer."""
 

@@ -181,7 +181,7 @@ class Router:
         fusion = Fusion(strategy, named.ratio)
         request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
         made = Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
-        if not named.is_usual:
+        if not named.is_usual or question.watched:
             return made
         return self._auditor.watch(made, question.allowed, is_planned=False)
 
@@ -208,6 +208,8 @@ class Router:
         notes.why = planner.hint(chosen)
         observe = planner.observer(chosen, notes)
         made = Submission(chosen.prompt, request, notes, (observe,))
+        if question.watched:  # by somebody else, who keeps what the model thought
+            return made
         return self._auditor.watch(made, question.allowed)
 
 

@@ -91,9 +91,7 @@ def _tables(weave: Weave, over_library: bool) -> tuple[Table, ...]:
     return profile.tables(revision, encoder.encoding_context, digest_ids(encoder.preamble_ids))
 
 
-def _line(
-    verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMove]
-) -> GateLine:
+def _line(verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMove]) -> GateLine:
     """What calibration says, and where the audit has moved that. (The audited gate itself moves
     when it is asked: here it is only looked at.)"""
     if verdict.ratio is None:

@@ -27,7 +27,7 @@ class ChunkUses:
 
     def count(self, chunk_id: ChunkId) -> int:
         with self._lock:
-            return self._counts[chunk_id] if chunk_id in self._counts else 0
+            return self._counts.get(chunk_id, 0)
 
     def most(self, limit: int) -> list[tuple[ChunkId, int]]:
         """The chunks that were in most prompts, and in how many."""

@@ -17,6 +17,7 @@ Add a selector:
 2. Name it in `_SELECTORS` of `fuse/strategy.py`, with its default ratio:
    `"last-rows": (lambda _: LastRows(), 0.15),`. CLI, API and planner know it then, and
    `kvweave calibrate --strategies last-rows`. Drift and taper belong to names in `_OURS`.
-3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores go through
-   `top_positions` of `base.py`, which breaks ties and refuses NaN; `epic.py` is a whole example.
+3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores are told to
+   `Scene.note`, for the record, and go through `top_positions` of `base.py`, which breaks ties and
+   refuses NaN; `epic.py` is a whole example.
 """

@@ -11,7 +11,6 @@ from kvweave.kv.tree.node import DEVICE, HOST, Node, PageOwner, Pages, TreeTier
 from kvweave.kv.tree.pricing import PathMemory
 from kvweave.types import ChunkId
 
-
 MOST_EVICTIONS = 256  # the last ones that are remembered
 
 

@@ -12,7 +12,7 @@ in the knowledge tree is there for those behind it, as it is for any request.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from kvweave.app.answer.answer_stream import WatchedTokens
 from kvweave.app.answer.comparison import WATCHED, is_comparable, measure_quality
@@ -23,7 +23,15 @@ from kvweave.serve.auth import tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.chat import AnswerMeasure, read_chat
-from kvweave.serve.routes.reply import Event, ReplyHead, batches, give_up, unless_gone
+from kvweave.serve.routes.reply import (
+    CLIENT_CLOSED,
+    ClientGone,
+    Event,
+    ReplyHead,
+    batches,
+    give_up,
+    unless_gone,
+)
 from kvweave.serve.wire.chat import ChatRequest, ReuseIn
 from kvweave.serve.wire.compare import (
     FEWEST_WAYS,
@@ -46,12 +54,14 @@ def compare_routes(context: Context) -> APIRouter:
 
     @routes.post(
         "/compare",
-        response_class=EventStream,
         responses={**ANSWER_ERRORS, 200: or_events("Answers and figures as events")},
     )
-    async def compare(body: CompareRequest, request: Request) -> EventStream:
+    async def compare(body: CompareRequest, request: Request) -> Response:
         comparison = Comparison(context, body, tenant_of(request.scope))
-        await unless_gone(request, comparison.begin())  # until here it can still be a 400
+        try:
+            await unless_gone(request, comparison.begin())  # until here it can still be a 400
+        except ClientGone:
+            return Response(status_code=CLIENT_CLOSED)
         events = as_events(comparison.events(), HEARTBEAT_S)
         return EventStream(events, on_close=comparison.close)
 

@@ -1,4 +1,4 @@
-"""Conversations of the web page, kept on the server for holders of API keys. Where there are no keys
+"""Conversations of the web page, kept on the server for holders of API keys. Where there are none
 the browser keeps its own: nobody could tell whose they are."""
 
 from functools import partial

@@ -135,8 +135,8 @@ def answer_out(kept: KeptAnswer, details: AnswerDetails, model: str) -> AnswerOu
             parts=[PartOut.model_validate(part._asdict()) for part in details.parts],
         ),
         layers=[LayerOut.model_validate(layer._asdict()) for layer in details.layers],
-        selection=None if chosen is None else SelectionOut(
-            selector=chosen.selector, ratio=chosen.ratio, layers=list(chosen.layers)
-        ),
+        selection=None
+        if chosen is None
+        else SelectionOut(selector=chosen.selector, ratio=chosen.ratio, layers=list(chosen.layers)),
         timeline=[EntryOut.model_validate(entry._asdict()) for entry in details.timeline],
     )

@@ -133,5 +133,5 @@ class ChatReply(Outgoing):
     model: str
     choices: list[ReplyChoice]
     usage: Usage
-    sources: list[SourceOut] = []  # extension; the chunks of `kb` or `documents`, best first
+    sources: list[SourceOut]  # extension; the chunks of `kb` or `documents`, best first
     explain: Explain | None = None  # extension; where it was asked for
