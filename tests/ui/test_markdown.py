@@ -36,7 +36,7 @@ LINK = '<a href="https://x.example/" target="_blank" rel="noopener noreferrer no
 def test_markdown_becomes_elements(visit: Visiting, tiny: KbServer) -> None:
     with visit(tiny.url) as v:
         page = v.go("chat/new")
-        expect(page.locator(".composer")).to_be_visible()
+        expect(page.locator("main h1")).to_be_visible()
         drawn = {text: page.evaluate(DRAW, text) for text in CASES}
         assert drawn == CASES
         assert page.evaluate(DRAW, "[a](https://x.example/)") == f"<p>{LINK}a</a></p>"
@@ -56,7 +56,7 @@ def test_markdown_becomes_elements(visit: Visiting, tiny: KbServer) -> None:
 def test_no_text_takes_long_to_draw(visit: Visiting, tiny: KbServer, text: str) -> None:
     with visit(tiny.url) as v:
         page = v.go("chat/new")
-        expect(page.locator(".composer")).to_be_visible()
+        expect(page.locator("main h1")).to_be_visible()
         took = page.evaluate(
             f"async (text) => {{ const at = performance.now(); await ({DRAW})(text); return performance.now() - at; }}",
             text,

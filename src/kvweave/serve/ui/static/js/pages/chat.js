@@ -58,7 +58,7 @@ function Conversation({ id }) {
           ? html`<${UserMessage} key=${at} message=${message} busy=${busy} resend=${(text) => chat.ask(text, at)} />`
           : html`<${AnswerMessage} key=${at} message=${message} busy=${busy} retry=${() => chat.retry(at)} open=${(source) => show({ kb: message.meta.kb, chunk: source.chunk })} />`))}
       <//>
-      ${!isFirstRun && html`<${Composer} draft=${draft} setDraft=${setDraft} busy=${busy} ask=${ask} stop=${chat.stop} />`}
+      <${Composer} draft=${draft} setDraft=${setDraft} busy=${busy} ask=${ask} stop=${chat.stop} />
     </section>
     ${panel && html`<${Panel} panel=${panel} setPanel=${setPanel} hide=${hide} kb=${kb} />`}
   </div>`;
