@@ -121,12 +121,12 @@ def test_the_dial_says_what_it_trades_and_is_sent(
     with visit(tiny.url) as v:
         page = v.go("chat/new")
         page.get_by_label("Knowledge base").select_option(notes)
-        dial = page.get_by_role("slider")
-        expect(page.locator(".dial label")).to_contain_text("auto")
+        expect(page.get_by_role("radio", name="auto")).to_be_checked()
         words = page.locator(".dial-words").inner_text()
-        dial.focus()
-        page.keyboard.press("End")
-        expect(page.locator(".dial label")).to_contain_text("fastest")
+        page.get_by_role("radio", name="auto").focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("radio", name="fastest")).to_be_checked()
         expect(page.locator(".dial-words")).not_to_have_text(words)
         with page.expect_request("**/chat/completions") as sent:
             ask(page, "what is a quota?")

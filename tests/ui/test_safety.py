@@ -77,7 +77,7 @@ def test_markdown_of_a_model_stays_harmless(visit: Visiting, tiny: KbServer) -> 
         answer = page.locator('.message.answer[data-state="done"]')
         expect(answer).to_contain_text(ATTACKS[1])
         harmless(page)
-        links = answer.locator("a").evaluate_all("(all) => all.map((a) => [a.href, a.rel])")
+        links = answer.locator(".md a").evaluate_all("(all) => all.map((a) => [a.href, a.rel])")
         assert all("noopener" in rel and "noreferrer" in rel for _, rel in links), links
         page.reload()  # and from where it is kept
         expect(page.locator(".message.answer")).to_contain_text(ATTACKS[1])

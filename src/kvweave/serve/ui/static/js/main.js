@@ -47,10 +47,13 @@ function Shell({ lost }) {
   const [open, setOpen] = useState(false);
   const [Page, title] = PAGES[name] ?? PAGES.chat;
   const menu = useRef(null);
+  const walked = useRef(false);
   useEffect(() => {
     document.title = `${title} · kvweave`;
     setOpen(false);
-    document.querySelector("main h1")?.focus({ preventScroll: true });
+    // a new page is told to those who hear it; the first one begins at its top
+    if (walked.current) document.querySelector("main h1")?.focus({ preventScroll: true });
+    walked.current = true;
   }, [name, rest[0]]);
   const onKey = (event) => {
     if (event.key === "Escape" && open) { setOpen(false); menu.current?.focus(); }
@@ -61,7 +64,7 @@ function Shell({ lost }) {
       <${Icon} name=${open ? "close" : "menu"} /></button><span class="brand-word">kvweave</span><span class="faint small cut">${title}</span></header>
     <${Sidebar} page=${PAGES[name] ? name : "chat"} current=${rest[0]} close=${() => setOpen(false)} />
     ${open && html`<button class="scrim" tabindex="-1" aria-label="Close the menu" onClick=${() => setOpen(false)}></button>`}
-    <main id="main" tabindex="-1">
+    <main id="main" tabindex="0" aria-label="Page">
       ${lost && html`<div class="banner" role="alert"><${Icon} name="offline" />
         <span><strong>The server does not answer.</strong> What is shown is from before. This page keeps trying and goes on by itself.</span></div>`}
       <${Safe} key=${name}><${Page} args=${rest} /><//>

@@ -5,7 +5,7 @@ import { bytes, clock, count, dataRatio, percent, plural } from "../format.js";
 import { link } from "../router.js";
 import { settings } from "../session.js";
 import { useStore } from "../store.js";
-import { Bars, Curves } from "../widgets/charts.js";
+import { Bars, Columns, Curves } from "../widgets/charts.js";
 import { KnowledgeTree } from "../widgets/knowledge_tree.js";
 import { Empty, Fetched } from "../widgets/states.js";
 
@@ -16,10 +16,10 @@ export function Cache() {
       <section class="card"><header><h2>Tiers</h2><span class="tiny faint">now</span></header><${Tiers} tiers=${data.tiers} /></section>
       <section class="card"><header><h2>Where chunk KV was found</h2><span class="tiny faint">chunks of prompts, since the start</span></header><${Found} totals=${data.totals} /></section>
       <section class="card"><header><h2>Hit rate</h2><span class="tiny faint">chunks found with KV, last 30 minutes</span></header><${Curves} label=${`Hit rate over the last 30 minutes; now ${percent(lastOf(data.series.hit_rate))}`} series=${[timed("hit rate", "reused", data.series, "hit_rate")]} lowY=${0} highY=${1} formatY=${percent} formatX=${clockOf} time=${true} fill=${true} /></section>
-      <section class="card"><header><h2>Prompt tokens</h2><span class="tiny faint">by what became of them</span></header><${Curves} label="Prompt tokens by state over the last 30 minutes" series=${["exact", "reused", "recomputed", "computed"].filter((name) => data.series[name]).map((name) => timed(name, name, data.series, name))} formatY=${short} formatX=${clockOf} time=${true} /></section>
+      <section class="card"><header><h2>Prompt tokens</h2><span class="tiny faint">by what became of them</span></header><${Columns} label="Prompt tokens by state over the last 30 minutes" series=${["exact", "reused", "recomputed", "computed"].map((name) => timed(name, name, data.series, name))} formatY=${short} formatX=${clockOf} /></section>
       <section class="card"><header><h2>Misses by reason</h2><span class="tiny faint">since the start</span></header><${Misses} misses=${data.misses} degradations=${data.degradations} /></section>
-      <section class="card"><header><h2>Evictions</h2><span class="tiny faint">newest first</span></header><${Evictions} evictions=${data.evictions} /></section>
-      <${HottestChunks} /></div>`}<//>
+      <${HottestChunks} /></div>
+      <section class="card"><header><h2>Evictions</h2><span class="tiny faint">newest first</span></header><${Evictions} evictions=${data.evictions} /></section>`}<//>
     <section class="card"><header><h2>Knowledge tree</h2><span class="tiny faint">exact KV by ordered path from the preamble</span></header><${KnowledgeTree} /></section></div>`;
 }
 

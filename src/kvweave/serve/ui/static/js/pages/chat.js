@@ -1,13 +1,14 @@
 // Chat: ask, read, look at what it was answered from.
 import { cls, html, useEffect, useRef, useState } from "../html.js";
+import { kbPath, useResource } from "../api.js";
 import { chatOf, freshChat } from "../chats.js";
 import { heads } from "../conversations.js";
-import { replace } from "../router.js";
+import { link, replace } from "../router.js";
 import { info, settings, setSetting } from "../session.js";
 import { useStore } from "../store.js";
 import { AnswerMessage, UserMessage } from "../widgets/messages.js";
 import { ChunkView } from "../widgets/chunk_view.js";
-import { Dial } from "../widgets/dial.js";
+import { Dial, DialWords } from "../widgets/dial.js";
 import { Icon } from "../widgets/icons.js";
 import { KbPicker, knowledgeBases } from "../widgets/kb_picker.js";
 import { LibraryList } from "../widgets/library_list.js";
@@ -86,7 +87,13 @@ function Welcome({ kb, ask }) {
   return html`<div class="welcome stack"><h2>${kb ? html`Ask about <em>${kb}</em>` : "Ask anything"}</h2>
     <p class="quiet">${kb ? "The nearest passages go in front of your question. Their KV was computed once and is reused; each answer shows what was."
     : "No knowledge base is chosen: the model answers from what it knows. Choose one below to answer from your documents."}</p>
-    ${kb === "demo" && html`<${SampleQuestions} ask=${ask} />`}</div>`;
+    ${kb === "demo" ? html`<${SampleQuestions} ask=${ask} />` : kb && html`<${Inside} kb=${kb} />`}</div>`;
+}
+
+/** A few of the documents, so that one knows what can be asked. */
+function Inside({ kb }) {
+  const { data } = useResource(`${kbPath(kb, "documents")}?limit=9`);
+  return data && html`<ul class="plain row" aria-label=${`Some documents of ${kb}`}>${data.data.slice(0, 8).map((each) => html`<li><a class="chip" href=${link("documents", kb, "document", each.id)}>${each.title || each.source}</a></li>`)}${data.data.length > 8 && html`<li class="tiny faint">and more</li>`}</ul>`;
 }
 
 function Composer({ draft, setDraft, busy, ask, stop }) {
@@ -112,7 +119,7 @@ function Composer({ draft, setDraft, busy, ask, stop }) {
       <${Dial} />
       ${busy ? html`<button type="button" class="send" onClick=${stop}><${Icon} name="stop" />Stop</button>`
     : html`<button type="submit" class="primary send" disabled=${!draft.trim()}><${Icon} name="send" />Ask</button>`}
-    </div></form></div>`;
+    </div></form><${DialWords} /></div>`;
 }
 
 function Panel({ panel, setPanel, hide, kb }) {

@@ -1,22 +1,19 @@
-// One dial from exact to fastest, with plain words for the trade-off.
-import { html, useId } from "../html.js";
+// One dial from exact to fastest: named positions, and plain words for the trade-off.
+import { html } from "../html.js";
 import { currentDial } from "../chats.js";
 import { info, setSetting, settings } from "../session.js";
 import { useStore } from "../store.js";
 
 export function Dial() {
   const dial = useStore(info)?.dial ?? [];
-  useStore(settings);
+  const { kb } = useStore(settings);
   const chosen = currentDial();
-  const id = useId();
   if (!chosen) return null;
-  const at = dial.findIndex((each) => each.name === chosen.name);
-  const choose = (event) => setSetting("dial", dial[Number(event.target.value)].name);
-  return html`<div class="dial" title=${chosen.words}>
-    <label for=${id}>How: <strong>${chosen.name}</strong></label>
-    <div class="dial-track"><span aria-hidden="true">exact</span>
-      <input id=${id} type="range" min="0" max=${dial.length - 1} step="1" value=${at} onInput=${choose}
-        aria-valuetext=${`${chosen.name}: ${chosen.words}`} /><span aria-hidden="true">fastest</span></div>
-    <p class="tiny quiet dial-words">${chosen.words}</p>
-  </div>`;
+  return html`<fieldset class="dial"><legend class="sr">From exact to fastest</legend>${dial.map((each) => html`<label key=${each.name} title=${each.words} class=${each.needs_chunks && !kb ? "out" : ""}>
+    <input type="radio" name="dial" value=${each.name} checked=${each.name === chosen.name} disabled=${each.needs_chunks && !kb} aria-describedby="dial-words" onChange=${() => setSetting("dial", each.name)} /><span>${each.name}</span></label>`)}</fieldset>`;
+}
+
+export function DialWords() {
+  useStore(settings);
+  return html`<p id="dial-words" class="tiny quiet dial-words"><strong>${currentDial()?.name}</strong> ${currentDial()?.words}</p>`;
 }

@@ -17,7 +17,7 @@ export function Gantt({ timeline, firstTokenMs }) {
     <div class="gantt-rows" aria-hidden="true">${lanes.map((lane) => html`<div class="gantt-row"><span class="tiny quiet cut">${lane}</span><div class="track">
       ${timeline.filter((each) => each.lane === lane && each.start_ms < end).map((each) => html`<span class=${`span ${COLOURS[lane] ?? ""}`} title=${told(each)} style=${{ left: place(each.start_ms), width: `max(2px, ${(100 * (Math.min(each.end_ms, end) - Math.min(each.start_ms, end))) / end}%)` }}></span>`)}
       ${firstTokenMs && html`<span class="first-token" style=${{ left: place(firstTokenMs) }}></span>`}</div></div>`)}
-      <div class="gantt-row axis"><span></span><div class="track">${[0, 0.25, 0.5, 0.75, 1].map((share) => html`<span class="tick tiny faint num" style=${{ left: `${100 * share}%` }}>${ms(share * end)}</span>`)}</div></div></div>
+      <div class="gantt-row axis"><span></span><div class="track">${[0, 0.5, 1].map((share) => html`<span class="tick tiny faint num" style=${{ left: `${100 * share}%` }}>${share ? ms(share * end) : "0"}</span>`)}</div></div></div>
     <details class="as-table"><summary class="tiny">As a table</summary><div class="scroll-x" tabindex="0" role="group" aria-label="Timeline"><table><thead><tr><th>Lane</th><th>What</th><th class="end">From</th><th class="end">To</th><th class="end">Took</th></tr></thead>
       <tbody>${timeline.map((each) => html`<tr><td>${each.lane}</td><td>${each.name}${each.detail ? html` <span class="faint">${String(each.detail)}</span>` : null}</td><td class="end num">${ms(each.start_ms)}</td><td class="end num">${ms(each.end_ms)}</td><td class="end num">${ms(each.end_ms - each.start_ms)}</td></tr>`)}</tbody></table></div></details></figure>`;
 }
