@@ -69,9 +69,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KbServer]:
     """A random model with room for 8,192 tokens, and no knowledge base yet."""
-    folder = make_chat_model_folder(
-        tmp_path_factory.mktemp("model"), max_position_embeddings=8192
-    )
+    folder = make_chat_model_folder(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
     weave, root = make_weave(folder), tmp_path_factory.mktemp("kbs")
     libraries = make_libraries(weave, root, BackgroundKV())
     with serving(weave, libraries=libraries) as address:

@@ -123,7 +123,9 @@ def test_from_question_to_details_without_a_mouse(
         assert focused(page).startswith("Delete"), "the focus is back where it was"
 
 
-def test_the_tree_and_headings_are_said_in_order(visit: Visiting, tiny: KbServer, fused: str) -> None:
+def test_the_tree_and_headings_are_said_in_order(
+    visit: Visiting, tiny: KbServer, fused: str
+) -> None:
     with visit(tiny.url) as v:
         page = v.go("cache")
         tree = page.get_by_role("tree", name="Knowledge tree")

@@ -28,7 +28,9 @@ def test_three_ways_side_by_side(visit: Visiting, tiny: KbServer, notes: str) ->
         expect(page.locator(".way")).to_have_count(3)  # it is still there
 
 
-def test_a_way_can_be_left_out_and_another_added(visit: Visiting, tiny: KbServer, notes: str) -> None:
+def test_a_way_can_be_left_out_and_another_added(
+    visit: Visiting, tiny: KbServer, notes: str
+) -> None:
     with visit(tiny.url) as v:
         page = v.go("compare")
         page.get_by_label("Knowledge base").select_option(notes)

@@ -23,7 +23,6 @@ def places(notes: str, fused: str) -> dict[str, tuple[str, str]]:
     }
 
 
-
 def sticks_out(page: Page) -> list[str]:
     """Elements that make the page wider than the window, unless they scroll by themselves."""
     return page.evaluate(

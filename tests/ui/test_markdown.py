@@ -50,7 +50,15 @@ def test_markdown_becomes_elements(visit: Visiting, tiny: KbServer) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["*" * 20_000, "[" * 20_000, "`" * 20_001, "> " * 5_000, "_a" * 10_000, "|-" * 9_000, "- " * 9_000],
+    [
+        "*" * 20_000,
+        "[" * 20_000,
+        "`" * 20_001,
+        "> " * 5_000,
+        "_a" * 10_000,
+        "|-" * 9_000,
+        "- " * 9_000,
+    ],
     ids=lambda text: text[:3],
 )
 def test_no_text_takes_long_to_draw(visit: Visiting, tiny: KbServer, text: str) -> None:

@@ -43,7 +43,9 @@ ATTACKS = [
     "> " * 400 + "deep",
     "[" * 2000 + "](" * 500,
 ]
-FOREIGN = "script, iframe, object, embed, link[rel=stylesheet], base, style, form[action], img, details"
+FOREIGN = (
+    "script, iframe, object, embed, link[rel=stylesheet], base, style, form[action], img, details"
+)
 
 
 def harmless(page: Page) -> None:
@@ -169,7 +171,9 @@ def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
         page.get_by_label("API key").fill("sk-right-one")
         page.get_by_role("button", name="Sign in").click()
         expect(page.get_by_role("button", name="Load the sample")).to_be_visible()
-        stored = page.evaluate("[JSON.stringify(localStorage), JSON.stringify(sessionStorage), document.cookie]")
+        stored = page.evaluate(
+            "[JSON.stringify(localStorage), JSON.stringify(sessionStorage), document.cookie]"
+        )
         assert ["sk-right-one" in each for each in stored] == [False, True, False]
         page.reload()
         expect(page.get_by_role("button", name="Load the sample")).to_be_visible()

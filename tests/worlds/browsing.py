@@ -18,7 +18,7 @@ NARROW = {"width": 360, "height": 740}
 
 
 def chromium() -> str:
-    """The browser on PATH. Never skipped: a suite without a browser shows nothing about the page."""
+    """The browser on PATH. Never skipped: a suite without one shows nothing about the page."""
     for name in BROWSERS:
         if found := shutil.which(name):
             return found

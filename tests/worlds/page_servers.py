@@ -1,5 +1,5 @@
-"""Servers to look at through the web page: the embedded model as people start it, and what is brought
-to a server and asked of it over HTTP before a page is opened."""
+"""Servers to look at through the web page: the embedded model as people start it, and what is
+brought to a server and asked of it over HTTP before a page is opened."""
 
 import os
 import signal
@@ -14,10 +14,9 @@ from worlds.servers import free_port
 
 NOTES = {
     "Draining": "To drain a node, cordon it first. Then evict its pods. A drained node runs none.",
-    "Quotas": "A quota limits the pods of a namespace. Without one, a namespace may take a cluster.",
+    "Quotas": "A quota limits the pods of a namespace. Without one, it may take a cluster.",
     "Taints": "A taint keeps pods from a node unless they tolerate it. Taints have three effects.",
 }
-
 
 
 def bring(url: str, kb: str, title: str, text: str, **query: Any) -> None:
@@ -73,5 +72,3 @@ class RealServer:
     def close(self) -> None:
         if self._process is not None:
             self.kill()
-
-

@@ -52,7 +52,9 @@ def test_no_string_becomes_markup_or_code(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
 def test_what_a_module_imports_is_there(path: Path) -> None:
-    for name in re.findall(r'^(?:import|export)[^"]*from "([^"]+)";|^} from "([^"]+)";', path.read_text(), re.M):
+    for name in re.findall(
+        r'^(?:import|export)[^"]*from "([^"]+)";|^} from "([^"]+)";', path.read_text(), re.M
+    ):
         target = next(part for part in name if part)
         assert target.startswith("."), f"{target}: there is no import map"
         assert (path.parent / target).resolve().is_file(), target

@@ -33,6 +33,7 @@ from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.parsers import ENDINGS
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import (
@@ -51,6 +52,7 @@ from kvweave.plan.search_pace import Paces, PrefillPace, SearchPace
 from kvweave.types import Hit
 
 __all__ = [
+    "ENDINGS",
     "AllInUse",
     "Embedded",
     "FileBytes",
