@@ -1,7 +1,7 @@
 """The web page in a real browser: `make test-ui`.
 
-Two servers: `tiny`, a random model that babbles at once, for everything that needs no sense; `real`,
-the embedded SmolLM2 over the sample corpus, as people start it.
+Two servers: `tiny`, a random model that babbles at once, for everything that needs no sense;
+`real`, the embedded SmolLM2 over the sample corpus, as people start it.
 """
 
 import importlib.util
@@ -47,8 +47,8 @@ def browser() -> Iterator["Browser"]:
 
 @pytest.fixture(scope="session")
 def visit(browser: "Browser") -> Visiting:
-    """`with visit(url) as v`: a fresh profile. It is checked that nothing leaves the origin and that
-    neither scripts nor the policy complain."""
+    """`with visit(url) as v`: a fresh profile. It is checked that nothing leaves the origin and
+    that neither scripts nor the policy complain."""
     return partial(visiting, browser)
 
 

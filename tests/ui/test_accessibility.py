@@ -71,9 +71,16 @@ def test_axe_finds_nothing_serious(
 def focused(page: Page) -> str:
     """What has the focus, in words; and that it can be seen."""
     told = page.evaluate(
-        """() => { const e = document.activeElement; const s = getComputedStyle(e);
-          const ring = (s.outlineStyle !== "none" && parseFloat(s.outlineWidth) > 0) || e.closest(".composer") !== null;
-          return [e.getAttribute("aria-label") || e.labels?.[0]?.innerText || e.innerText || e.id, ring]; }"""
+        """() => {
+          const e = document.activeElement;
+          const style = getComputedStyle(e);
+          const near = e.nextElementSibling && getComputedStyle(e.nextElementSibling);
+          const ring = (s) => s && s.outlineStyle !== "none" && parseFloat(s.outlineWidth) > 0;
+          const seen = ring(style) || style.boxShadow !== "none"
+            || (e.type === "radio" && ring(near)) || e.id === "question";
+          const name = e.getAttribute("aria-label") || e.labels?.[0]?.innerText || e.innerText;
+          return [name || e.id, seen];
+        }"""
     )
     assert told[1], f"the focus on {told[0]!r} cannot be seen"
     return str(told[0]).strip()

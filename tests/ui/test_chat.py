@@ -75,16 +75,21 @@ def test_an_answer_stops_when_it_is_told_to(visit: Visiting, tiny: KbServer) -> 
         page.get_by_label("Knowledge base").select_option("")
         # a stream that never ends by itself: the tiny model may be done before a click arrives
         page.evaluate(
-            """() => { const real = fetch; window.fetch = (path, options) => {
-              if (!String(path).includes("chat/completions")) return real(path, options);
-              const body = new ReadableStream({ start(pen) {
-                const say = (text) => pen.enqueue(new TextEncoder().encode(
-                  `data: ${JSON.stringify({ id: "x", choices: [{ delta: { content: text } }] })}\\n\\n`));
-                const timer = setInterval(() => say("word "), 50);
-                options.signal.addEventListener("abort", () => { clearInterval(timer);
-                  pen.error(new DOMException("stopped", "AbortError")); });
+            """() => {
+              const real = fetch;
+              const word = { id: "x", choices: [{ delta: { content: "word " } }] };
+              const event = new TextEncoder().encode(`data: ${JSON.stringify(word)}\\n\\n`);
+              const endless = (signal) => new ReadableStream({ start(pen) {
+                const timer = setInterval(() => pen.enqueue(event), 50);
+                signal.addEventListener("abort", () => {
+                  clearInterval(timer);
+                  pen.error(new DOMException("stopped", "AbortError"));
+                });
               } });
-              return Promise.resolve(new Response(body, { status: 200 })); }; }"""
+              window.fetch = (path, options) => (String(path).includes("chat/completions")
+                ? Promise.resolve(new Response(endless(options.signal)))
+                : real(path, options));
+            }"""
         )
         ask(page, "go on and on")
         expect(page.locator(".message.answer")).to_contain_text("word word")

@@ -11,7 +11,7 @@ def test_three_ways_side_by_side(visit: Visiting, tiny: KbServer, notes: str) ->
         page = v.go("compare")
         page.get_by_label("Knowledge base").select_option(notes)
         page.get_by_label("Question").fill("how do I drain a node?")
-        page.get_by_label("Way 2").select_option("weave")
+        page.get_by_role("combobox", name="Way 2").select_option("weave")
         page.get_by_role("button", name="Run 3 ways").click()
         ways = page.locator(".way")
         expect(ways).to_have_count(3)

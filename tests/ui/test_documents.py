@@ -71,7 +71,8 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(
 def test_files_can_be_dropped(visit: Visiting, empty: KbServer) -> None:
     drop = """(box) => { const transfer = new DataTransfer();
       transfer.items.add(new File(["# Dropped\\n\\nA passage about pods."], "dropped.md"));
-      box.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true })); }"""
+      const options = { dataTransfer: transfer, bubbles: true, cancelable: true };
+      box.dispatchEvent(new DragEvent("drop", options)); }"""
     with visit(empty.url) as v:
         page = v.go("documents/dropped")
         page.locator(".drop").evaluate(drop)

@@ -2,8 +2,8 @@
 
 1. Chat: look at the chunks that are stored, bring a document of one's own, choose how, ask, choose
    another way, compare.
-2. Details: passages with their relevance, the tokens that were chosen turn orange and then green layer
-   by layer, figures beside a full prefill, the timeline, memory.
+2. Details: passages with their relevance, the tokens that were chosen turn orange and then green
+   layer by layer, figures beside a full prefill, the timeline, memory.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""What is shipped for the browser: vendored files are the ones on record, text is never made HTML, and
-every module that is imported is there."""
+"""What is shipped for the browser: vendored files are the ones on record, text is never made HTML,
+and every module that is imported is there."""
 
 import hashlib
 import re
@@ -52,10 +52,7 @@ def test_no_string_becomes_markup_or_code(path: Path) -> None:
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
 def test_what_a_module_imports_is_there(path: Path) -> None:
-    for name in re.findall(
-        r'^(?:import|export)[^"]*from "([^"]+)";|^} from "([^"]+)";', path.read_text(), re.M
-    ):
-        target = next(part for part in name if part)
+    for target in re.findall(r'^(?:import|export|}).*? from "([^"]+)";', path.read_text(), re.M):
         assert target.startswith("."), f"{target}: there is no import map"
         assert (path.parent / target).resolve().is_file(), target
 

@@ -2,7 +2,7 @@
 import { cls, html, render, useEffect, useErrorBoundary, useRef, useState } from "./html.js";
 import { greet } from "./api.js";
 import { refresh } from "./conversations.js";
-import { route } from "./router.js";
+import { route, wasReplaced } from "./router.js";
 import { connection, info, settings } from "./session.js";
 import { useStore } from "./store.js";
 import { Announcer } from "./widgets/announce.js";
@@ -52,7 +52,7 @@ function Shell({ lost }) {
     document.title = `${title} · kvweave`;
     setOpen(false);
     // a new page is told to those who hear it; the first one begins at its top
-    if (walked.current) document.querySelector("main h1")?.focus({ preventScroll: true });
+    if (walked.current && !wasReplaced()) document.querySelector("main h1")?.focus({ preventScroll: true });
     walked.current = true;
   }, [name, rest[0]]);
   const onKey = (event) => {
