@@ -6,12 +6,14 @@ Two servers: `tiny`, a random model that babbles at once, for everything that ne
 
 import importlib.util
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 
 from kvweave.app.library.library_kv import BackgroundKV
@@ -89,6 +91,17 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
         stack.callback(server.close)
         server.start()
         yield server
+
+
+@pytest.fixture
+def sampled(real: RealServer) -> RealServer:
+    """The real server with the sample corpus, and its KV."""
+    httpx.post(f"{real.url}/v1/demo", timeout=300).raise_for_status()
+    deadline = time.monotonic() + 240
+    while httpx.get(f"{real.url}/v1/kb/demo", timeout=60).json()["kv"]["state"] != "ready":
+        assert time.monotonic() < deadline, "the KV of the sample is not made"
+        time.sleep(0.5)
+    return real
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def focused(page: Page) -> str:
     told = page.evaluate(
         """() => {
           const e = document.activeElement;
+          if (e === document.body) return ["the browser's own", true];
           const style = getComputedStyle(e);
           const near = e.nextElementSibling && getComputedStyle(e.nextElementSibling);
           const ring = (s) => s && s.outlineStyle !== "none" && parseFloat(s.outlineWidth) > 0;
@@ -107,6 +108,9 @@ def test_from_question_to_details_without_a_mouse(
         tab_to(page, "Knowledge base")
         page.keyboard.type(notes)
         expect(page.get_by_label("Knowledge base")).to_have_value(notes)
+        tab_to(page, "auto")
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("radio", name="fast", exact=True)).to_be_checked()
         tab_to(page, "Your question", "Shift+Tab")
         page.keyboard.type("what is a quota?")
         page.keyboard.press("Enter")

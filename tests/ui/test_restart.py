@@ -20,23 +20,13 @@ def test_a_restart_in_mid_stream(visit: Visiting, real: RealServer) -> None:
         assert len(failed.locator(".md").inner_text()) > 0, "what came is kept"
         expect(page.locator(".banner")).to_contain_text("The server does not answer.")
         v.keep("disconnected")
+        page.get_by_role("link", name="System").click()  # whatever is asked meanwhile says so too
+        expect(page.get_by_role("alert").last).to_contain_text("The server does not answer.")
+        page.get_by_role("link", name="Chat", exact=True).click()
         real.start()
-        expect(page.locator(".banner")).to_have_count(0, timeout=60_000)
+        expect(page.locator(".banner")).to_have_count(0, timeout=90_000)
         failed.get_by_role("button", name="Ask again").click()
         expect(streaming).to_be_visible()
         page.get_by_role("button", name="Stop").click()
         expect(page.get_by_text("Stopped.")).to_be_visible()
-        v.complaints[:] = [each for each in v.complaints if "ERR_" not in each]
-
-
-def test_a_server_that_is_not_there_yet(visit: Visiting, real: RealServer) -> None:
-    """The page of a browser that was closed while the server was away."""
-    with visit(real.url) as v:
-        page = v.go("system")
-        expect(page.locator(".tiles")).to_be_visible()
-        real.kill()
-        expect(page.locator(".banner")).to_be_visible()
-        expect(page.locator(".tiles")).to_be_visible()  # what was known stays
-        real.start()
-        expect(page.locator(".banner")).to_have_count(0, timeout=60_000)
         v.complaints[:] = [each for each in v.complaints if "ERR_" not in each]

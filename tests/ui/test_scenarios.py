@@ -18,16 +18,11 @@ DONE = '.message.answer[data-state="done"]'
 QUESTION = "How many lanterns are on the Lantern Bridge?"
 
 
-def test_scenario_1_chat(visit: Visiting, real: RealServer, tmp_path: Path) -> None:
+def test_scenario_1_chat(visit: Visiting, sampled: RealServer, tmp_path: Path) -> None:
     own = tmp_path / "zorbs.txt"
     own.write_text("Zorbs\n\nA zorb is a small round tool of the valley. It is 14 cm wide.\n")
-    with visit(real.url) as v:
+    with visit(sampled.url) as v:
         page = v.go("chat/new")
-        sample = page.get_by_role("button", name="Load the sample")
-        expect(sample.or_(page.get_by_label("Your question"))).to_be_visible()
-        if sample.is_visible():
-            sample.click()
-        expect(page.get_by_label("Your question")).to_be_visible(timeout=120_000)
         page.get_by_label("Knowledge base").select_option("demo")
         # 1. every chunk can be looked at before anything is asked
         page.get_by_role("button", name="Library").click()
@@ -51,8 +46,8 @@ def test_scenario_1_chat(visit: Visiting, real: RealServer, tmp_path: Path) -> N
         v.keep("scenario-1-chat")
 
 
-def test_scenario_2_details(visit: Visiting, real: RealServer) -> None:
-    with visit(real.url) as v:
+def test_scenario_2_details(visit: Visiting, sampled: RealServer) -> None:
+    with visit(sampled.url) as v:
         page = v.go("chat/new")
         page.get_by_label("Knowledge base").select_option("demo")
         page.get_by_role("radio", name="fast", exact=True).check()

@@ -50,7 +50,7 @@ class RealServer:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "kvweave", "serve", "--port", str(self.port)]
-        command += ["--model", "smollm2", "--kb-root", str(self._root)]
+        command += ["--model", "smollm2", "--quant", "none", "--kb-root", str(self._root)]
         environment = os.environ | {"KVWEAVE_LIBRARY_BACKGROUND_KV": "always"}
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -223,10 +223,17 @@ function auditWords(audit) {
   return Object.entries(audit).filter(([, value]) => value !== null).map(([name, value]) => `${name.replaceAll("_", " ")}: ${typeof value === "number" && !Number.isInteger(value) ? nats(value) : String(value)}`).join(", ");
 }
 
+/** What was priced, as a table; what could not be, in a line for each reason. */
 function Options({ decision }) {
-  return html`<div class="scroll-x" tabindex="0" role="group" aria-label="Options of the plan"><table class="small"><thead><tr><th>Option</th><th class="end">Price</th><th class="end">Rows</th><th>Why</th></tr></thead>
-    <tbody>${decision.options.map((option) => html`<tr class=${cls(option.name === decision.chosen && "chosen")}><td>${option.name === decision.chosen ? html`<strong>${option.name}</strong> <span class="chip accent">taken</span>` : option.name}${option.ratio ? ` ${percent(option.ratio)}` : ""}</td>
-      <td class="end num">${ms(option.predicted_ms)}</td><td class="end num">${count(option.rows)}</td><td class="quiet">${option.reason}</td></tr>`)}</tbody></table></div>`;
+  const priced = decision.options.filter((option) => option.predicted_ms !== null).sort((a, b) => a.predicted_ms - b.predicted_ms);
+  const others = Map.groupBy(decision.options.filter((option) => option.predicted_ms === null), (option) => option.reason);
+  return html`<div class="stack tight"><div class="scroll-x" tabindex="0" role="group" aria-label="Options of the plan">
+    <table class="small"><thead><tr><th>Option</th><th class="end">Price</th><th class="end">Rows</th><th>Why</th></tr></thead>
+    <tbody>${priced.map((option) => html`<tr class=${cls(option.name === decision.chosen && "chosen")}>
+      <td>${option.name}${option.ratio ? ` ${percent(option.ratio)}` : ""} ${option.name === decision.chosen && html`<span class="chip accent">taken</span>`}</td>
+      <td class="end num">${ms(option.predicted_ms)}</td><td class="end num">${count(option.rows)}</td>
+      <td class="quiet">${option.reason}</td></tr>`)}</tbody></table></div>
+    ${[...others].map(([reason, options]) => html`<p class="tiny faint">${plural(options.length, "other")} ${reason}: ${options.map((option) => option.name.replace("fused ", "")).join(", ")}</p>`)}</div>`;
 }
 
 /** One line per layer: waiting for its KV, computing, how many rows. */
