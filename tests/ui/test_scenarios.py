@@ -12,10 +12,9 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from worlds.browsing import Visiting
-from worlds.page_servers import RealServer
+from worlds.page_servers import SHOWN, RealServer
 
 DONE = '.message.answer[data-state="done"]'
-QUESTION = "How many lanterns are on the Lantern Bridge?"
 
 
 def test_scenario_1_chat(visit: Visiting, sampled: RealServer, tmp_path: Path) -> None:
@@ -35,7 +34,7 @@ def test_scenario_1_chat(visit: Visiting, sampled: RealServer, tmp_path: Path) -
         page.get_by_role("button", name="Close the panel").click()
         # 3. exact first, then the fast way
         page.get_by_role("radio", name="exact").check()
-        page.get_by_label("Your question").fill(QUESTION)
+        page.get_by_label("Your question").fill(SHOWN[0])
         page.keyboard.press("Enter")
         expect(page.locator(DONE)).to_have_count(1, timeout=90_000)
         expect(page.locator(f"{DONE} .source").first).to_contain_text("Lantern Bridge")
@@ -51,7 +50,7 @@ def test_scenario_2_details(visit: Visiting, sampled: RealServer) -> None:
         page = v.go("chat/new")
         page.get_by_label("Knowledge base").select_option("demo")
         page.get_by_role("radio", name="fast", exact=True).check()
-        page.get_by_label("Your question").fill("What was Jorun Pask's boat called?")
+        page.get_by_label("Your question").fill(SHOWN[1])
         page.keyboard.press("Enter")
         expect(page.locator(DONE)).to_be_visible(timeout=90_000)
         page.locator(DONE).get_by_role("link", name="Details").click()

@@ -18,6 +18,11 @@ NOTES = {
     "Taints": "A taint keeps pods from a node unless they tolerate it. Taints have three effects.",
 }
 
+SHOWN = (  # questions about the sample corpus, for the walks
+    "How many lanterns are on the Lantern Bridge?",
+    "What was Jorun Pask's boat called?",
+)
+
 
 def bring(url: str, kb: str, title: str, text: str, **query: Any) -> None:
     """Upload a text; its KV is there when this returns."""
