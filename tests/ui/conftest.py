@@ -5,7 +5,6 @@ Two servers: `tiny`, a random model that babbles at once, for everything that ne
 """
 
 import importlib.util
-import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ import pytest
 
 from kvweave.app.library.library_kv import BackgroundKV
 from worlds.browsing import PATIENCE_MS, Visiting, running_browser, visiting
-from worlds.page_servers import NOTES, SHOWN, RealServer, answered, bring
+from worlds.page_servers import SHOWN, RealServer, answered
 from worlds.serving import KbServer, make_libraries, make_weave, serving
 from worlds.tiny_models import make_chat_model_folder
 

@@ -22,6 +22,7 @@ def test_three_ways_side_by_side(visit: Visiting, tiny: KbServer, notes: str) ->
             expect(ways.nth(at).locator("dl.facts")).to_contain_text("nats per token")
             expect(ways.nth(at).locator("dl.facts")).to_contain_text("First token")
         expect(ways.nth(0).locator("dl.facts")).to_contain_text("0")
+        v.keep("compare-done")
         ways.nth(1).get_by_role("link", name="Details").click()
         expect(page.locator(".tokens[data-filled]")).to_be_visible()
         page.go_back()

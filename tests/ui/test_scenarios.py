@@ -43,6 +43,15 @@ def test_scenario_1_chat(visit: Visiting, sampled: RealServer, tmp_path: Path) -
         expect(page.locator(DONE)).to_have_count(1, timeout=90_000)
         expect(page.locator(f"{DONE} .timing")).to_contain_text("to the first token")
         v.keep("scenario-1-chat")
+        # 4. the same question through three ways
+        page.get_by_role("link", name="Compare").click()
+        page.get_by_label("Question").fill(SHOWN[0])
+        page.get_by_role("combobox", name="Way 2").select_option("weave")
+        page.get_by_role("button", name="Run 3 ways").click()
+        for at in range(3):
+            facts = page.locator(".way").nth(at).locator("dl.facts")
+            expect(facts).to_contain_text("Measured over", timeout=120_000)
+        v.keep("scenario-1-compare")
 
 
 def test_scenario_2_details(visit: Visiting, sampled: RealServer) -> None:

@@ -79,6 +79,9 @@ function partsOf({ tokens, sources, explain }) {
   });
 }
 
+const WHY = { absent: "no KV was stored yet", "not in the knowledge tree": "never stood here before" };
+const whyWords = (why) => WHY[why] ?? why;
+
 function Passages({ answer, parts, go }) {
   const shown = parts.map((part, at) => ({ part, at })).filter(({ part }) => part.name === "chunk");
   if (!shown.length) return html`<p class="small quiet">No passages were in this prompt.</p>`;
@@ -86,7 +89,7 @@ function Passages({ answer, parts, go }) {
     <span class="row between"><strong class="cut">${part.title}</strong></span>
     <span class="tiny quiet num row">${part.source && html`<span>score ${score(part.source)}</span>`}<span>${plural(part.end - part.start, "token")}</span>${part.chunk?.tier && html`<span>from ${part.chunk.tier}</span>`}</span>
     <${TokensBar} tokens=${countStates(answer.tokens.states, part.start, part.end)} />
-    ${part.chunk?.why && html`<span class="tiny warn-text">${part.chunk.why}</span>`}</button></li>`)}</ol>`;
+    ${part.chunk?.why && html`<span class="tiny warn-text">computed: ${whyWords(part.chunk.why)}</span>`}</button></li>`)}</ol>`;
 }
 
 function countStates(states, start, end) {
@@ -96,7 +99,7 @@ function countStates(states, start, end) {
 }
 
 const Legend = ({ replaying }) => html`<ul class="plain row tiny quiet legend" aria-label="Colours">${replaying
-  ? html`<li class="row"><span class="dot recomputed"></span>chosen</li><li class="row"><span class="dot fresh"></span>recomputed so far</li><li class="row"><span class="dot left-early"></span>left early</li>`
+  ? html`<li class="row"><span class="dot recomputed"></span>chosen</li><li class="row"><span class="dot fresh"></span>recomputed so far</li><li class="row"><span class="dot computed"></span>computed so far</li><li class="row"><span class="dot left-early"></span>left early</li>`
   : STATES.map((state) => html`<li class="row" title=${STATE_WORDS[state]}><span class=${`dot ${state}`}></span>${state}</li>`)}</ul>`;
 
 // ---- one token ---------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ function reason({ explain, selection }, part, state) {
   if (part.name === "question") return "The question is always computed.";
   if (part.name === "history") return state === "exact" ? "Said before, and its KV was kept." : "Said before; its KV was not kept.";
   if (state === "exact") return "This passage stood behind the same text before: its KV is the one of a full prefill.";
-  if (state === "computed") return part.chunk?.why ? `Computed: ${part.chunk.why}.` : "No stored KV was used for this passage.";
+  if (state === "computed") return part.chunk?.why ? `Computed: ${whyWords(part.chunk.why)}.` : "No stored KV was used for this passage.";
   const where = selection?.layers?.length ? ` in layer${selection.layers.length > 1 ? "s" : ""} ${runs(selection.layers)}` : "";
   if (state === "recomputed") return `Chosen by ${selection?.selector ?? explain.strategy}: among the ${percent(explain.ratio)} that matter most for this question${where}.`;
   return explain.ratio > 0 ? `Below the cut of ${percent(explain.ratio)}: its stored KV was good enough.` : "Stored KV as it is: this strategy recomputes nothing.";

@@ -1,6 +1,6 @@
 // A question and an answer as they stand in a chat.
 import { html, useEffect, useRef, useState } from "../html.js";
-import { ms, percent, plural, times } from "../format.js";
+import { count, ms, percent, times } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { Copy } from "./copy.js";
@@ -78,7 +78,10 @@ function Timing({ meta }) {
       ${full ? html`<span class="quiet">full prefill: about ${ms(full)} <span class="faint">(estimate)</span></span>${full > took * 1.05 && html`<span class="chip good">${times(full / took)} sooner</span>`}`
     : html`<span class="faint">full prefill: not measured on this machine yet</span>`}
       <span class="chip">${strategy}${ratio > 0 && ratio < 1 ? ` ${percent(ratio)}` : ""}</span></div>
-    ${full && html`<div class="timing-bars" aria-hidden="true"><span class="mine" style=${{ width: `${(100 * took) / most}%` }}></span><span style=${{ width: `${(100 * full) / most}%` }}></span></div>`}
-    <${TokensBar} tokens=${tokens} /><p class="tiny faint num">${plural(computed, "token")} of ${plural(all, "prompt token")} computed</p>
+    <div class="timing-rows tiny faint num">
+      ${full && html`<span>this answer</span><span class="mine" style=${{ width: `${(100 * took) / most}%` }}></span>
+        <span>full prefill</span><span class="full" style=${{ width: `${(100 * full) / most}%` }}></span>`}
+      <span>${count(all)} tokens</span><${TokensBar} tokens=${tokens} />
+      <span></span><span>${count(computed)} computed, ${count(all - computed)} taken from the cache</span></div>
     ${meta.why && html`<p class="tiny faint">${meta.why}</p>`}</div>`;
 }
