@@ -20,7 +20,8 @@ async function call(method, path, { body, form, accept, signal } = {}) {
   let response;
   try {
     response = await fetch(path, {
-      method, headers, signal, body: form ?? (body === undefined ? undefined : JSON.stringify(body)),
+      method, headers, signal, body: form ?? (body === undefined ? undefined
+        : JSON.stringify(body)),
       credentials: "omit", referrerPolicy: "no-referrer", cache: "no-store",
     });
   } catch (error) {
@@ -154,4 +155,5 @@ export function useResource(path, { everyMs } = {}) {
   return { data, error, loading: path !== null && data === null && error === null, reload: load };
 }
 
-export const kbPath = (kb, ...rest) => ["v1/kb", kb, ...rest].map((part, at) => (at ? encodeURIComponent(part) : part)).join("/");
+export const kbPath = (kb, ...rest) => ["v1/kb", kb,
+  ...rest].map((part, at) => (at ? encodeURIComponent(part) : part)).join("/");

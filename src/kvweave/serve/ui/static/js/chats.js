@@ -29,7 +29,8 @@ export function dropChat(id) {
 }
 
 function makeChat(id) {
-  const store = makeStore({ id, title: "", kb: null, messages: [], busy: false, loaded: false, error: null });
+  const store = makeStore({ id, title: "", kb: null, messages: [], busy: false, loaded: false,
+    error: null });
   let control = null;
   const change = (part) => store.set((was) => ({ ...was, ...part }));
 
@@ -49,7 +50,8 @@ function makeChat(id) {
     const { kb } = settings.get();
     const before = store.get().messages.slice(0, at);
     const question = { role: "user", content: text };
-    const answer = { role: "assistant", content: "", meta: { kb, dial: currentDial()?.name, state: "waiting" } };
+    const answer = { role: "assistant", content: "",
+      meta: { kb, dial: currentDial()?.name, state: "waiting" } };
     const title = store.get().title || text.trim().replace(/\s+/g, " ").slice(0, LONGEST_TITLE);
     change({ messages: [...before, question, answer], busy: true, title, kb, error: null });
     control = new AbortController();
@@ -66,7 +68,8 @@ function makeChat(id) {
     const draw = (force) => {
       if (!force && performance.now() - drawn < DRAWN_EACH_MS) return;
       drawn = performance.now();
-      store.set((was) => ({ ...was, messages: [...was.messages.slice(0, -1), { ...answer, meta: { ...answer.meta } }] }));
+      store.set((was) => ({ ...was, messages: [...was.messages.slice(0, -1),
+        { ...answer, meta: { ...answer.meta } }] }));
     };
     const asked = performance.now();
     try {
@@ -78,7 +81,9 @@ function makeChat(id) {
           answer.content += choice.delta.content;
           answer.meta.state = "streaming";
         }
-        if (choice?.finish_reason) answer.meta.finish = choice.stopped_because ?? choice.finish_reason;
+        if (choice?.finish_reason) {
+          answer.meta.finish = choice.stopped_because ?? choice.finish_reason;
+        }
         Object.assign(answer.meta, summary(event));
         draw(false);
       }
@@ -117,7 +122,8 @@ function summary({ explain, sources, usage }) {
 
 export function currentDial() {
   const dial = info.get()?.dial ?? [];
-  return dial.find((each) => each.name === settings.get().dial) ?? dial.find((each) => each.name === "auto") ?? null;
+  return dial.find((each) => each.name === settings.get().dial) ?? dial.find(
+    (each) => each.name === "auto") ?? null;
 }
 
 function requestOf(id, before, text) {
@@ -138,7 +144,8 @@ function requestOf(id, before, text) {
   return body;
 }
 
-/** Questions that were answered, with their answers: a failed one is no part of the conversation. */
+/** Questions that were answered, with their answers: a failed one is no part of the conversation.
+ * */
 function history(messages) {
   const turns = [];
   for (let at = 0; at + 1 < messages.length; at += 2) {

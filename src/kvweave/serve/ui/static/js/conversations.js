@@ -16,7 +16,8 @@ const head = ({ id, title, updated }) => ({ id, title, updated });
 
 export function newId() {
   // not randomUUID: that needs https, and people reach servers by plain addresses
-  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)),
+    (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
 export async function refresh() {
@@ -44,8 +45,10 @@ export async function save(conversation) {
   if (onServer()) {
     await put(path(id), { title, messages, updated, meta: { kb } });
   } else {
-    let all = [{ id, title, messages, updated, kb }, ...local().filter((each) => each.id !== id)].slice(0, MOST);
-    while (!(kept = writeStored(localStorage, LOCAL, all)) && all.length > 1) all = all.slice(0, -1); // full: the oldest goes
+    let all = [{ id, title, messages, updated, kb },
+      ...local().filter((each) => each.id !== id)].slice(0, MOST);
+    while (!(kept = writeStored(localStorage, LOCAL, all)) && all.length > 1) all = all.slice(0,
+      -1); // full: the oldest goes
   }
   heads.set((was) => [head({ id, title, updated }), ...was.filter((each) => each.id !== id)]);
   return kept;

@@ -24,15 +24,18 @@ export function bytes(value) {
 }
 
 export const percent = (share) => (share === null || share === undefined ? "–"
-  : `${share !== 0 && Math.abs(share) < 0.1 ? (share * 100).toFixed(1) : Math.round(share * 100)} %`);
+  : `${share !== 0 && Math.abs(share) < 0.1 ? (share * 100).toFixed(1)
+    : Math.round(share * 100)} %`);
 
 export function times(factor) {
-  return factor === null || !Number.isFinite(factor) ? "–" : `${factor >= 10 ? Math.round(factor) : factor.toFixed(1)}×`;
+  return factor === null || !Number.isFinite(factor) ? "–"
+    : `${factor >= 10 ? Math.round(factor) : factor.toFixed(1)}×`;
 }
 
 export function nats(value) {
   if (value === null || value === undefined) return "–";
-  return value === 0 ? "0" : Math.abs(value) < 0.001 ? value.toExponential(1) : value.toFixed(value < 0.1 ? 4 : 3);
+  return value === 0 ? "0" : Math.abs(value) < 0.001 ? value.toExponential(1)
+    : value.toFixed(value < 0.1 ? 4 : 3);
 }
 
 const relative = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
@@ -46,6 +49,7 @@ export function ago(seconds, now = Date.now() / 1000) {
   return "just now";
 }
 
-export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en",
+  { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
 
 export function dataRatio(part, all) { return all > 0 ? part / all : 0; }

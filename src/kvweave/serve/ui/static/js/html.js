@@ -4,7 +4,8 @@ import htm from "../vendor/htm.js";
 
 export { Fragment, h, render };
 export {
-  useCallback, useEffect, useErrorBoundary, useId, useLayoutEffect, useMemo, useReducer, useRef, useState,
+  useCallback, useEffect, useErrorBoundary, useId, useLayoutEffect, useMemo, useReducer, useRef,
+    useState,
 } from "../vendor/hooks.js";
 export const html = htm.bind(h);
 

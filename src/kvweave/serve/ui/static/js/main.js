@@ -21,7 +21,8 @@ import { System } from "./pages/system.js";
 
 const PAGES = {
   chat: [Chat, "Chat"], answer: [Details, "Details of an answer"], compare: [Compare, "Compare"],
-  documents: [Documents, "Documents"], cache: [Cache, "Cache"], quality: [Quality, "Quality"], system: [System, "System"],
+  documents: [Documents, "Documents"], cache: [Cache, "Cache"], quality: [Quality, "Quality"],
+    system: [System, "System"],
 };
 
 function App() {
@@ -37,7 +38,8 @@ function App() {
   }, [hello?.model, hello?.version]);
   if (state === "unauthorised") return html`<${SignIn} /><${Announcer} />`;
   if (hello === null) {
-    return html`<main class="page">${failure ? html`<${Failure} error=${failure} retry=${start} />` : html`<${Loading} what="kvweave" />`}</main>`;
+    return html`<main class="page">${failure ? html`<${Failure} error=${failure} retry=${start} />`
+      : html`<${Loading} what="kvweave" />`}</main>`;
   }
   return html`<${Shell} lost=${state === "lost"} /><${Announcer} />`;
 }
@@ -52,21 +54,29 @@ function Shell({ lost }) {
     document.title = `${title} · kvweave`;
     setOpen(false);
     // a new page is told to those who hear it; the first one begins at its top
-    if (walked.current && !wasReplaced()) document.querySelector("main h1")?.focus({ preventScroll: true });
+    if (walked.current && !wasReplaced()) document.querySelector("main h1")?.focus(
+      { preventScroll: true });
     walked.current = true;
   }, [name, rest[0]]);
   const onKey = (event) => {
     if (event.key === "Escape" && open) { setOpen(false); menu.current?.focus(); }
   };
   return html`<div class=${cls("shell", open && "menu-open")} onKeyDown=${onKey}>
-    <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); document.getElementById("main").focus(); }}>To the content</a>
-    <header class="topbar"><button ref=${menu} class="bare icon" aria-expanded=${open} aria-controls="sidebar" aria-label="Menu" onClick=${() => setOpen(!open)}>
-      <${Icon} name=${open ? "close" : "menu"} /></button><span class="brand-word">kvweave</span><span class="faint small cut">${title}</span></header>
-    <${Sidebar} page=${PAGES[name] ? name : "chat"} current=${rest[0]} close=${() => setOpen(false)} />
-    ${open && html`<button class="scrim" tabindex="-1" aria-label="Close the menu" onClick=${() => setOpen(false)}></button>`}
+    <a class="skip" href="#main"
+      onClick=${(event) => { event.preventDefault(); document.getElementById(
+      "main").focus(); }}>To the content</a>
+    <header class="topbar"><button ref=${menu} class="bare icon" aria-expanded=${open}
+      aria-controls="sidebar" aria-label="Menu" onClick=${() => setOpen(!open)}>
+      <${Icon} name=${open ? "close" : "menu"} /></button><span class="brand-word">kvweave</span>
+        <span class="faint small cut">${title}</span></header>
+    <${Sidebar} page=${PAGES[name] ? name : "chat"} current=${rest[0]}
+      close=${() => setOpen(false)} />
+    ${open && html`<button class="scrim" tabindex="-1" aria-label="Close the menu"
+      onClick=${() => setOpen(false)}></button>`}
     <main id="main" tabindex="0" aria-label="Page">
       ${lost && html`<div class="banner" role="alert"><${Icon} name="offline" />
-        <span><strong>The server does not answer.</strong> What is shown is from before. This page keeps trying and goes on by itself.</span></div>`}
+        <span><strong>The server does not answer.</strong> What is shown is from
+          before. This page keeps trying and goes on by itself.</span></div>`}
       <${Safe} key=${name}><${Page} args=${rest} /><//>
     </main>
   </div>`;
@@ -76,8 +86,10 @@ function Shell({ lost }) {
 function Safe({ children }) {
   const [error, reset] = useErrorBoundary((caught) => console.error(caught));
   if (!error) return children;
-  return html`<div class="page"><div class="notice bad" role="alert"><${Icon} name="warning" /><div class="stack">
-    <p><strong>This page failed:</strong> ${String(error.message ?? error)}. It is a bug of ours; the browser's console says more.</p>
+  return html`<div class="page"><div class="notice bad" role="alert"><${Icon} name="warning" />
+    <div class="stack">
+    <p><strong>This page failed:</strong> ${String(
+      error.message ?? error)}. It is a bug of ours; the browser's console says more.</p>
     <div><button class="small" onClick=${reset}>Draw it again</button></div></div></div></div>`;
 }
 

@@ -19,14 +19,16 @@ function blocks(lines, cite, depth) {
     if (line.trim() === "") {
       at += 1;
     } else if (open) {
-      const end = lines.findIndex((each, i) => i > at && each.trim().startsWith(open[1]) && each.trim().replaceAll(open[1][0], "") === "");
+      const end = lines.findIndex((each, i) => i > at && each.trim().startsWith(open[1])
+        && each.trim().replaceAll(open[1][0], "") === "");
       const last = end < 0 ? lines.length : end;
       out.push(html`<pre tabindex="0"><code>${lines.slice(at + 1, last).join("\n")}</code></pre>`);
       at = last + 1;
     } else if (/^ {0,3}#{1,6} /.test(line)) {
       const level = /^ *(#+)/.exec(line)[1].length;
       // below the page's own headings
-      out.push(html`<p class=${`md-h md-h${Math.min(level, 4)}`} role="heading" aria-level=${Math.min(level + 2, 6)}>
+      out.push(html`<p class=${`md-h md-h${Math.min(level, 4)}`} role="heading"
+        aria-level=${Math.min(level + 2, 6)}>
         ${inline(line.trim().slice(level).trim().replace(/ #+$/, ""), cite, depth)}</p>`);
       at += 1;
     } else if (/^ {0,3}(-|\*|_)( *\1){2,} *$/.test(line)) {
@@ -34,7 +36,8 @@ function blocks(lines, cite, depth) {
       at += 1;
     } else if (/^ {0,3}>/.test(line) && depth < DEEPEST) {
       const [inner, next] = take(lines, at, (each) => /^ {0,3}>/.test(each));
-      out.push(html`<blockquote>${blocks(inner.map((each) => each.replace(/^ {0,3}> ?/, "")), cite, depth + 1)}</blockquote>`);
+      out.push(html`<blockquote>${blocks(inner.map((each) => each.replace(/^ {0,3}> ?/, "")), cite,
+        depth + 1)}</blockquote>`);
       at = next;
     } else if (item(line) && depth < DEEPEST) {
       const [made, next] = list(lines, at, cite, depth);
@@ -45,7 +48,8 @@ function blocks(lines, cite, depth) {
       out.push(table(inner, cite, depth));
       at = next;
     } else {
-      const [inner, next] = take(lines, at, (each, i) => each.trim() !== "" && (i === at || !starts(each)));
+      const [inner, next] = take(lines, at, (each, i) => each.trim() !== ""
+        && (i === at || !starts(each)));
       out.push(html`<p>${inline(inner.join("\n"), cite, depth)}</p>`);
       at = next;
     }
@@ -73,11 +77,14 @@ function list(lines, from, cite, depth) {
     const indent = head[0].length;
     const body = [lines[at].slice(indent)];
     at += 1;
-    while (at < lines.length && (/^ {2,}/.test(lines[at]) || (lines[at].trim() === "" && /^ {2,}\S/.test(lines[at + 1] ?? "")) || (lines[at].trim() !== "" && !starts(lines[at]) && body.at(-1).trim() !== ""))) {
+    while (at < lines.length && (/^ {2,}/.test(lines[at])
+      || (lines[at].trim() === "" && /^ {2,}\S/.test(lines[at + 1] ?? ""))
+      || (lines[at].trim() !== "" && !starts(lines[at]) && body.at(-1).trim() !== ""))) {
       body.push(lines[at].replace(new RegExp(`^ {0,${indent}}`), ""));
       at += 1;
     }
-    items.push(html`<li>${tight(body) ? inline(body.join("\n"), cite, depth) : blocks(body, cite, depth + 1)}</li>`);
+    items.push(html`<li>${tight(body) ? inline(body.join("\n"), cite, depth)
+      : blocks(body, cite, depth + 1)}</li>`);
     if (lines[at]?.trim() === "" && item(lines[at + 1] ?? "")) at += 1;
   }
   const start = ordered ? parseInt(item(lines[from])[2], 10) : undefined;
@@ -91,7 +98,8 @@ function table(lines, cite, depth) {
   const [head, , ...rows] = lines.map(cells);
   return html`<div class="scroll-x" tabindex="0" role="group" aria-label="Table"><table>
     <thead><tr>${head.map((cell) => html`<th>${inline(cell, cite, depth)}</th>`)}</tr></thead>
-    <tbody>${rows.map((row) => html`<tr>${head.map((_, at) => html`<td>${inline(row[at] ?? "", cite, depth)}</td>`)}</tr>`)}</tbody>
+    <tbody>${rows.map((row) => html`<tr>${head.map((_, at) => html`<td>
+      ${inline(row[at] ?? "", cite, depth)}</td>`)}</tr>`)}</tbody>
   </table></div>`;
 }
 
@@ -106,7 +114,8 @@ function inline(text, cite, depth) {
     const here = text[at];
     const found = depth < DEEPEST ? special(text, at, cite, depth) : null;
     if (found) put(...found);
-    else if (here === "\\" && /[\\`*_[\]()#+.!~|>-]/.test(text[at + 1] ?? "")) { plain += text[at + 1]; at += 2; }
+    else if (here === "\\" && /[\\`*_[\]()#+.!~|>-]/.test(
+      text[at + 1] ?? "")) { plain += text[at + 1]; at += 2; }
     else { plain += here; at += 1; }
   }
   flush();
@@ -118,19 +127,23 @@ function special(text, at, cite, depth) {
   if (here === "`") {
     const ticks = /^`+/.exec(text.slice(at, at + 8))[0];
     const end = text.indexOf(ticks, at + ticks.length);
-    return end < 0 ? null : [html`<code>${text.slice(at + ticks.length, end).trim()}</code>`, end + ticks.length];
+    return end < 0 ? null : [html`<code>${text.slice(at + ticks.length, end).trim()}</code>`,
+      end + ticks.length];
   }
   if (here === "*" || here === "_") return emphasis(text, at, cite, depth);
   if (here === "~" && text.startsWith("~~", at)) {
     const end = text.indexOf("~~", at + 2);
-    return end < 0 ? null : [html`<del>${inline(text.slice(at + 2, end), cite, depth + 1)}</del>`, end + 2];
+    return end < 0 ? null : [html`<del>${inline(text.slice(at + 2, end), cite, depth + 1)}</del>`,
+      end + 2];
   }
   if (here === "!" && text[at + 1] === "[") {
     const found = linked(text, at + 1);
-    return found && [html`<span class="md-image">[image: ${found.label || "without a name"}]</span>`, found.end];
+    return found && [html`<span class="md-image">[image: ${found.label
+      || "without a name"}]</span>`, found.end];
   }
   if (here === "[") return bracket(text, at, cite, depth);
-  if (here === "h" && /^https?:\/\//.test(text.slice(at, at + 8)) && !/\w/.test(text[at - 1] ?? "")) {
+  if (here === "h" && /^https?:\/\//.test(text.slice(at, at + 8))
+    && !/\w/.test(text[at - 1] ?? "")) {
     const url = /^[^\s<>"'`)\]]+/.exec(text.slice(at))[0].replace(/[.,;:!?]+$/, "");
     const made = anchor(url, url);
     return made && [made, at + url.length];
@@ -146,7 +159,9 @@ function emphasis(text, at, cite, depth) {
   const from = at + fence.length;
   if (/\s|^$/.test(text[from] ?? "")) return null;
   let end = text.indexOf(fence, from + 1);
-  while (end >= 0 && (/\s/.test(text[end - 1]) || (mark === "_" && /\w/.test(text[end + fence.length] ?? "")))) end = text.indexOf(fence, end + 1);
+  while (end >= 0 && (/\s/.test(text[end - 1])
+    || (mark === "_" && /\w/.test(text[end + fence.length] ?? "")))) end = text.indexOf(fence,
+    end + 1);
   if (end < 0) return null;
   const inner = inline(text.slice(from, end), cite, depth + 1);
   return [two ? html`<strong>${inner}</strong>` : html`<em>${inner}</em>`, end + fence.length];

@@ -1,4 +1,5 @@
-// Who is here and how they like it: the API key, the server's greeting, the settings of this browser.
+// Who is here and how they like it: the API key, the server's greeting, the settings of this
+// browser.
 import { makeStore, readStored, writeStored } from "./store.js";
 
 const SETTINGS = "kvweave.settings";

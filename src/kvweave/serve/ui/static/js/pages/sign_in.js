@@ -18,14 +18,20 @@ export function SignIn() {
     } catch (failed) {
       key.set(null);
       connection.set("unauthorised");
-      setError(failed.status === 401 ? "This key is not known here. Ask whoever runs the server for one." : failed.message);
+      setError(failed.status === 401
+        ? "This key is not known here. Ask whoever runs the server for one." : failed.message);
     }
     setBusy(false);
   };
   return html`<main class="sign-in"><form class="card stack" onSubmit=${enter}>
     <img src="ui/icon.svg" width="40" height="40" alt="" /><h1>Sign in to kvweave</h1>
-    <p class="quiet small">This server asks for an API key. It stays in this tab and is forgotten when you close it.</p>
-    <label class="field">API key<input type="password" value=${typed} onInput=${(event) => setTyped(event.target.value)} autocomplete="off" spellcheck="false" autofocus aria-invalid=${error ? "true" : undefined} aria-describedby=${error ? "sign-in-error" : undefined} /></label>
+    <p class="quiet small">This server asks for an API key. It stays in this tab and is forgotten
+      when you close it.</p>
+    <label class="field">API key<input type="password" value=${typed}
+      onInput=${(event) => setTyped(event.target.value)} autocomplete="off" spellcheck="false"
+      autofocus aria-invalid=${error ? "true" : undefined}
+      aria-describedby=${error ? "sign-in-error" : undefined} /></label>
     ${error && html`<p id="sign-in-error" class="small bad-text" role="alert">${error}</p>`}
-    <button class="primary" type="submit" disabled=${busy || !typed.trim()}><${Icon} name="lock" />${busy ? "Asking …" : "Sign in"}</button></form></main>`;
+    <button class="primary" type="submit" disabled=${busy || !typed.trim()}><${Icon} name="lock" />
+      ${busy ? "Asking …" : "Sign in"}</button></form></main>`;
 }

@@ -9,4 +9,5 @@ export function announce(words) {
   setTimeout(() => said.set(words), 60); // the same words twice are read twice
 }
 
-export const Announcer = () => html`<div class="sr" role="status" aria-live="polite">${useStore(said)}</div>`;
+export const Announcer = () => html`<div class="sr" role="status" aria-live="polite">
+  ${useStore(said)}</div>`;

@@ -27,5 +27,6 @@ export function Copy({ text, label = "Copy" }) {
       announce(`Not copied: ${error.message}`);
     }
   };
-  return html`<button class="bare small" onClick=${copy}><${Icon} name=${done ? "check" : "copy"} />${done ? "Copied" : label}</button>`;
+  return html`<button class="bare small" onClick=${copy}><${Icon} name=${done ? "check" : "copy"} />
+    ${done ? "Copied" : label}</button>`;
 }

@@ -9,9 +9,11 @@ export function Confirm({ title, children, action, onYes, onNo, busy }) {
     dialog.current.showModal();
     return () => { if (before?.isConnected) before.focus(); };
   }, []);
-  return html`<dialog ref=${dialog} aria-labelledby=${id} onCancel=${(event) => { event.preventDefault(); onNo(); }}>
+  return html`<dialog ref=${dialog} aria-labelledby=${id}
+    onCancel=${(event) => { event.preventDefault(); onNo(); }}>
     <h2 id=${id}>${title}</h2>${children}
     <div class="row"><button onClick=${onNo} disabled=${busy} autofocus>Keep</button>
-      <button class="danger" onClick=${onYes} disabled=${busy}>${busy ? "Deleting …" : action}</button></div>
+      <button class="danger" onClick=${onYes} disabled=${busy}>${busy ? "Deleting …" : action}
+        </button></div>
   </dialog>`;
 }

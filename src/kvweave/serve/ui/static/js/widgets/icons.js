@@ -37,4 +37,5 @@ const PATHS = {
   first: "M7 5v14M18 5l-9 7 9 7z",
 };
 
-export const Icon = ({ name }) => html`<svg class="i" viewBox="0 0 24 24" aria-hidden="true" focusable="false"><path d=${PATHS[name]} /></svg>`;
+export const Icon = ({ name }) => html`<svg class="i" viewBox="0 0 24 24" aria-hidden="true"
+  focusable="false"><path d=${PATHS[name]} /></svg>`;

@@ -24,9 +24,11 @@ export function KbPicker({ label = "Knowledge base", withNone = true, shown = fa
     const name = event.target.value || null;
     settings.set((all) => ({ ...all, kb: name, kbLeft: name === null }));
   };
-  return html`<label class=${shown ? "field" : "picker"}><span class=${shown ? "" : "sr"}>${label}</span>
+  return html`<label class=${shown ? "field" : "picker"}><span class=${shown ? "" : "sr"}>${label}
+    </span>
     <select value=${kb ?? ""} onChange=${choose}>
       ${withNone && html`<option value="">No documents</option>`}
-      ${(kbs ?? []).map(({ name, documents }) => html`<option key=${name} value=${name} selected=${name === kb}>${name} (${documents ?? "broken"})</option>`)}
+      ${(kbs ?? []).map(({ name, documents }) => html`<option key=${name} value=${name}
+        selected=${name === kb}>${name} (${documents ?? "broken"})</option>`)}
     </select></label>`;
 }
