@@ -75,6 +75,22 @@ def test_json_is_one_document(run: Run, chat_model_folder: Path) -> None:
     assert said["timing"]["total_ms"] >= said["timing"]["ttft_ms"] > 0
 
 
+def test_json_names_the_sources(run: Run, chat_model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Drain the node.")
+    ran = run(
+        *("ask", "how?", "-f", tmp_path / "a.txt", "--model", chat_model_folder),
+        *("--max-tokens", 2, "--json"),
+    )
+    said = json.loads(ran.out)
+    (source,) = said["sources"]
+    assert (source["title"], source["cited_as"], source["document"]) == ("a.txt", 1, None)
+    chunk = said["explain"]["chunks"][0]
+    assert source["span"] == [chunk["start"], chunk["start"] + chunk["tokens"]]
+    assert source["fate"] == chunk["state"]
+    assert said["documents"] == [str(tmp_path / "a.txt")]
+    assert said["full_ms"] is None or said["full_ms"] > 0
+
+
 def test_stdin_is_a_document_and_the_answer_streams_to_a_pipe(
     run_alone: Run, chat_model_folder: Path
 ) -> None:

@@ -38,6 +38,7 @@ class AskOptions(TypedDict, total=False):
     speculate: SpeculationMode | None
     watched: int
     forced: Sequence[int]
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,12 @@ class Question:
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
-    # for measurements: what the model thought of the first so many tokens (`Answer.watched`), and
-    # an answer that is put into its mouth instead of a drawn one
+    # for measurements: what the model thought of the first so many tokens (`Answer.watched`), an
+    # answer that is put into its mouth instead of a drawn one, and whether the prompt reads nothing
+    # of the knowledge tree and leaves nothing there
     watched: int = 0
     forced: Sequence[int] = ()
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if self.bound is not None and not 0.0 <= self.bound < math.inf:

@@ -3,7 +3,9 @@
 from kvweave import Weave
 from kvweave.app.auto.quality_view import quality_of
 from kvweave.plan.plan import Reason
-from worlds.auto import World
+from worlds.auto import World, model, weave, world
+
+__all__ = ["model", "weave", "world"]
 
 
 def test_curves_and_gate_are_those_of_the_profile(world: World, weave: Weave) -> None:

@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 @pytest.fixture(scope="module")
 def filled(kb_server: KbServer) -> KbServer:
     for number in range(3):
-        document = {"title": f"Part {number}", "text": make_text(60, seed=number)}
+        document = {"title": f"Part {number}", "text": make_text(16, seed=number)}
         url = f"{kb_server.url}/v1/kb/kept/documents?wait_for_kv=true"
         assert httpx.post(url, json=document, timeout=60).status_code == 200
     return kb_server
@@ -108,7 +108,7 @@ def test_the_texts_are_the_prompt_control_tokens_by_their_names(filled: KbServer
     texts = details(filled.url, reply["id"])["tokens"]["texts"]
     joined = "".join(texts)
     assert "Where <b>is</b> it?" in joined
-    assert make_text(60, seed=0).split(".")[0] in joined
+    assert make_text(16, seed=0).split(".")[0] in joined
 
 
 def test_the_list_is_newest_first_and_names_what_was_done(filled: KbServer) -> None:

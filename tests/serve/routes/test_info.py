@@ -70,7 +70,7 @@ def test_the_sample_is_taken_in_once_and_its_questions_find_their_passages(
         assert (after["loaded"], after["documents"]) == (True, len(list(PASSAGES.glob("*.md"))))
         assert after["questions"] == [read_questions()[i].question for i in SHOWN]
         again = httpx.post(f"{url}/v1/demo", timeout=300).json()
-        assert (again["added"], again["unchanged"]) == (0, 48)
+        assert (again["report"]["added"], again["report"]["unchanged"]) == (0, 48)
         assert again["questions"] == after["questions"]
     libraries.close()
 

@@ -11,8 +11,9 @@ import pytest
 from kvweave.app.weave import Document, Sampling, Weave
 from worlds.serving import KbServer, make_libraries, make_weave, serving, user
 
-DRAIN = {"title": "Drain", "text": "To drain a node, cordon it first, then evict its pods."}
-QUOTA = {"title": "Quota", "text": "A quota limits the pods and volumes of a namespace."}
+# texts of their own: other tests ask the same engine, whose tree would hold their paths
+DRAIN = {"title": "Drain", "text": "To drain this node, cordon it; only then evict its pods."}
+QUOTA = {"title": "Quota", "text": "This quota limits pods and volumes of the one namespace."}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 FIELDS = {"cited_as", "document", "title", "chunk", "score", "span", "tier", "fate"}
 

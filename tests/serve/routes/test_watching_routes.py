@@ -15,7 +15,8 @@ from worlds.serving import KbServer, make_libraries, serving, user
 from worlds.tiny_corpus import WordEmbedder, make_text
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 3}
-KEYS = parse_keys(["sk-nobody", "sk-acme-1:acme", "sk-other:other"])
+# of their own: other tests ask the same engine
+KEYS = parse_keys(["sk-nobody", "sk-acme-1:watched", "sk-other:unwatched"])
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
+from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.weave import Answer, AnswerStream, Piece
 from kvweave.serve.observe.prometheus import ServerMetrics
+from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.routes.chat import ChatFormat
 from kvweave.serve.wire.chat import ChatRequest
 from kvweave.serve.workers.answer_pool import AnswerJob
@@ -34,15 +36,17 @@ def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
         def never_started() -> AnswerStream:
             raise AssertionError("the test writes into its mailbox itself")
 
-        job = AnswerJob(never_started, ServerMetrics())
+        job = AnswerJob(never_started, ServerMetrics(), TenantSeries())
         for text in ["a", "", "bc"]:
             job.mailbox.put(Piece(text))
         job.mailbox.end(ANSWER)
         request = ChatRequest.model_validate({"messages": user("hi")})
-        chunks = ChatFormat("m", request).chunks([job])
+        chunks = ChatFormat("m", request, kept.append).chunks([job])
         return [c["choices"][0]["delta"].get("content") async for c in chunks]
 
+    kept: list[KeptAnswer] = []
     assert asyncio.run(read()) == ["", "abc", None]
+    assert [each.answer for each in kept] == [ANSWER]
 
 
 def test_nothing_is_lost_between_threads() -> None:

@@ -288,11 +288,14 @@ def _open_audit_log(runtime: ModelRuntime, library: Library | None, metrics: Met
 
 
 def _measured(made: Submission, question: Question) -> Submission:
-    """A submission whose answer is watched or forced, if the question asks for that."""
-    if not (question.watched or question.forced):
+    """A submission whose answer is watched or forced, or that knows no other, if the question asks
+    for that."""
+    if not (question.watched or question.forced or question.alone):
         return made
-    watched = max(question.watched, made.request.watched)
-    request = replace(made.request, watched=watched, forced=tuple(question.forced))
+    request = made.request
+    use_tree = request.use_tree and not question.alone
+    watched, forced = max(question.watched, request.watched), tuple(question.forced)
+    request = replace(request, watched=watched, forced=forced, use_tree=use_tree)
     return made._replace(request=request)
 
 

@@ -63,7 +63,7 @@ class KeptAnswers:
     def get(self, tenant: str, answer_id: str) -> KeptAnswer:
         """Raises NoSuchAnswer."""
         with self._lock:
-            kept = self._by_tenant.get(tenant, {}).get(answer_id)
+            kept = self._own(tenant).get(answer_id)
         if kept is None or self._shows_deleted(kept):
             self._forget(tenant, answer_id)
             raise NoSuchAnswer(
@@ -75,7 +75,7 @@ class KeptAnswers:
     def all(self, tenant: str) -> list[KeptAnswer]:
         """Newest first."""
         with self._lock:
-            found = list(self._by_tenant.get(tenant, {}).values())
+            found = list(self._own(tenant).values())
         for kept in found:
             if self._shows_deleted(kept):
                 self._forget(tenant, kept.id)
@@ -84,13 +84,17 @@ class KeptAnswers:
     def forget_kb(self, tenant: str, kb: str) -> None:
         """A knowledge base is no more, nor are answers from it."""
         with self._lock:
-            own = self._by_tenant.get(tenant, {})
+            own = self._own(tenant)
             for answer_id in [k.id for k in own.values() if k.kb == kb]:
                 del own[answer_id]
 
     def _forget(self, tenant: str, answer_id: str) -> None:
         with self._lock:
-            self._by_tenant.get(tenant, {}).pop(answer_id, None)
+            self._own(tenant).pop(answer_id, None)
+
+    def _own(self, tenant: str) -> OrderedDict[str, KeptAnswer]:
+        """Lock is held."""
+        return self._by_tenant.get(tenant) or OrderedDict()
 
     def _drop_one(self) -> None:
         """Lock is held."""

@@ -111,10 +111,13 @@ class TenantSeries:
             by_number = {step.number: Counter(step.counts) for step in own.steps}
         steps = [by_number.get(number, Counter()) for number in range(first, last + 1)]
         return TenantHalfHour(
-            STEP_S,
-            first * STEP_S,
-            [step["answers"] for step in steps],
-            *([step[source] for step in steps] for source in SOURCES),
+            step_s=STEP_S,
+            t0=first * STEP_S,
+            answers=[step["answers"] for step in steps],
+            exact=[step["exact"] for step in steps],
+            reused=[step["reused"] for step in steps],
+            recomputed=[step["recomputed"] for step in steps],
+            computed=[step["computed"] for step in steps],
             hit_rate=[_hit_rate(step) for step in steps],
             tokens_per_s=[round(step["made"] / STEP_S, 3) for step in steps],
         )

@@ -39,10 +39,11 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a chara
 
 
 class AnswerMeasure(NamedTuple):
-    """An answer that is measured: see `Question.watched` and `Question.forced`."""
+    """An answer that is measured; see the fields of `Question`."""
 
     watched: int
     forced: tuple[int, ...] = ()
+    alone: bool = False
 
 
 def read_chat(
@@ -133,7 +134,7 @@ def _over_chunks(
     if request.speculate is not None:
         options["speculate"] = request.speculate
     if measure is not None:
-        options["watched"], options["forced"] = measure
+        options["watched"], options["forced"], options["alone"] = measure
 
     def start(sampling: Sampling) -> AnswerStream:
         question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)

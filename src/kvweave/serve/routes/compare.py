@@ -5,8 +5,9 @@ full prefill.
     {way, quality} …                  measured on the spot, once all are answered
     [DONE]
 
-Full prefill is computed once: it is one of the ways, or is asked for behind them. What a way leaves
-in the knowledge tree is there for those behind it, as it is for any request.
+Full prefill is computed once: it is one of the ways, or is asked for behind them. A strategy that
+is named is shown by itself: it reads nothing of the knowledge tree, which may hold the very path
+from an earlier question, and leaves nothing there. "auto" and "prefix" are as for any request.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 from kvweave.app.answer.answer_stream import WatchedTokens
 from kvweave.app.answer.comparison import WATCHED, is_comparable, measure_quality
 from kvweave.app.answer.kept_answers import KeptAnswer
+from kvweave.app.question import PLAIN_REUSES
 from kvweave.app.weave import Answer
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.auth import tenant_of
@@ -106,7 +108,7 @@ class Comparison:
             yield {"way": way, "done": self._done(answers[way], job)}
         full = await self._full(answers)
         for way, answer in enumerate(answers):
-            yield {"way": way, "quality": await self._quality(full, answer)}
+            yield {"way": way, "quality": await self._quality(full, way, answer)}
 
     def _read_ways(self) -> list[ReuseIn]:
         body, weave = self._body, self._context.weave
@@ -124,12 +126,12 @@ class Comparison:
                 weave.check_strategy(way.strategy, way.ratio)
             except ConfigError as error:
                 raise RequestError(str(error)) from error
-            self._read(way, AnswerMeasure(WATCHED))  # what is wrong with it is told now
+            self._read(way, _measure(way))  # what is wrong with it is told now
         return ways
 
-    def _start(self, way: ReuseIn, forced: tuple[int, ...] = ()) -> AnswerJob:
-        """One more answer, greedy and watched, or with these tokens in its mouth."""
-        starts = self._read(way, AnswerMeasure(WATCHED, forced))
+    def _start(self, way: ReuseIn, measure: AnswerMeasure | None = None) -> AnswerJob:
+        """One more answer, greedy and watched."""
+        starts = self._read(way, measure or _measure(way))
         (job,) = self._context.answers.submit(starts, self._tenant)
         self._jobs.append(job)
         return job
@@ -174,12 +176,13 @@ class Comparison:
         assert answer.watched is not None, "it is watched"
         return answer.watched
 
-    async def _quality(self, full: WatchedTokens, answer: Answer) -> Event:
+    async def _quality(self, full: WatchedTokens, way: int, answer: Answer) -> Event:
         """Of one way. One that gave other tokens than full prefill is asked again with full's."""
         watched = answer.watched
         assert watched is not None, "every way is watched"
         if not is_comparable(full, watched):
-            again = await self._start(_as_done(answer), full.token_ids).mailbox.finish()
+            measure = _measure(self._ways[way])._replace(forced=full.token_ids)
+            again = await self._start(_as_done(answer), measure).mailbox.finish()
             watched = again.watched
             assert watched is not None, "it is watched"
         measured = await asyncio.to_thread(measure_quality, full, watched)
@@ -188,6 +191,11 @@ class Comparison:
             "same_first_token": measured.same_first,
             "positions": measured.positions,
         }
+
+
+def _measure(way: ReuseIn) -> AnswerMeasure:
+    """How a way is watched."""
+    return AnswerMeasure(WATCHED, alone=way.strategy not in PLAIN_REUSES)
 
 
 def _reuse(way: WayIn) -> ReuseIn:

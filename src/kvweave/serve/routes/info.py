@@ -67,7 +67,7 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
         if "text/event-stream" in request.headers.get("accept", ""):
             return EventStream(as_events(work.events(), HEARTBEAT_S), on_close=lambda: None)
         report = report_out(await work.report())
-        return DemoLoaded(name=NAME, questions=sample_questions(), **report.model_dump())
+        return DemoLoaded(name=NAME, questions=sample_questions(), report=report)
 
     return routes
 

@@ -44,8 +44,9 @@ class DemoOut(Outgoing):
     loaded: bool
 
 
-class DemoLoaded(IngestOut):
+class DemoLoaded(Outgoing):
     """The outcome of POST /v1/demo."""
 
-    name: str
+    name: str  # of its knowledge base
     questions: list[str]
+    report: IngestOut
