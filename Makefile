@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -26,7 +26,11 @@ test: $(VENV)/.dev models  ## install what is missing and run the plain test sui
 	$(PYTEST)
 
 test-slow: $(VENV)/.dev models  ## the long tests too
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not ui"
+
+test-ui: $(VENV)/.ui models  ## the web page in a real browser; screenshots go to build/ui
+	@.ci/browser
+	$(BIN)/python -m pytest -m ui tests/ui
 
 check: $(VENV)/.dev  ## format, lint and type check
 	$(BIN)/ruff format --check src tests bench examples
@@ -64,6 +68,10 @@ $(VENV)/.dev: $(VENV)/.serve pyproject.toml
 	@$(PIP) -e '.[serve,rag,dev]'
 # says that it wants openai below 3; the tests show that it works with 3 as well
 	@$(PIP) --no-deps llama-index-llms-openai llama-index-llms-openai-like
+	@touch $@
+
+$(VENV)/.ui: $(VENV)/.dev
+	@$(PIP) -e '.[serve,rag,dev,ui-test]'
 	@touch $@
 
 # An environment of its own, without our constraints: the package wants its own torch. What it pulls

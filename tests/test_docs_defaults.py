@@ -128,6 +128,18 @@ QUOTED = [
         ("four answers at most wait", "app.audit.auditor:MOST_OUTSTANDING == 4"),
     ),
     *quoted(
+        "ui.md",
+        ("Kept for the last {} answers", "serve.ui.config:KEPT_ANSWERS"),
+        ("`weave` at {:g} %", "app.dial:FAST_RATIO * 100"),
+        (
+            "exact | `prefix` | every answer",
+            "app.dial:[p.reuse for p in DIAL][0] == 'prefix'",
+        ),
+        ("auto | `auto` | the fastest way", "app.dial:DIAL[1].reuse == 'auto'"),
+        ("fastest | `reuse` | stored", "app.dial:DIAL[3].reuse == 'reuse'"),
+        ("and three questions", "app.libraries.sample:len(sample_questions()) == 3"),
+    ),
+    *quoted(
         "planner.md",
         ("where a fifth of the requests are", "plan.returns:LIKELY_TURNS == 1 / 5"),
         ("and four such paths wait at a time", "app.auto.path_feeder:MOST == 4"),

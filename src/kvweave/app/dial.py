@@ -2,6 +2,11 @@
 
 from typing import Any, NamedTuple
 
+from kvweave.app.question import REUSES
+from kvweave.app.weave import Weave
+from kvweave.errors import ConfigError
+from kvweave.fuse.strategy import default_ratio
+
 
 class DialPosition(NamedTuple):
     """One position: what to ask for, and what it means."""
@@ -43,3 +48,23 @@ DIAL = (
         needs_chunks=True,
     ),
 )
+
+
+class OfferedWay(NamedTuple):
+    """A `reuse` that this model is ready for."""
+
+    name: str
+    ratio: float  # where none is given; 0: it takes none
+
+
+def offered_ways(weave: Weave) -> list[OfferedWay]:
+    """What people may choose from to compare, full prefill first."""
+
+    def is_ready(name: str) -> bool:
+        try:
+            weave.check_strategy(name)
+        except ConfigError:
+            return False
+        return True
+
+    return [OfferedWay(name, default_ratio(name)) for name in REUSES if is_ready(name)]

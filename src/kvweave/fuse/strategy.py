@@ -118,6 +118,11 @@ def chosen_ratio(strategy: Strategy, ratio: float | None) -> float:
     return ratio
 
 
+def default_ratio(name: str) -> float:
+    """The ratio of a strategy where none is given; 0 for one that takes none."""
+    return _SELECTORS[name][1] if name in _SELECTORS else 0.0
+
+
 def open_strategy(name: str, facts: ModelFacts) -> Strategy:
     """The strategy called `name` for a model. Raises RequestError or ConfigError, never guesses."""
     if name in _WITHOUT_SELECTOR:

@@ -34,7 +34,7 @@ from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParseLimits
+from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.parsers.apart import read_fields
 from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
@@ -55,6 +55,7 @@ from kvweave.plan.search_pace import Paces, PrefillPace, SearchPace
 from kvweave.types import Hit
 
 __all__ = [
+    "ENDINGS",
     "AllInUse",
     "Embedded",
     "FileBytes",

@@ -5,14 +5,21 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from kvweave import __version__
-from kvweave.app.dial import DIAL
-from kvweave.app.libraries.libraries import IngestProgress, IngestReport, Libraries, OnProgress
+from kvweave.app.dial import DIAL, offered_ways
+from kvweave.app.libraries.libraries import (
+    ENDINGS,
+    IngestProgress,
+    IngestReport,
+    Libraries,
+    OnProgress,
+)
 from kvweave.app.libraries.sample import NAME, sample_documents, sample_questions
+from kvweave.app.question import TOP_K
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.uploads.ingest_job import IngestJob
-from kvweave.serve.wire.info import DemoLoaded, DemoOut, DialOut, InfoOut
+from kvweave.serve.wire.info import DemoLoaded, DemoOut, DialOut, InfoOut, WayOut
 from kvweave.serve.wire.kb import report_out
 from kvweave.serve.wire.schema import TASK_ERRORS, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
@@ -34,6 +41,9 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
             conversations=has_keys and context.page.conversations is not None,
             tenant=tenant_of(request.scope),
             dial=[DialOut.model_validate(position._asdict()) for position in DIAL],
+            strategies=[WayOut(name=name, ratio=ratio) for name, ratio in offered_ways(weave)],
+            k=TOP_K,
+            formats=list(ENDINGS),
         )
 
     @routes.get("/demo")

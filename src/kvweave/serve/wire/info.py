@@ -15,6 +15,13 @@ class DialOut(Outgoing):
     needs_chunks: bool  # only with `kb` or `documents`
 
 
+class WayOut(Outgoing):
+    """A `reuse` that this model is ready for."""
+
+    name: str
+    ratio: float  # where none is given; 0: it takes none
+
+
 class InfoOut(Outgoing):
     model: str
     context: int  # tokens of prompt and answer together
@@ -25,6 +32,9 @@ class InfoOut(Outgoing):
     conversations: bool  # are kept on the server
     tenant: str  # whose key it is; "": of none
     dial: list[DialOut]
+    strategies: list[WayOut]  # what can be compared
+    k: int  # chunks in front of a question, where none is said
+    formats: list[str]  # endings of files that uploads take
 
 
 class DemoOut(Outgoing):

@@ -1,0 +1,155 @@
+// A chat that goes on while its page is not shown: messages, the answer under way, stop, retry.
+import { stream } from "./api.js";
+import { load, newId, save } from "./conversations.js";
+import { info, settings } from "./session.js";
+import { makeStore } from "./store.js";
+import { announce } from "./widgets/announce.js";
+
+const chats = new Map();
+const DRAWN_EACH_MS = 40;
+const LONGEST_TITLE = 60;
+
+/** The chat of a conversation. Its store holds { id, title, kb, messages, busy, loaded, error }. */
+export function chatOf(id) {
+  if (!chats.has(id)) chats.set(id, makeChat(id));
+  return chats.get(id);
+}
+
+export const freshChat = () => {
+  const id = newId();
+  const chat = makeChat(id);
+  chats.set(id, chat);
+  chat.store.set((was) => ({ ...was, loaded: true }));
+  return id;
+};
+
+export function dropChat(id) {
+  chats.get(id)?.stop();
+  chats.delete(id);
+}
+
+function makeChat(id) {
+  const store = makeStore({ id, title: "", kb: null, messages: [], busy: false, loaded: false,
+    error: null });
+  let control = null;
+  const change = (part) => store.set((was) => ({ ...was, ...part }));
+
+  async function open() {
+    if (store.get().loaded) return;
+    try {
+      const kept = await load(id);
+      change(kept ? { ...kept, loaded: true, error: null } : { loaded: true, error: null });
+    } catch (error) {
+      change({ error });
+    }
+  }
+
+  /** Ask `text` behind the first `at` messages; what stood behind them goes. */
+  async function ask(text, at = store.get().messages.length) {
+    if (store.get().busy) return;
+    const { kb } = settings.get();
+    const before = store.get().messages.slice(0, at);
+    const question = { role: "user", content: text };
+    const answer = { role: "assistant", content: "",
+      meta: { kb, dial: currentDial()?.name, state: "waiting" } };
+    const title = store.get().title || text.trim().replace(/\s+/g, " ").slice(0, LONGEST_TITLE);
+    change({ messages: [...before, question, answer], busy: true, title, kb, error: null });
+    control = new AbortController();
+    await listen(requestOf(id, before, text), answer);
+    control = null;
+    change({ busy: false });
+    const failed = answer.meta.state === "failed";
+    announce(failed ? `The answer failed: ${answer.meta.error}` : "The answer is complete.");
+    save(store.get()).catch((error) => change({ error }));
+  }
+
+  async function listen(body, answer) {
+    let drawn = 0;
+    const draw = (force) => {
+      if (!force && performance.now() - drawn < DRAWN_EACH_MS) return;
+      drawn = performance.now();
+      store.set((was) => ({ ...was, messages: [...was.messages.slice(0, -1),
+        { ...answer, meta: { ...answer.meta } }] }));
+    };
+    const asked = performance.now();
+    try {
+      for await (const event of stream("v1/chat/completions", { body, signal: control.signal })) {
+        answer.meta.answer = event.id;
+        const choice = event.choices[0];
+        if (choice?.delta?.content) {
+          if (answer.content === "") answer.meta.seen_ms = performance.now() - asked;
+          answer.content += choice.delta.content;
+          answer.meta.state = "streaming";
+        }
+        if (choice?.finish_reason) {
+          answer.meta.finish = choice.stopped_because ?? choice.finish_reason;
+        }
+        Object.assign(answer.meta, summary(event));
+        draw(false);
+      }
+      answer.meta.state = "done";
+    } catch (error) {
+      answer.meta.state = error.name === "AbortError" ? "stopped" : "failed";
+      if (error.name !== "AbortError") answer.meta.error = error.message;
+      if (error.status === 0) answer.meta.cut = true;
+    }
+    draw(true);
+  }
+
+  return {
+    store, open, ask,
+    stop: () => control?.abort(),
+    /** Ask the question in front of message `at` again. */
+    retry: (at) => ask(store.get().messages[at - 1].content, at - 1),
+  };
+}
+
+/** What is kept of an answer's last event. */
+function summary({ explain, sources, usage }) {
+  const kept = {};
+  if (sources) kept.sources = sources;
+  if (usage) kept.completion_tokens = usage.completion_tokens;
+  if (explain) {
+    kept.ttft_ms = explain.timeline_ms.queue + explain.timeline_ms.first_token;
+    kept.full_ms = explain.full_ms ?? null;
+    kept.tokens = explain.tokens;
+    kept.strategy = explain.strategy;
+    kept.ratio = explain.ratio;
+    kept.why = explain.why;
+  }
+  return kept;
+}
+
+export function currentDial() {
+  const dial = info.get()?.dial ?? [];
+  return dial.find((each) => each.name === settings.get().dial) ?? dial.find(
+    (each) => each.name === "auto") ?? null;
+}
+
+function requestOf(id, before, text) {
+  const { kb, k } = settings.get();
+  const body = {
+    messages: [...history(before), { role: "user", content: text }],
+    stream: true, stream_options: { include_usage: true }, explain: true,
+  };
+  const reuse = currentDial()?.reuse;
+  if (kb) {
+    body.kb = kb;
+    body.conversation_id = id;
+    if (k) body.k = k;
+    if (reuse) body.reuse = reuse;
+  } else if (reuse && !currentDial().needs_chunks) {
+    body.reuse = reuse;
+  }
+  return body;
+}
+
+/** Questions that were answered, with their answers: a failed one is no part of the conversation.
+ * */
+function history(messages) {
+  const turns = [];
+  for (let at = 0; at + 1 < messages.length; at += 2) {
+    if (messages[at + 1].content) turns.push(messages[at], messages[at + 1]);
+  }
+  return turns.map(({ role, content }) => ({ role, content }));
+}

@@ -1,0 +1,42 @@
+// Which words of one text are not in the other, by longest common subsequence.
+
+const MOST = 1200; // words of each text that are compared: the table is their product
+
+export const words = (text) => text.match(/\s+|[^\s]+/g) ?? [];
+const bare = (word) => word.toLowerCase().replace(/[^\p{L}\p{N}]/gu, "") || word;
+
+/** Pieces of `text`: { text, differs }, against `base`. */
+export function marked(text, base) {
+  const all = words(text);
+  const mine = all.filter((word) => word.trim()).slice(0, MOST).map(bare);
+  const theirs = words(base).filter((word) => word.trim()).slice(0, MOST).map(bare);
+  const kept = common(mine, theirs);
+  const pieces = [];
+  let at = 0;
+  for (const word of all) {
+    const differs = word.trim() ? at >= MOST || !kept[at++] : false;
+    const last = pieces.at(-1);
+    if (last && (last.differs === differs || (!word.trim() && !last.differs))) last.text += word;
+    else pieces.push({ text: word, differs });
+  }
+  return pieces;
+}
+
+/** For each word of `a`, whether it is in the longest common subsequence with `b`. */
+function common(a, b) {
+  const width = b.length + 1;
+  const table = new Uint16Array((a.length + 1) * width);
+  for (let i = a.length - 1; i >= 0; i--) {
+    for (let j = b.length - 1; j >= 0; j--) {
+      table[i * width + j] = a[i] === b[j] ? table[(i + 1) * width + j + 1] + 1
+        : Math.max(table[(i + 1) * width + j], table[i * width + j + 1]);
+    }
+  }
+  const kept = new Array(a.length).fill(false);
+  for (let i = 0, j = 0; i < a.length && j < b.length;) {
+    if (a[i] === b[j]) { kept[i] = true; i += 1; j += 1; }
+    else if (table[(i + 1) * width + j] >= table[i * width + j + 1]) i += 1;
+    else j += 1;
+  }
+  return kept;
+}

@@ -1,0 +1,55 @@
+// Numbers and times for people.
+
+const whole = new Intl.NumberFormat("en");
+
+export const count = (n) => (n === null || n === undefined ? "–" : whole.format(Math.round(n)));
+export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
+
+export function ms(value) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value < 1) return `${value.toFixed(2)} ms`;
+  if (value < 10) return `${value.toFixed(1)} ms`;
+  if (value < 1000) return `${Math.round(value)} ms`;
+  if (value < 10_000) return `${(value / 1000).toFixed(2)} s`;
+  if (value < 120_000) return `${(value / 1000).toFixed(1)} s`;
+  return `${Math.round(value / 60_000)} min`;
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (value >= 1024 && at < units.length - 1) { value /= 1024; at += 1; }
+  return `${at === 0 || value >= 100 ? Math.round(value) : value.toFixed(1)} ${units[at]}`;
+}
+
+export const percent = (share) => (share === null || share === undefined ? "–"
+  : `${share !== 0 && Math.abs(share) < 0.1 ? (share * 100).toFixed(1)
+    : Math.round(share * 100)} %`);
+
+export function times(factor) {
+  return factor === null || !Number.isFinite(factor) ? "–"
+    : `${factor >= 10 ? Math.round(factor) : factor.toFixed(1)}×`;
+}
+
+export function nats(value) {
+  if (value === null || value === undefined) return "–";
+  return value === 0 ? "0" : Math.abs(value) < 0.001 ? value.toExponential(1)
+    : value.toFixed(value < 0.1 ? 4 : 3);
+}
+
+const relative = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
+
+/** "5 minutes ago", of seconds since 1970. */
+export function ago(seconds, now = Date.now() / 1000) {
+  const past = seconds - now;
+  for (const [unit, size] of [["day", 86400], ["hour", 3600], ["minute", 60]]) {
+    if (Math.abs(past) >= size) return relative.format(Math.round(past / size), unit);
+  }
+  return "just now";
+}
+
+export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en",
+  { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+
+export function dataRatio(part, all) { return all > 0 ? part / all : 0; }

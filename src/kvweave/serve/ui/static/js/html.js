@@ -1,0 +1,13 @@
+// The one place that knows which framework this is.
+import { Fragment, h, render } from "../vendor/preact.js";
+import htm from "../vendor/htm.js";
+
+export { Fragment, h, render };
+export {
+  useCallback, useEffect, useErrorBoundary, useId, useLayoutEffect, useMemo, useReducer, useRef,
+    useState,
+} from "../vendor/hooks.js";
+export const html = htm.bind(h);
+
+/** Class names of what is truthy: cls("a", b && "c"). */
+export const cls = (...names) => names.filter(Boolean).join(" ");

@@ -1,0 +1,141 @@
+"""Chat: ask, stop, retry, edit, look at sources, come back later."""
+
+import re
+from pathlib import Path
+
+from playwright.sync_api import Page, expect
+
+from worlds.browsing import Visiting
+from worlds.serving import KbServer
+
+DONE = '.message.answer[data-state="done"]'
+
+
+def ask(page: Page, question: str) -> None:
+    page.get_by_label("Your question").fill(question)
+    page.get_by_role("button", name="Ask", exact=True).click()
+
+
+def test_upload_ask_and_open_details(visit: Visiting, empty: KbServer, tmp_path: Path) -> None:
+    file = tmp_path / "draining.md"
+    file.write_text("# Draining\n\nTo drain a node, cordon it first. Then evict its pods.\n")
+    with visit(empty.url) as v:
+        page = v.go("documents/handbook")
+        page.locator("input[type=file]").set_input_files(file)
+        expect(page.get_by_text("1 document added")).to_be_visible()
+        page.get_by_role("link", name="Chat", exact=True).click()
+        expect(page.get_by_label("Knowledge base")).to_have_value("handbook")
+        ask(page, "how do I drain a node?")
+        answer = page.locator(DONE)
+        expect(answer).to_be_visible()
+        expect(answer.locator(".timing")).to_contain_text("to the first token")
+        expect(answer.locator(".source")).to_have_count(1)
+        answer.get_by_role("link", name="Details").click()
+        expect(page.get_by_role("heading", name="how do I drain a node?")).to_be_visible()
+        expect(page.locator(".tokens")).to_contain_text("cordon")
+        expect(page.locator(".passage")).to_have_count(1)
+
+
+def test_a_source_opens_its_passage(visit: Visiting, tiny: KbServer, notes: str) -> None:
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.get_by_label("Knowledge base").select_option(notes)
+        ask(page, "what does a quota limit?")
+        source = page.locator(".source").first
+        expect(source).to_be_visible()
+        source.click()
+        panel = page.get_by_role("complementary", name="Passage")
+        expect(panel.locator(".chunk-text")).to_contain_text(re.compile("node|namespace"))
+        page.keyboard.press("Escape")
+        expect(panel).to_be_hidden()
+        expect(source).to_be_focused()
+
+
+def test_edit_and_retry_ask_again_in_place(visit: Visiting, tiny: KbServer, notes: str) -> None:
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.get_by_label("Knowledge base").select_option(notes)
+        ask(page, "what is a taint?")
+        expect(page.locator(DONE)).to_have_count(1)
+        page.get_by_role("button", name="Retry").click()
+        expect(page.locator(DONE)).to_have_count(1)
+        page.locator(".message.user").hover()
+        page.get_by_role("button", name="Edit").click()
+        page.get_by_label("Edit your question").fill("what is a quota?")
+        page.get_by_role("button", name="Ask again").click()
+        expect(page.locator(".message.user .bubble")).to_have_text("what is a quota?")
+        expect(page.locator(DONE)).to_have_count(1)
+        ask(page, "and a taint?")
+        expect(page.locator(DONE)).to_have_count(2)
+
+
+def test_an_answer_stops_when_it_is_told_to(visit: Visiting, tiny: KbServer) -> None:
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.get_by_label("Knowledge base").select_option("")
+        # a stream that never ends by itself: the tiny model may be done before a click arrives
+        page.evaluate(
+            """() => {
+              const real = fetch;
+              const word = { id: "x", choices: [{ delta: { content: "word " } }] };
+              const event = new TextEncoder().encode(`data: ${JSON.stringify(word)}\\n\\n`);
+              const endless = (signal) => new ReadableStream({ start(pen) {
+                const timer = setInterval(() => pen.enqueue(event), 50);
+                signal.addEventListener("abort", () => {
+                  clearInterval(timer);
+                  pen.error(new DOMException("stopped", "AbortError"));
+                });
+              } });
+              window.fetch = (path, options) => (String(path).includes("chat/completions")
+                ? Promise.resolve(new Response(endless(options.signal)))
+                : real(path, options));
+            }"""
+        )
+        ask(page, "go on and on")
+        expect(page.locator(".message.answer")).to_contain_text("word word")
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_text("Stopped.")).to_be_visible()
+        expect(page.get_by_role("button", name="Ask", exact=True)).to_be_visible()
+
+
+def test_a_conversation_is_there_after_a_reload_and_goes_when_deleted(
+    visit: Visiting, tiny: KbServer, notes: str
+) -> None:
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.get_by_label("Knowledge base").select_option(notes)
+        ask(page, "what keeps pods from a node?")
+        expect(page.locator(DONE)).to_be_visible()
+        said = page.locator(f"{DONE} .md").inner_text()
+        page.reload()
+        expect(page.locator(f"{DONE} .md")).to_have_text(said)
+        page.get_by_role("link", name="New", exact=True).click()
+        expect(page.locator(".message")).to_have_count(0)
+        page.get_by_role("link", name="what keeps pods from a node?").click()
+        expect(page.locator(DONE)).to_have_count(1)
+        page.get_by_role("button", name="Delete the conversation").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        expect(page.get_by_text("What you ask is listed here.")).to_be_visible()
+        page.reload()
+        expect(page.locator(".message")).to_have_count(0)
+
+
+def test_the_dial_says_what_it_trades_and_is_sent(
+    visit: Visiting, tiny: KbServer, notes: str
+) -> None:
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.get_by_label("Knowledge base").select_option(notes)
+        expect(page.get_by_role("radio", name="auto")).to_be_checked()
+        words = page.locator(".dial-words").inner_text()
+        page.get_by_role("radio", name="auto").focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("radio", name="fastest")).to_be_checked()
+        expect(page.locator(".dial-words")).not_to_have_text(words)
+        with page.expect_request("**/chat/completions") as sent:
+            ask(page, "what is a quota?")
+        body = sent.value.post_data_json
+        assert body["reuse"] not in (None, "auto")
+        assert (body["kb"], body["explain"]) == (notes, True)
+        expect(page.locator(DONE)).to_be_visible()
