@@ -55,6 +55,33 @@ class PlainOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """Where chunks stand in a prompt of token ids, and how their KV may be reused: what a gateway
+    sends with it (docs/gateway.md). Raises RequestError if it cannot be meant."""
+
+    chunks: tuple[tuple[int, int], ...] = ()  # half-open spans, in order
+    reuse: str | None = None  # as in `Question`, and the next two
+    ratio: float | None = None
+    bound: float | None = None
+    salt: str = ""  # of the gateway's tenant: tenants share no KV
+    question: tuple[int, int] | None = None  # what the user wrote; None: all behind the chunks
+
+    def __post_init__(self) -> None:
+        at = 0
+        for start, end in self.chunks:
+            if not at <= start < end:
+                raise RequestError(
+                    f"chunk [{start}, {end}) is empty or begins before {at}; give half-open spans "
+                    "of tokens in order"
+                )
+            at = end
+
+    def tenant_of(self, tenant: str) -> str:
+        """Whose KV it is, of a server's own `tenant` and the gateway's."""
+        return f"{tenant}/{self.salt}" if self.salt else tenant  # no tenant's name has a slash
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One question. Raises RequestError if it cannot be meant."""
 

@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "config": "kvweave.cli.config",
     "demo": "kvweave.cli.demo",
     "docs": "kvweave.cli.docs",
+    "gateway": "kvweave.cli.gateway",
     "ingest": "kvweave.cli.ingest",
     "measure": "kvweave.cli.measure",
     "models": "kvweave.cli.models",

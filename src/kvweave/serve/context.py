@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
 from kvweave.serve.observe.prometheus import ServerMetrics, StateCollector
 from kvweave.serve.observe.spans import AnswerSpans, find_tracer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Context:
     """Owns the threads of one server: `close` it on the event loop. `make_context` makes it."""
 
-    weave: Weave
+    weave: ModelHost
     libraries: Libraries
     limits: Limits
     answers: AnswerPool
@@ -46,7 +46,7 @@ class Context:
 
 
 def make_context(
-    weave: Weave,
+    weave: ModelHost,
     limits: Limits | None = None,
     *,
     libraries: Libraries | None = None,
@@ -61,7 +61,7 @@ def make_context(
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
     answers = AnswerPool(limits, metrics)
-    metrics.watch(StateCollector(answers.counts, libraries, weave.engine.stats))
+    metrics.watch(StateCollector(answers.counts, libraries, weave.samples))
     tasks, writing = TaskPool(limits, "searches or embeddings"), TaskPool(limits, "uploads")
     return Context(
         weave, libraries, limits, answers, tasks, writing, metrics, tracer, sampling or {}

@@ -16,7 +16,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvweave.app.libraries.libraries import AllInUse, NoSuchKnowledgeBase
-from kvweave.errors import EngineClosed, KVWeaveError, RequestError
+from kvweave.errors import (
+    EngineClosed,
+    KVWeaveError,
+    RequestError,
+    UpstreamError,
+    UpstreamRefusal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +80,10 @@ def as_api_error(error: Exception) -> ApiError:
         return busy(str(error))
     if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may
         return ApiError(503, str(error), headers={"Retry-After": "5"})
+    if isinstance(error, UpstreamError):  # likewise
+        return ApiError(503, str(error), headers={"Retry-After": "1"})
+    if isinstance(error, UpstreamRefusal):
+        return ApiError(error.status, str(error), param=error.param, code=error.code)
     log.error("a request failed", exc_info=error)
     if isinstance(error, KVWeaveError):
         return ApiError(500, str(error))

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
+from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.weave import Weave
 from kvweave.errors import EngineClosed
 from kvweave.serve.auth import Keys
 from kvweave.serve.context import make_context
@@ -49,11 +49,11 @@ class ServerLifecycle:
 
 
 class Server(uvicorn.Server):
-    """Serves one Weave. `run([listener])` blocks until a signal or `stop`."""
+    """Serves one host of a model. `run([listener])` blocks until a signal or `stop`."""
 
     def __init__(
         self,
-        weave: Weave,
+        weave: ModelHost,
         *,
         limits: Limits | None = None,
         libraries: Libraries | None = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvweave.app.audit.figures import AuditNote
-from kvweave.app.notes import AnswerNotes
+from kvweave.app.notes import AnswerNotes, UpstreamNote
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
@@ -50,6 +50,7 @@ class Answer:
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
     audit: AuditNote | None = None  # of a fused answer; None unless its strategy is audited
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
+    upstream: UpstreamNote | None = None  # what a gateway knows of it; None: computed here
 
 
 class Tokens(Protocol):
@@ -113,6 +114,9 @@ class AnswerStream:
     def when_closed(self, call: Callable[[], None]) -> None:
         """`call` once this is closed: it needs something that stays until then."""
         self._on_close = call
+
+    def take_whole(self) -> None:
+        """Nobody reads the pieces. They are made as ever: this engine does not begin again."""
 
     def abort(self) -> None:
         """Stop computing, from any thread. The one that iterates sees the end; `answer` stays

@@ -4,16 +4,24 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvweave.app.weave import Sampling, Weave
+from kvweave.app.hosts import ModelHost
+from kvweave.app.question import AUTO, KVTransfer
+from kvweave.app.weave import Answer, Sampling
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.wire.base import MOST_STOPS, SamplingFields
+from kvweave.serve.wire.base import (
+    MOST_STOPS,
+    KVTransferOut,
+    SamplingFields,
+    TransferOut,
+)
 
+TRANSFER_VERSION = 1  # of `kv_transfer_params`
 # fields of `Sampling` that a request may leave to the configuration and the model
 DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
 
 
-def check_model(request: SamplingFields, weave: Weave) -> None:
+def check_model(request: SamplingFields, weave: ModelHost) -> None:
     """Raise a 404 unless the request is for the model that is served."""
     if request.model not in (None, weave.model_name):
         raise ApiError(
@@ -35,6 +43,42 @@ def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
             raise ApiError(400, message, param=name)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "'stream_options' needs 'stream': true", param="stream_options")
+
+
+def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
+    """What a gateway says of the prompt, if it does. Raises ApiError or RequestError."""
+    if request.kv_transfer_params is None:
+        return None
+    field = "kv_transfer_params"
+    if not context.weave.takes_transfer:
+        message = f"'{field}' is for engines; this is a gateway"
+        raise ApiError(400, message, param=field)
+    sent = request.kv_transfer_params.kvweave
+    if sent.version != TRANSFER_VERSION:
+        message = f"'{field}.kvweave.version' must be {TRANSFER_VERSION}, got {sent.version}"
+        raise ApiError(400, message, param=field)
+    if sent.ids is not None and len(sent.ids) != len(sent.chunks):
+        raise ApiError(400, f"'{field}.kvweave.ids' must be one for each chunk", param=field)
+    return KVTransfer(
+        chunks=tuple((start, end) for start, end in sent.chunks),
+        reuse=None if sent.strategy == AUTO else sent.strategy,
+        ratio=sent.ratio,
+        bound=sent.bound,
+        salt=sent.salt,
+        question=None if sent.question is None else (sent.question[0], sent.question[1]),
+    )
+
+
+def transfer_out(answer: Answer) -> KVTransferOut:
+    """What was done for a prompt that a gateway sent."""
+    record = answer.explain
+    if record is None:
+        counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
+        return KVTransferOut(kvweave=TransferOut(strategy="full", ratio=0.0, **counts))
+    told = TransferOut(
+        strategy=record.strategy, ratio=record.ratio, why=record.why, **record.counts
+    )
+    return KVTransferOut(kvweave=told)
 
 
 def samplings(

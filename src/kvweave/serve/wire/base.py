@@ -62,6 +62,28 @@ def _listed(stop: Any) -> Any:
 Stops = Annotated[list[Text], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 
 
+TokenSpan = Annotated[list[int], Field(min_length=2, max_length=2)]  # [start, end)
+
+
+class SpansIn(Incoming):
+    """What a kvweave gateway says of a prompt; docs/gateway.md."""
+
+    version: int = 1
+    chunks: list[TokenSpan] = Field(default_factory=list)  # half-open, in order
+    ids: list[Text] | None = None  # of the chunks; their tokens decide
+    strategy: Text = "auto"
+    ratio: float | None = None
+    bound: float | None = None
+    salt: Text = ""
+    question: TokenSpan | None = None
+
+
+class KVTransferIn(Incoming):
+    """Other connectors' parts are refused by name, as every field that has no effect here."""
+
+    kvweave: SpansIn
+
+
 class StreamOptions(Incoming):
     include_usage: bool = False
 
@@ -85,6 +107,7 @@ class SamplingFields(Incoming):
     # Only the value that asks for nothing is accepted:
     presence_penalty: Annotated[float, schema_only(const=0)] = 0.0
     frequency_penalty: Annotated[float, schema_only(const=0)] = 0.0
+    kv_transfer_params: KVTransferIn | None = None  # extension; of a gateway
     # The caller's own bookkeeping; it has no bearing on the answer.
     user: Text | None = None
 
@@ -97,6 +120,23 @@ class Outgoing(BaseModel):
     """Part of a reply."""
 
     model_config = ConfigDict(frozen=True)
+
+
+class TransferOut(Outgoing):
+    """Tokens of a prompt by fate, for the gateway that sent it."""
+
+    version: int = 1
+    strategy: str
+    ratio: float
+    exact: int
+    reused: int
+    recomputed: int
+    computed: int
+    why: str | None = None
+
+
+class KVTransferOut(Outgoing):
+    kvweave: TransferOut
 
 
 class Usage(Outgoing):

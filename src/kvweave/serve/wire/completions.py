@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvweave.serve.wire.base import Outgoing, SamplingFields, Text, Usage
+from kvweave.serve.wire.base import KVTransferOut, Outgoing, SamplingFields, Text, Usage
 
 Ids = list[int]
 
@@ -67,3 +67,4 @@ class CompletionReply(Outgoing):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: KVTransferOut | None = None  # extension; where the request had them

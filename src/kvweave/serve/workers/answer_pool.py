@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import NamedTuple, Protocol
 
-from kvweave.app.weave import Answer, AnswerStream
+from kvweave.app.hosts import PieceStream
+from kvweave.app.weave import Answer
 from kvweave.serve.errors import ApiError, busy
 from kvweave.serve.limits import Limits
 from kvweave.serve.workers.mailbox import Mailbox
@@ -21,7 +22,7 @@ from kvweave.serve.workers.mailbox import Mailbox
 log = logging.getLogger(__name__)
 
 # On a worker thread. May block and raise: it retrieves, tokenises, checks the prompt.
-Start = Callable[[], AnswerStream]
+Start = Callable[[], PieceStream]
 
 
 class PoolCounts(NamedTuple):
@@ -48,14 +49,16 @@ class AnswerMeter(Protocol):
 class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
-    def __init__(self, start: Start, meter: AnswerMeter) -> None:
+    def __init__(self, start: Start, meter: AnswerMeter, *, piecewise: bool = True) -> None:
+        """`piecewise`: someone reads the pieces as they come, not the whole answer alone."""
         self.mailbox = Mailbox()
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
+        self._piecewise = piecewise
         self._meter = meter
         self._admitted_s = time.perf_counter()
         self._abandoned = threading.Event()
-        self._answering: AnswerStream | None = None  # once it began
+        self._answering: PieceStream | None = None  # once it began
         self._future: Future[str] | None = None
 
     def submit(self, workers: ThreadPoolExecutor) -> "Future[str]":
@@ -98,6 +101,8 @@ class AnswerJob:
     def _compute(self) -> Answer | None:
         self._answering = answering = self._start()
         try:
+            if not self._piecewise:
+                answering.take_whole()
             self.mailbox.open()
             pieces, last_s = iter(answering), None
             while not self._abandoned.is_set() and (piece := next(pieces, None)):
@@ -124,10 +129,11 @@ class AnswerPool:
         self._jobs: set[AnswerJob] = set()
         self._ended = {"finished": 0, "failed": 0, "abandoned": 0}
 
-    def submit(self, starts: Sequence[Start]) -> list[AnswerJob]:
-        """Admit all answers of a request, or raise a 429 that says when to try again."""
+    def submit(self, starts: Sequence[Start], *, piecewise: bool = True) -> list[AnswerJob]:
+        """Admit all answers of a request, or raise a 429 that says when to try again. `piecewise`:
+        see `AnswerJob`."""
         most = self._limits.running + self._limits.waiting
-        jobs = [AnswerJob(start, self._meter) for start in starts]
+        jobs = [AnswerJob(start, self._meter, piecewise=piecewise) for start in starts]
         with self._lock:
             if len(self._jobs) + len(jobs) > most:
                 raise busy(f"{len(self._jobs)} answers of at most {most} are running or waiting")
