@@ -20,7 +20,7 @@ from kvweave.gateway.cards import UpstreamCard, read_card
 from kvweave.gateway.config import GatewayConfig
 from kvweave.gateway.connections import Exchange, UpstreamFailed
 from kvweave.gateway.mirror import MirrorMatch, PromptPart, path_keys
-from kvweave.gateway.replica import Health, Replica
+from kvweave.gateway.replica import ReplicaHealth, Replica
 from kvweave.gateway.retry_budget import RetryBudget
 from kvweave.metrics import Metrics, Sample
 
@@ -204,9 +204,9 @@ class Fleet:
             if card is None:  # its first word, or it was away and may have come back as another
                 card = read_card(replica.connections, self.cfg.connector, self.cfg.health_s)
             status, _ = replica.connections.get(card.health_path, self.cfg.health_s)
-            seen = Health.UP if status < 400 else Health.DRAINING
+            seen = ReplicaHealth.UP if status < 400 else ReplicaHealth.DRAINING
         except UpstreamFailed:
-            seen = Health.DOWN
+            seen = ReplicaHealth.DOWN
         self._saw(replica, card, seen)
 
     def card(self) -> UpstreamCard | None:
@@ -224,7 +224,7 @@ class Fleet:
         with self._changed:
             for replica in self._replicas:
                 name = replica.name
-                self.metrics.gauge("upstream_up", replica.health is Health.UP, upstream=name)
+                self.metrics.gauge("upstream_up", replica.health is ReplicaHealth.UP, upstream=name)
                 self.metrics.gauge("upstream_resting", replica.breaker.is_open, upstream=name)
                 self.metrics.gauge("upstream_in_flight", replica.load, upstream=name)
                 self.metrics.gauge(
@@ -293,16 +293,16 @@ class Fleet:
         self.metrics.count("upstream_matched_tokens_total", match.exact, kind="exact")
         self.metrics.count("upstream_matched_tokens_total", match.chunks, kind="chunk")
 
-    def _saw(self, replica: Replica, card: UpstreamCard | None, seen: Health) -> None:
+    def _saw(self, replica: Replica, card: UpstreamCard | None, seen: ReplicaHealth) -> None:
         """Take in what a look found."""
         cut: list[Exchange] = []
         with self._changed:
             was = replica.health
-            replica.silent_looks = replica.silent_looks + 1 if seen is Health.DOWN else 0
-            if seen is Health.DOWN and was is Health.UP and replica.silent_looks < MOST_SILENT:
+            replica.silent_looks = replica.silent_looks + 1 if seen is ReplicaHealth.DOWN else 0
+            if seen is ReplicaHealth.DOWN and was is ReplicaHealth.UP and replica.silent_looks < MOST_SILENT:
                 return  # once is a hiccup
             replica.health, replica.card = seen, card
-            if seen is Health.DOWN:
+            if seen is ReplicaHealth.DOWN:
                 # whatever comes back is asked anew what it is, and holds nothing
                 replica.card = None
                 replica.mirror.forget()
@@ -310,7 +310,7 @@ class Fleet:
             self._changed.notify_all()
         if seen is not was:
             self.metrics.count("upstream_changes_total", upstream=replica.name, to=str(seen))
-        if seen is Health.DOWN:
+        if seen is ReplicaHealth.DOWN:
             replica.connections.drop_idle()
         for exchange in cut:  # they would wait for it for long; others can answer them
             exchange.cut()

@@ -9,7 +9,7 @@ from kvweave.gateway.mirror import Mirror
 from kvweave.kv.breaker import Breaker
 
 
-class Health(StrEnum):
+class ReplicaHealth(StrEnum):
     """By the last look."""
 
     UNKNOWN = "unknown"  # not seen yet
@@ -33,7 +33,7 @@ class Replica:
         )
         self.mirror = Mirror(cfg.mirror_tokens)
         self.card: UpstreamCard | None = None
-        self.health = Health.UNKNOWN
+        self.health = ReplicaHealth.UNKNOWN
         self.silent_looks = 0  # in a row
         self.load = 0  # requests that it has now
         self.prefills = 0  # of these, without a first token yet
@@ -42,4 +42,4 @@ class Replica:
     @property
     def is_open(self) -> bool:
         """Takes requests, as far as is known. A breaker whose rest is over lets one through."""
-        return self.card is not None and self.health is Health.UP and not self.breaker.is_open
+        return self.card is not None and self.health is ReplicaHealth.UP and not self.breaker.is_open

@@ -15,10 +15,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvweave.metrics import Sample
 from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from kvweave.serve.observe.logs import HumanLines, JsonLines
-from kvweave.metrics import Sample
 from kvweave.serve.observe.prometheus import families_of
 from kvweave.serve.server import Server, ServerLifecycle
 from worlds.serving import (
