@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from kvweave.app.question import KVTransfer
-from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
 from kvweave.gateway.bodies import UpstreamRequest, body_of
@@ -40,9 +39,9 @@ def test_spans_name_the_chunks_in_the_history_and_behind_it(tokenizer: Tokenizer
     assert ids == expected.token_ids
     old, new = words.history[0].chunks[0], words.chunks[0]
     assert [tuple(ids[start:end]) for start, end in prompt.chunks] == [old, new]
-    assert list(prompt.chunk_ids) == [make_chunk_id(old), make_chunk_id(new)]
-    assert prompt.question is not None
-    start, end = prompt.question
+    assert tuple(ids[: prompt.preamble]) == expected.preamble
+    assert prompt.asked is not None
+    start, end = prompt.asked
     assert tokenizer.decode(ids[start:end]).strip() == "And how?"
     assert sum(part.num_tokens for part in prompt.routed.parts) == len(ids)
 
@@ -50,14 +49,8 @@ def test_spans_name_the_chunks_in_the_history_and_behind_it(tokenizer: Tokenizer
 def test_an_engine_reads_the_spans_as_the_prompt_was_laid_out(tokenizer: Tokenizer) -> None:
     prompt, words = made(tokenizer)
     expected = lay_out(tokenizer, words.question, words.chunks, words.system, words.history)
-    read = spanned_prompt(prompt.content["prompt"], prompt.chunks, prompt.question)
-    assert read.token_ids == expected.token_ids
-    assert (read.preamble, read.chunks, read.question) == (
-        (*expected.preamble, *expected.history[0])[: prompt.chunks[0][0]],
-        expected.chunks,
-        expected.question,
-    )
-    assert read.asked == expected.asked
+    read = spanned_prompt(prompt.content["prompt"], prompt.chunks, prompt.preamble, prompt.asked)
+    assert read == expected
 
 
 @pytest.mark.parametrize("spans", [[(3, 2)], [(2, 5), (4, 6)], [(5, 6), (1, 2)], [(2, 2)]])
@@ -68,13 +61,13 @@ def test_spans_that_cannot_be_are_refused(spans: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("spans", [[(0, 3)], [(3, 10)], [(3, 12)]])
 def test_a_prompt_has_tokens_around_its_chunks(spans: list[tuple[int, int]]) -> None:
-    with pytest.raises(RequestError, match="in front of them and behind them"):
+    with pytest.raises(RequestError, match="in front of them and a question behind"):
         spanned_prompt(list(range(10)), spans)
 
 
 def test_a_question_stands_behind_the_chunks() -> None:
     with pytest.raises(RequestError, match="does not stand behind"):
-        spanned_prompt(list(range(10)), [(2, 5)], (4, 8))
+        spanned_prompt(list(range(10)), [(2, 5)], asked=(4, 8))
 
 
 def test_what_an_engine_with_the_connector_is_told(tokenizer: Tokenizer) -> None:
@@ -83,8 +76,8 @@ def test_what_an_engine_with_the_connector_is_told(tokenizer: Tokenizer) -> None
     body = body_of(request, VLLM)
     told = body["kv_transfer_params"]["kvweave"]
     assert told["chunks"] == [list(span) for span in prompt.chunks]
-    assert (told["strategy"], told["ratio"], told["salt"]) == ("weave", 0.15, "acme")
-    assert "bound" not in told
+    assert (told["reuse"], told["ratio"], told["tenant"]) == ("weave", 0.15, "acme")
+    assert set(told) == {"chunks", "preamble", "reuse", "ratio", "asked", "tenant"}
     assert len(body["cache_salt"]) == 64, "exact blocks are the tenant's own as well"
     assert (body["max_tokens"], body["stream"]) == (5, True)
     assert body_of(request.prefill_only(), VLLM)["max_tokens"] == 1

@@ -40,7 +40,7 @@ class UpstreamNote:
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     retrieve_ms: float = 0.0
     ordered_by: str = "given"  # what the chunks were moved for
-    # what the upstream says it did: strategy, ratio, exact, reused, recomputed, computed, why
+    # what the upstream says it did: way, strategy, exact, reused, recomputed, computed, why, …
     told: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:

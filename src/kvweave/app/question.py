@@ -60,11 +60,12 @@ class KVTransfer:
     sends with it (docs/gateway.md). Raises RequestError if it cannot be meant."""
 
     chunks: tuple[tuple[int, int], ...] = ()  # half-open spans, in order
+    preamble: int | None = None  # tokens in front of everything; None: in front of the chunks
     reuse: str | None = None  # as in `Question`, and the next two
     ratio: float | None = None
     bound: float | None = None
-    salt: str = ""  # of the gateway's tenant: tenants share no KV
-    question: tuple[int, int] | None = None  # what the user wrote; None: all behind the chunks
+    asked: tuple[int, int] | None = None  # what the user wrote; None: all behind the chunks
+    tenant: str = ""  # of the gateway: tenants share no KV
 
     def __post_init__(self) -> None:
         at = 0
@@ -78,7 +79,7 @@ class KVTransfer:
 
     def tenant_of(self, tenant: str) -> str:
         """Whose KV it is, of a server's own `tenant` and the gateway's."""
-        return f"{tenant}/{self.salt}" if self.salt else tenant  # no tenant's name has a slash
+        return f"{tenant}/{self.tenant}" if self.tenant else tenant  # no tenant's name has a slash
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,7 +345,7 @@ class Weave:
         if transfer is not None and transfer.chunks:
             if isinstance(prompt, str):
                 raise RequestError("spans of chunks are spans of token ids; send the prompt as ids")
-            parts = spanned_prompt(ids, transfer.chunks, transfer.question)
+            parts = spanned_prompt(ids, transfer.chunks, transfer.preamble, transfer.asked)
             return self._answerer.spanned(parts, transfer, options, called_s)
         return self._answerer.plain(plain_prompt(ids), options, called_s)
 

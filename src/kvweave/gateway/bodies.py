@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvweave.engine.sampling import Sampling
-from kvweave.gateway.cards import TRANSFER_VERSION, UpstreamCard, UpstreamKind
+from kvweave.gateway.cards import UpstreamCard, UpstreamKind
 from kvweave.gateway.prompts import CHAT, UpstreamPrompt
 
 
@@ -66,20 +66,21 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
 
 def _transfer(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any] | None:
     """What `kv_transfer_params` say; None: there is nothing to say."""
-    prompt = request.prompt
-    transfer: dict[str, Any] = {"version": TRANSFER_VERSION, "chunks": []}
-    if request.tenant:
-        transfer["salt"] = request.tenant
+    prompt, is_ours = request.prompt, card.kind is UpstreamKind.KVWEAVE
+    transfer: dict[str, Any] = {}
     # "full" computes everything: an engine without a word on chunks does
     if prompt.chunks and request.reuse != "full":
         transfer["chunks"] = [list(span) for span in prompt.chunks]
-        transfer["ids"] = list(prompt.chunk_ids)
-        transfer["strategy"] = request.reuse or "auto"
+        transfer["preamble"] = prompt.preamble
+        if request.reuse is not None:
+            transfer["reuse"] = request.reuse
         if request.ratio is not None:
             transfer["ratio"] = request.ratio
-        if request.bound is not None and transfer["strategy"] == "auto":
+        if request.bound is not None and request.reuse is None and is_ours:
             transfer["bound"] = request.bound
-        if prompt.question is not None:
-            transfer["question"] = list(prompt.question)
-    says_all = card.kind is UpstreamKind.KVWEAVE and prompt.path != CHAT  # its reply tells more
-    return transfer if request.tenant or transfer["chunks"] or says_all else None
+        if prompt.asked is not None:
+            transfer["asked"] = list(prompt.asked)
+    if request.tenant and (transfer or is_ours):
+        transfer["tenant"] = request.tenant
+    says_more = is_ours and prompt.path != CHAT  # its reply tells what it computed
+    return transfer if transfer or says_more else None

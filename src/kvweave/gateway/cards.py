@@ -7,7 +7,6 @@ from typing import Any, Literal
 from kvweave.gateway.connections import Connections, UpstreamFailed
 
 PROBE_S = 30.0  # one token of an engine that may be busy
-TRANSFER_VERSION = 1  # of kv_transfer_params
 
 
 class UpstreamKind(StrEnum):
@@ -64,7 +63,7 @@ def read_card(
     most = first.get("max_model_len") or (first.get("meta") or {}).get("n_ctx_train")
     card = UpstreamCard(kind, model, most if isinstance(most, int) else None)
     if kind is UpstreamKind.KVWEAVE:
-        fuses = first.get("kv_transfer") == TRANSFER_VERSION
+        fuses = first.get("kv_transfer") is True
     elif kind is UpstreamKind.VLLM and connector != "off":
         fuses = connector == "on" or _answers_probe(connections, model)
     else:
@@ -83,10 +82,10 @@ def _answers_probe(connections: Connections, model: str) -> bool:
         "prompt": [1],
         "max_tokens": 1,
         "temperature": 0,
-        "kv_transfer_params": {"kvweave": {"version": TRANSFER_VERSION, "chunks": []}},
+        "kv_transfer_params": {"kvweave": {"chunks": []}},  # refused there, in so many words
     }
     status, reply = connections.post("/v1/completions", probe, PROBE_S)
     if status != 200 or not isinstance(reply, dict):
         return False
-    told = (reply.get("kv_transfer_params") or {}).get("kvweave") or {}
-    return bool(told.get("version") == TRANSFER_VERSION)
+    told = (reply.get("kv_transfer_params") or {}).get("kvweave")
+    return isinstance(told, dict) and "way" in told

@@ -34,8 +34,8 @@ class UpstreamPrompt:
     routed: RoutedPrompt
     num_tokens: int  # a guess where the tokenizer is not here; the upstream counts
     chunks: tuple[tuple[int, int], ...] = ()  # half-open spans of token ids
-    chunk_ids: tuple[str, ...] = ()  # one for each
-    question: tuple[int, int] | None = None  # what the user wrote
+    preamble: int = 0  # tokens of it
+    asked: tuple[int, int] | None = None  # what the user wrote
 
 
 class PromptWords(NamedTuple):
@@ -71,7 +71,7 @@ class TokenPrompts:
     def make(self, words: PromptWords, text_of: TextOf) -> UpstreamPrompt:
         prompt = lay_out(self._tokenizer, words.question, words.chunks, words.system, words.history)
         said = {chunk for message in words.history for chunk in message.chunks}
-        parts, spans, ids = _parts(prompt, said)
+        parts, spans = _parts(prompt, said)
         token_ids = prompt.token_ids
         start = len(token_ids) - len(prompt.question)
         return UpstreamPrompt(
@@ -80,7 +80,7 @@ class TokenPrompts:
             RoutedPrompt(tuple(parts), words.salt),
             len(token_ids),
             tuple(spans),
-            tuple(ids),
+            len(prompt.preamble),
             (start + prompt.asked[0], start + prompt.asked[1]),
         )
 
@@ -152,9 +152,9 @@ def _chunk_part(chunk: ChunkIds) -> PromptPart:
 
 def _parts(
     prompt: Prompt, said: set[ChunkIds]
-) -> tuple[list[PromptPart], list[tuple[int, int]], list[str]]:
-    """Parts for routing, spans and ids of the chunks. `said`: chunks of the history."""
-    parts, spans, ids = [], [], []
+) -> tuple[list[PromptPart], list[tuple[int, int]]]:
+    """Parts for routing, and spans of the chunks. `said`: chunks of the history."""
+    parts, spans = [], []
     at = 0
     pieces = [(prompt.preamble, False)]
     pieces += [(part, part in said) for part in prompt.history]
@@ -163,10 +163,8 @@ def _parts(
     for piece, is_chunk in pieces:
         if not piece:
             continue
-        name = make_chunk_id(piece)
-        parts.append(PromptPart(name.encode(), len(piece), is_chunk))
+        parts.append(PromptPart(make_chunk_id(piece).encode(), len(piece), is_chunk))
         if is_chunk:
             spans.append((at, at + len(piece)))
-            ids.append(str(name))
         at += len(piece)
-    return parts, spans, ids
+    return parts, spans

@@ -24,7 +24,7 @@ def spanned(weave: Weave, seed: int) -> tuple[list[int], dict[str, Any]]:
     for chunk in prompt.chunks:
         spans.append([at, at + len(chunk)])
         at += len(chunk)
-    return prompt.token_ids, {"version": 1, "chunks": spans}
+    return prompt.token_ids, {"chunks": spans}
 
 
 def test_chunks_of_a_gateway_are_found_again_in_any_order(url: str, weave: Weave) -> None:
@@ -47,8 +47,7 @@ def test_a_named_strategy_reuses_chunks_that_came_before(url: str, weave: Weave)
     moved = {
         **transfer,
         "chunks": [[a, a + d - c], [a + d - c, d]],
-        "strategy": "reuse",
-        "salt": "",
+        "reuse": "reuse",
     }
     for _ in range(100):
         told = complete(url, prompt=swapped, kv_transfer_params={"kvweave": moved}).json()
@@ -57,7 +56,7 @@ def test_a_named_strategy_reuses_chunks_that_came_before(url: str, weave: Weave)
             break
     assert told["strategy"] == "reuse"
     assert told["reused"] > 0
-    salted = {"kvweave": {**moved, "salt": "another"}}
+    salted = {"kvweave": {**moved, "tenant": "another"}}
     other = complete(url, prompt=swapped, kv_transfer_params=salted).json()
     other = other["kv_transfer_params"]["kvweave"]
     assert (other["exact"], other["reused"]) == (0, 0), "tenants of a gateway share nothing"
@@ -69,7 +68,7 @@ def test_a_stream_tells_it_at_its_end(url: str, weave: Weave) -> None:
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
         lines = [line for line in reply.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
-    assert '"kv_transfer_params":{"kvweave":{"version":1' in lines[-2]
+    assert '"kv_transfer_params":{"kvweave":{"way":"exact"' in lines[-2]
 
 
 @pytest.mark.parametrize(
@@ -77,9 +76,9 @@ def test_a_stream_tells_it_at_its_end(url: str, weave: Weave) -> None:
     [
         ({"chunks": [[5, 3]]}, "half-open"),
         ({"chunks": [[0, 3]]}, "in front of them"),
-        ({"chunks": [[1, 2]], "strategy": "magic"}, "unknown"),
-        ({"version": 2}, "version"),
-        ({"chunks": [[1, 2]], "ids": []}, "one for each chunk"),
+        ({"chunks": [[1, 2]], "reuse": "magic"}, "unknown"),
+        ({"chunks": [[2, 3]], "preamble": 3}, "in front of them"),
+        ({"chunks": [[1, 2]], "asked": [1, 3]}, "does not stand behind"),
         ({"chunks": [[1, 2, 3]]}, "chunks.0"),
         ({"colour": "red"}, "not supported"),
     ],
@@ -101,4 +100,4 @@ def test_spans_need_token_ids_and_no_chat(url: str) -> None:
 
 def test_the_card_of_a_server_says_that_it_takes_them(url: str) -> None:
     (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
-    assert card["kv_transfer"] == 1
+    assert card["kv_transfer"] is True

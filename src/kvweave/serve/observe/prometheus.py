@@ -108,12 +108,12 @@ class ServerMetrics:
     def _routed(self, answer: Answer, note: UpstreamNote) -> None:
         """Of an answer that came through a gateway: what its upstream says."""
         told = note.told
-        self._strategies.labels(str(told.get("strategy", "upstream"))).inc()
+        self._strategies.labels(str(told.get("strategy") or told.get("way") or "upstream")).inc()
         self._left_out.inc(note.left_out)
         if note.ordered_by != "given":
             self._ordered.labels(note.ordered_by).inc()
         sources = ("exact", "reused", "recomputed", "computed")
-        counts = {source: told[source] for source in sources if source in told}
+        counts = {source: told[source] for source in sources if isinstance(told.get(source), int)}
         if not counts:
             cached = note.cached_tokens or 0
             counts = {"exact": cached, "computed": answer.prompt_tokens - cached}

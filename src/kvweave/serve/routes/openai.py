@@ -11,7 +11,6 @@ from kvweave.serve.routes.chat import ChatFormat, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
 from kvweave.serve.routes.embeddings import embeddings
 from kvweave.serve.routes.reply import reply
-from kvweave.serve.routes.sampling import TRANSFER_VERSION
 from kvweave.serve.wire.chat import ChatReply, ChatRequest
 from kvweave.serve.wire.completions import CompletionReply, CompletionRequest
 from kvweave.serve.wire.embeddings import EmbeddingReply, EmbeddingRequest
@@ -29,7 +28,7 @@ def openai_routes(context: Context) -> APIRouter:
             id=weave.model_name,
             created=started,
             max_model_len=weave.max_context,
-            kv_transfer=TRANSFER_VERSION if weave.takes_transfer else None,
+            kv_transfer=weave.takes_transfer,
         )
 
     @routes.get("/models", responses=ERRORS)

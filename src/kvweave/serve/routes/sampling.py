@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvweave.app.hosts import ModelHost
-from kvweave.app.question import AUTO, KVTransfer
+from kvweave.app.question import KVTransfer
 from kvweave.app.weave import Answer, Sampling
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
@@ -16,7 +16,6 @@ from kvweave.serve.wire.base import (
     TransferOut,
 )
 
-TRANSFER_VERSION = 1  # of `kv_transfer_params`
 # fields of `Sampling` that a request may leave to the configuration and the model
 DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
 
@@ -54,18 +53,14 @@ def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
         message = f"'{field}' is for engines; this is a gateway"
         raise ApiError(400, message, param=field)
     sent = request.kv_transfer_params.kvweave
-    if sent.version != TRANSFER_VERSION:
-        message = f"'{field}.kvweave.version' must be {TRANSFER_VERSION}, got {sent.version}"
-        raise ApiError(400, message, param=field)
-    if sent.ids is not None and len(sent.ids) != len(sent.chunks):
-        raise ApiError(400, f"'{field}.kvweave.ids' must be one for each chunk", param=field)
     return KVTransfer(
         chunks=tuple((start, end) for start, end in sent.chunks),
-        reuse=None if sent.strategy == AUTO else sent.strategy,
+        preamble=sent.preamble,
+        reuse=sent.reuse,
         ratio=sent.ratio,
         bound=sent.bound,
-        salt=sent.salt,
-        question=None if sent.question is None else (sent.question[0], sent.question[1]),
+        asked=None if sent.asked is None else (sent.asked[0], sent.asked[1]),
+        tenant=sent.tenant,
     )
 
 
@@ -74,9 +69,15 @@ def transfer_out(answer: Answer) -> KVTransferOut:
     record = answer.explain
     if record is None:
         counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
-        return KVTransferOut(kvweave=TransferOut(strategy="full", ratio=0.0, **counts))
+        return KVTransferOut(
+            kvweave=TransferOut(way="exact", strategy="full", ratio=0.0, **counts)
+        )
     told = TransferOut(
-        strategy=record.strategy, ratio=record.ratio, why=record.why, **record.counts
+        way="fused" if record.counts["reused"] else "exact",
+        strategy=record.strategy,
+        ratio=record.ratio,
+        why=record.why,
+        **record.counts,
     )
     return KVTransferOut(kvweave=told)
 

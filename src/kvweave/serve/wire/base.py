@@ -68,14 +68,13 @@ TokenSpan = Annotated[list[int], Field(min_length=2, max_length=2)]  # [start, e
 class SpansIn(Incoming):
     """What a kvweave gateway says of a prompt; docs/gateway.md."""
 
-    version: int = 1
     chunks: list[TokenSpan] = Field(default_factory=list)  # half-open, in order
-    ids: list[Text] | None = None  # of the chunks; their tokens decide
-    strategy: Text = "auto"
+    preamble: int | None = None  # tokens in front of everything else; left out: of the chunks
+    reuse: Text | None = None  # as in chats, and the next two
     ratio: float | None = None
     bound: float | None = None
-    salt: Text = ""
-    question: TokenSpan | None = None
+    asked: TokenSpan | None = None  # what the user wrote; left out: all behind the chunks
+    tenant: Text = ""  # of the gateway: tenants share no KV
 
 
 class KVTransferIn(Incoming):
@@ -125,7 +124,7 @@ class Outgoing(BaseModel):
 class TransferOut(Outgoing):
     """Tokens of a prompt by fate, for the gateway that sent it."""
 
-    version: int = 1
+    way: str  # fused, or exact: nothing is approximated
     strategy: str
     ratio: float
     exact: int

@@ -137,7 +137,7 @@ def _routed(answer: Answer, note: UpstreamNote, queue_s: float) -> Explain:
     computed = tokens.get("computed", num_tokens) + tokens.get("recomputed", 0)
     timeline = _timeline(answer, queue_s)
     return Explain(
-        strategy=str(told.get("strategy", "upstream")),
+        strategy=str(told.get("strategy") or told.get("way") or "upstream"),
         ratio=float(told.get("ratio", 0.0)),
         why=None if why is None else str(why),
         encoding=None,

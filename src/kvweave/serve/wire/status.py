@@ -12,7 +12,7 @@ class ModelCard(Outgoing):
     owned_by: str = "kvweave"
     # tokens of prompt and answer together, by the name other servers use; null: not known
     max_model_len: int | None
-    kv_transfer: int | None = None  # version of `kv_transfer_params` that it takes, if any
+    kv_transfer: bool = False  # extension; takes `kv_transfer_params`
 
 
 class ModelList(Outgoing):
