@@ -111,11 +111,15 @@ def test_completions_and_logprobs_are_passed_on(front: GatewayWorld, engine: KbS
     assert through["logprobs"]["tokens"] == direct["logprobs"]["tokens"]
     assert through["logprobs"]["top_logprobs"] == direct["logprobs"]["top_logprobs"]
     chatted = [chat(url, "Hi", logprobs=True, top_logprobs=2) for url in (front.url, engine.url)]
-    assert chatted[0]["choices"][0]["logprobs"] == chatted[1]["choices"][0]["logprobs"]
+    one, other = (c["choices"][0]["logprobs"]["content"] for c in chatted)
+    assert [token["token"] for token in one] == [token["token"] for token in other]
+    for a, b in zip(one, other, strict=True):  # the second was answered beside an exact prefix
+        assert a["logprob"] == pytest.approx(b["logprob"], abs=1e-4)
+        assert [t["token"] for t in a["top_logprobs"]] == [t["token"] for t in b["top_logprobs"]]
 
 
 def test_a_conversation_does_not_bring_a_chunk_twice(filled: GatewayWorld) -> None:
-    asked = {"kb": "cluster", "k": 2, "conversation_id": "c1"}
+    asked = {"kb": "cluster", "k": 3, "conversation_id": "c1"}
     first = chat(filled.url, "How do I drain a node?", **asked)
     turns = [
         *user("How do I drain a node?"),
@@ -123,8 +127,8 @@ def test_a_conversation_does_not_bring_a_chunk_twice(filled: GatewayWorld) -> No
         *user("How do I drain a node now?"),
     ]
     second = chat(filled.url, "", messages=turns, **asked)
-    assert second["explain"]["left_out"] == 2
-    assert len(second["explain"]["chunks"]) == 2, "they stand in the history, once"
+    assert second["explain"]["left_out"] == 3
+    assert len(second["explain"]["chunks"]) == 3, "they stand in the history, once"
 
 
 def test_a_removed_document_stands_in_no_history(front: GatewayWorld) -> None:
@@ -145,10 +149,10 @@ def test_a_removed_document_stands_in_no_history(front: GatewayWorld) -> None:
 
 
 def test_chunks_that_may_move_stand_where_more_is_exact(front: GatewayWorld) -> None:
-    for number in range(4):
-        note = {"title": f"n{number}", "text": make_text(number, 120)}
+    for number in range(3):  # every search finds all of them, in one order or another
+        note = {"title": f"n{number}", "text": make_text(18, number)}
         sent = httpx.post(f"{front.url}/v1/kb/moved/documents", json=note, timeout=60)
-        assert sent.status_code == 200
+        assert sent.status_code == 200, sent.text
     asked = {"kb": "moved", "k": 3, "order": "free"}
     found = {
         question: [h["id"] for h in _search(front.url, "moved", question)]
@@ -188,7 +192,7 @@ def test_without_the_models_tokenizer_prompts_go_as_text(
 
 def test_speculation_computes_the_prompt_before_the_search_is_over(filled: GatewayWorld) -> None:
     for number in range(40):
-        note = {"title": f"n{number}", "text": make_text(number, 60)}
+        note = {"title": f"n{number}", "text": make_text(20, number)}
         httpx.post(f"{filled.url}/v1/kb/wide/documents", json=note, timeout=60)
     asked = {"kb": "wide", "k": 2, "reuse": "prefix"}
     plain = chat(filled.url, "Which taint is a toleration for?", speculate="off", **asked)
@@ -233,7 +237,7 @@ def test_tenants_share_nothing(engine: KbServer, tmp_path: Path, chat_model_fold
         exact = []
         for key in ("sk-one-long", "sk-one-long", "sk-two-long"):
             headers = {"Authorization": f"Bearer {key}"}
-            documents = [make_text(7, 80)]
+            documents = [make_text(40, 7)]
             body = {"messages": user(question), "documents": documents, "explain": True, **GREEDY}
             body["reuse"] = "prefix"
             where = f"{world.url}/v1/chat/completions"

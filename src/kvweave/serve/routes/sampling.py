@@ -67,17 +67,18 @@ def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
 def transfer_out(answer: Answer) -> KVTransferOut:
     """What was done for a prompt that a gateway sent."""
     record = answer.explain
-    if record is None:
-        counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
-        return KVTransferOut(
-            kvweave=TransferOut(way="exact", strategy="full", ratio=0.0, **counts)
-        )
+    counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
+    if record is not None:
+        counts = record.counts
     told = TransferOut(
-        way="fused" if record.counts["reused"] else "exact",
-        strategy=record.strategy,
-        ratio=record.ratio,
-        why=record.why,
-        **record.counts,
+        way="fused" if counts["reused"] else "exact",
+        strategy="full" if record is None else record.strategy,
+        ratio=0.0 if record is None else record.ratio,
+        exact=counts["exact"],
+        reused=counts["reused"],
+        recomputed=counts["recomputed"],
+        computed=counts["computed"],
+        why=None if record is None else record.why,
     )
     return KVTransferOut(kvweave=told)
 
