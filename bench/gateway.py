@@ -82,7 +82,9 @@ def fleet(args: argparse.Namespace, model: str, routing: str) -> Iterator[tuple[
         pool = {"KVWEAVE_ENGINE_POOL_TOKENS": str(args.pool_tokens), "OMP_NUM_THREADS": "1"}
         upstreams = [
             stack.enter_context(
-                started(folder / each, "serve", "--model", model, "--kb-root", folder / each, **pool)
+                started(
+                    folder / each, "serve", "--model", model, "--kb-root", folder / each, **pool
+                )
             )
             for each in "ab"
         ]
@@ -177,7 +179,9 @@ def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def hits(args: argparse.Namespace, model: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def hits(
+    args: argparse.Namespace, model: str, bodies: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     told = []
     for routing, order in WAYS:
         with fleet(args, model, routing) as (_, front), httpx.Client(timeout=120) as client:
@@ -217,9 +221,7 @@ def main() -> None:
     from worlds.tiny_models import make_chat_model_folder
 
     with tempfile.TemporaryDirectory() as name:
-        model = args.model or str(
-            make_chat_model_folder(Path(name), max_position_embeddings=2048)
-        )
+        model = args.model or str(make_chat_model_folder(Path(name), max_position_embeddings=2048))
         with fleet(args, model, "cache") as (upstreams, front):
             alone = latency(upstreams[0], front, args.requests)
             streamed = latency(upstreams[0], front, args.requests // 2, stream=True)

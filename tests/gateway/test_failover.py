@@ -76,27 +76,50 @@ def test_a_replica_that_fails_costs_no_answer(
     assert counted(world, "upstream_retries_total", upstream=broken.url) >= 3
 
 
-def test_a_breaker_opens_after_failures_and_lets_one_through_when_it_has_rested(
+def test_a_replica_that_failed_often_rests(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as broken,
+        faulty(engine) as sound,
+        gateway_over(
+            [broken.url, sound.url],
+            tmp_path,
+            tokenizer=chat_model_folder,
+            routing="round_robin",
+            breaker_failures=3,
+            breaker_rest_s=3600.0,
+        ) as world,
+    ):
+        wait_until(lambda: all(r.health is ReplicaHealth.UP for r in world.gateway.fleet.replicas))
+        broken.fault = "status"
+        while not world.gateway.fleet.replicas[0].breaker.is_open:
+            assert ask(world.url, "Say it.").status_code == 200
+        broken.fault = None
+        for _ in range(4):
+            assert ask(world.url, "Say it.").status_code == 200
+        assert broken.posts == 3, "although it is well again"
+        page = httpx.get(f"{world.url}/metrics", timeout=60).text
+        assert f'kvweave_upstream_resting{{upstream="{broken.url}"}} 1.0' in page
+
+
+def test_a_replica_that_has_rested_and_is_well_gets_requests_again(
     broken_and_sound: tuple[FaultyUpstream, GatewayWorld],
 ) -> None:
     broken, world = broken_and_sound
+    breaker = world.gateway.fleet.replicas[0].breaker
     broken.fault = "status"
-    while not world.gateway.fleet.replicas[0].breaker.is_open:
+    while not breaker.is_open:
         assert ask(world.url, "Say it.").status_code == 200
-    posts = broken.posts
-    assert posts == 3
-    deadline = time.monotonic() + 0.15  # its rest is 0.2 s
-    while time.monotonic() < deadline:
-        assert ask(world.url, "Say it.").status_code == 200
-    assert broken.posts == posts, "it rests"
     broken.fault = None
 
     def is_back() -> bool:
         ask(world.url, "Say it.")
-        return counted(world, "upstream_requests_total", upstream=broken.url, outcome="answered") > 0
+        done = {"upstream": broken.url, "outcome": "answered"}
+        return counted(world, "upstream_requests_total", **done) > 0
 
-    wait_until(is_back)
-    assert not world.gateway.fleet.replicas[0].breaker.is_open
+    wait_until(is_back, 60)
+    assert not breaker.is_open
 
 
 def test_retries_end_with_their_budget(
@@ -171,6 +194,7 @@ def test_a_replica_that_refuses_work_is_draining_and_none_is_sent(
         assert ask(world.url, "Say it.").status_code == 200
 
 
+@pytest.mark.slow
 def test_killing_a_replica_in_mid_traffic_loses_no_accepted_request(
     chat_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -178,9 +202,7 @@ def test_killing_a_replica_in_mid_traffic_loses_no_accepted_request(
         engines = []
         for name in "ab":
             (tmp_path / name).mkdir()
-            engines.append(
-                stack.enter_context(engine_process(chat_model_folder, tmp_path / name))
-            )
+            engines.append(stack.enter_context(engine_process(chat_model_folder, tmp_path / name)))
         world = stack.enter_context(
             gateway_over(
                 [url for _, url in engines],
@@ -199,12 +221,12 @@ def test_killing_a_replica_in_mid_traffic_loses_no_accepted_request(
             return ask(world.url, f"Tell me of pod {number}.", max_tokens=48).status_code
 
         with ThreadPoolExecutor(12) as pool:
-            futures = [pool.submit(traffic, number) for number in range(60)]
-            for _ in range(20):
+            futures = [pool.submit(traffic, number) for number in range(40)]
+            for _ in range(14):
                 asked.acquire()
             wait_until(lambda: replicas[0].load > 0)
             victim.send_signal(signal.SIGKILL)
             statuses = [future.result() for future in futures]
-        assert statuses == [200] * 60
+        assert statuses == [200] * 40
         assert counted(world, "upstream_requests_total", upstream=victims_url) > 0
         assert counted(world, "upstream_retries_total", upstream=victims_url) > 0

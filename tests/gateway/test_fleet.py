@@ -94,7 +94,9 @@ def test_what_was_tried_comes_last() -> None:
 
 def test_round_robin_takes_turns_and_least_loaded_fills_up() -> None:
     turns = make_fleet(3, routing="round_robin")
-    assert [n for n in Counter(ask(turns, prompt("a")).replica.name for _ in range(9)).values()] == [
+    assert [
+        n for n in Counter(ask(turns, prompt("a")).replica.name for _ in range(9)).values()
+    ] == [
         3,
         3,
         3,

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -93,8 +92,8 @@ def engine_process(model: Path, home: Path) -> Iterator[tuple[subprocess.Popen[s
 class FaultyUpstream:
     """Stands in front of a real engine and misbehaves as it is told. One thread per connection.
 
-    `fault`:    None passes everything on; "drop" closes a connection when a request comes; "cut"
-                passes that many bytes of a reply to a POST and then resets; "status" answers
+    `fault`:    None passes everything on; "drop" closes a connection when a POST comes; "cut"
+                passes that many bytes of a reply to a POST and then ends; "status" answers
                 POSTs with it; "unready" answers everything with 503, as a server that stops does;
                 "freeze" takes what comes and says nothing.
     """
@@ -127,6 +126,7 @@ class FaultyUpstream:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._lock:
                     self._open.add(client)
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
@@ -140,7 +140,7 @@ class FaultyUpstream:
                 if self.fault == "freeze":
                     client.recv(1)  # until the other side gives up
                     return
-                if self.fault == "drop":
+                if self.fault == "drop" and is_post:
                     return
                 if (self.fault == "status" and is_post) or self.fault == "unready":
                     status = 503 if self.fault == "unready" else self.status
@@ -162,8 +162,6 @@ class FaultyUpstream:
             passed += block
             if is_post and self.fault == "cut" and len(passed) >= self.cut_bytes:
                 client.sendall(block)
-                # a reset, as of a process that was killed
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 return False
             client.sendall(block)
             if _is_whole(passed):

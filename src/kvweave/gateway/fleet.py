@@ -299,7 +299,11 @@ class Fleet:
         with self._changed:
             was = replica.health
             replica.silent_looks = replica.silent_looks + 1 if seen is ReplicaHealth.DOWN else 0
-            if seen is ReplicaHealth.DOWN and was is ReplicaHealth.UP and replica.silent_looks < MOST_SILENT:
+            if (
+                seen is ReplicaHealth.DOWN
+                and was is ReplicaHealth.UP
+                and replica.silent_looks < MOST_SILENT
+            ):
                 return  # once is a hiccup
             replica.health, replica.card = seen, card
             if seen is ReplicaHealth.DOWN:

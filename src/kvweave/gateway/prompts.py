@@ -150,9 +150,7 @@ def _chunk_part(chunk: ChunkIds) -> PromptPart:
     return PromptPart(make_chunk_id(chunk).encode(), len(chunk), is_chunk=True)
 
 
-def _parts(
-    prompt: Prompt, said: set[ChunkIds]
-) -> tuple[list[PromptPart], list[tuple[int, int]]]:
+def _parts(prompt: Prompt, said: set[ChunkIds]) -> tuple[list[PromptPart], list[tuple[int, int]]]:
     """Parts for routing, and spans of the chunks. `said`: chunks of the history."""
     parts, spans = [], []
     at = 0

@@ -42,4 +42,6 @@ class Replica:
     @property
     def is_open(self) -> bool:
         """Takes requests, as far as is known. A breaker whose rest is over lets one through."""
-        return self.card is not None and self.health is ReplicaHealth.UP and not self.breaker.is_open
+        return (
+            self.card is not None and self.health is ReplicaHealth.UP and not self.breaker.is_open
+        )

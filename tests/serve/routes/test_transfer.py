@@ -21,13 +21,17 @@ def complete(url: str, **fields: Any) -> httpx.Response:
 
 def spanned(weave: Weave, seed: int) -> tuple[list[int], dict[str, Any]]:
     """A prompt over two documents, and where they stand."""
-    documents = [make_text(20, seed), make_text(20, seed + 1)]
+    ids, spans = spans_of(weave, [make_text(20, seed), make_text(20, seed + 1)])
+    return ids, {"chunks": spans}
+
+
+def spans_of(weave: Weave, documents: list[str]) -> tuple[list[int], list[list[int]]]:
     prompt = weave.build_prompt("What is it?", documents)
     at, spans = len(prompt.preamble), []
     for chunk in prompt.chunks:
         spans.append([at, at + len(chunk)])
         at += len(chunk)
-    return prompt.token_ids, {"chunks": spans}
+    return prompt.token_ids, spans
 
 
 def test_chunks_of_a_gateway_are_found_again_in_any_order(url: str, weave: Weave) -> None:
@@ -48,21 +52,21 @@ def test_a_named_strategy_reuses_chunks_that_came_before(tmp_path: Path) -> None
         ids, transfer = spanned(weave, 200)
         for _ in range(3):  # chunks that come back get their KV stored
             complete(url, prompt=ids, kv_transfer_params={"kvweave": transfer})
-        (a, b), (c, d) = transfer["chunks"]
-        swapped = [*ids[:a], *ids[c:d], *ids[a:b], *ids[d:]]
-        chunks = [[a, a + d - c], [a + d - c, d]]
-        moved = {"chunks": chunks, "reuse": "reuse"}
-        give_up_s = time.monotonic() + 60
-        while True:
-            reply = complete(url, prompt=swapped, kv_transfer_params={"kvweave": moved}).json()
+        give_up_s, number = time.monotonic() + 60, 0
+        while True:  # each time behind another document, so that nothing of it is exact
+            number += 1
+            documents = [make_text(8, 1000 + number), make_text(20, 201), make_text(20, 200)]
+            moved, spans = spans_of(weave, documents)
+            named = {"chunks": spans, "reuse": "reuse"}
+            reply = complete(url, prompt=moved, kv_transfer_params={"kvweave": named}).json()
             told = reply["kv_transfer_params"]["kvweave"]
             if told["reused"]:
                 break
             assert time.monotonic() < give_up_s, told
             time.sleep(0.05)  # it is stored in idle time
         assert (told["way"], told["strategy"]) == ("fused", "reuse")
-        other = {"kvweave": {**moved, "tenant": "another"}}
-        reply = complete(url, prompt=swapped, kv_transfer_params=other).json()
+        other = {"kvweave": {**named, "tenant": "another"}}
+        reply = complete(url, prompt=moved, kv_transfer_params=other).json()
         told = reply["kv_transfer_params"]["kvweave"]
         assert told["reused"] == 0, "tenants of a gateway share nothing"
 
