@@ -1,4 +1,4 @@
-"""How many replicas does a fleet need, what do they find in their memory, and what crosses the network?
+"""How many replicas does a fleet need, what do they find, and what crosses the network?
 
 A simulator: no engine runs. Costs are measured ones, read from bench/results (H200, Llama-3.1-8B):
 
@@ -7,23 +7,25 @@ A simulator: no engine runs. Costs are measured ones, read from bench/results (H
     bytes of chunk KV                           ttft-h200.json, int8
     the link to the shared store                assumed: --link-gbps for each replica
 
-Requests are real questions with the passages that BM25 finds for them (--data; MMLU and NQ-open over
-Wikipedia passages), or drawn by Zipf's law without it. A fleet of N chunks holds N / 35,745 knowledge
-bases with these very lists, whose own popularity is Zipf's (--kb-skew). A passage that only one
-question found stands for what nobody asked before: it is another cold passage each time (after Good
-and Turing), so that hits come from what is really asked for again.
+Requests are real questions with the passages that BM25 finds for them (--data; MMLU and NQ-open
+over Wikipedia passages), or drawn by Zipf's law without it. A fleet of N chunks holds N / 35,745
+knowledge bases with these very lists, whose own popularity is Zipf's (--kb-skew). A passage that
+only one question found stands for what nobody asked before: it is another cold passage each time
+(after Good and Turing), so that hits come from what is really asked for again.
 
-A replica computes one prompt after the other; decode is charged at its share of a full batch. It has
-a host tier (least recently used goes first), all share a store that keeps what any of them encoded,
-and a request takes the cheaper of loading and computing, as the planner does. Routing is the
-gateway's: most chunks held, among replicas within --load-factor of the mean load, else by the hash
-of the first chunk; beside it round robin.
+A replica computes one prompt after the other; decode is charged at its share of a full batch. It
+has a host tier (least recently used goes first); all share a store that has the chunk KV of the
+knowledge bases asked for most, as many as fit; a request takes the cheaper of loading and
+computing, as the planner does. Routing is the gateway's (gateway/fleet.py): least work left, then most chunks
+held, among replicas within --load-factor of the mean load, else by the hash of the first chunk;
+beside it round robin.
 
 Large fleets are simulated at 1/F of their chunks, host tiers and store alike, with all replicas and
 all traffic: `scale` says F. `--check-scale` runs a cell at two scales. Where the simulator can be
 checked, it is: `check` compares one replica with what bench/throughput measured on one H200.
 
-    python bench/fleet_sim.py --data ../shared/data --out bench/results/fleet_sim-sim.json --docs docs/fleet.md
+    python bench/fleet_sim.py --data ../shared/data --docs docs/fleet.md \\
+        --out bench/results/fleet_sim-simulated.json
 """
 
 import argparse
@@ -51,7 +53,8 @@ PROMPT_TOKENS, K = 8256, 16  # as measured: 16 chunks of 510 tokens, a preamble,
 SETS = ("mmlu", "nq_open")
 MOST_HOLDERS = 8  # of a chunk that routing looks at
 LEAST_SHARE = 0.1  # as gateway/fleet.py has it
-MOST_ENTRIES = 300_000  # of all host tiers together: beyond that the fleet is scaled down
+MOST_ENTRIES = 60_000  # of all host tiers together: beyond that the fleet is scaled down
+LEAST_TIER = 400  # chunks of a host tier, scaled down
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Setting:
     rate: float = 3.0  # requests a second for each replica
     load_factor: float = 1.25
     kb_skew: float = 0.8
-    requests: int = 12_000  # that are counted
+    requests: int = 6_000  # that are counted
     lost: int = 0  # replicas that die when counting begins
     scale: int | None = None  # None: chosen so that it fits
     seed: int = 0
@@ -153,7 +156,7 @@ class Server:
     """A replica: one queue, one host tier."""
 
     tier: Recent
-    free_s: float = 0.0  # when its queue is empty
+    free_s: float = 0.0  # when all it has is done
     ends: list[float] = field(default_factory=list)  # of what it has, a heap
     served: int = 0
     is_alive: bool = True
@@ -166,13 +169,15 @@ class Fleet:
         self.cfg = cfg
         self.costs = costs
         per_replica = cfg.host_bytes / costs.chunk_bytes
-        fits = math.ceil(cfg.replicas * per_replica / MOST_ENTRIES)
+        entries = max(MOST_ENTRIES, LEAST_TIER * cfg.replicas)
+        fits = math.ceil(cfg.replicas * per_replica / entries)
         self.scale = cfg.scale or max(1, min(fits, int(cfg.chunks / corpus)))
         kbs = max(1, round(cfg.chunks / corpus / self.scale))
         self.tier_chunks = max(K, int(per_replica / self.scale))
         self.asked = Asked(lists, corpus, kbs, cfg.kb_skew, cfg.seed)
         self.servers = [Server(Recent(self.tier_chunks)) for _ in range(cfg.replicas)]
-        self.store = Recent(max(1, int(cfg.store_bytes / costs.chunk_bytes / self.scale)))
+        # knowledge bases are numbered from the one that is asked for most
+        self.stored = int(cfg.store_bytes / costs.chunk_bytes / self.scale)
         self.holders: dict[int, list[int]] = {}
         self.turn = itertools.count()
         self.outstanding = 0
@@ -210,7 +215,7 @@ class Fleet:
         server, costs = self.servers[place], self.costs
         here = [chunk for chunk in chunks if chunk in server.tier]
         away = [chunk for chunk in chunks if chunk not in server.tier]
-        stored = [chunk for chunk in away if chunk in self.store]
+        stored = [chunk for chunk in away if chunk < self.stored]
         wait_s = max(0.0, server.free_s - now_s)
         # loading goes on while the prompt waits; the planner takes the cheaper way
         load_s = len(stored) * costs.chunk_bytes / self.cfg.link_bytes_s
@@ -225,9 +230,6 @@ class Fleet:
         self.outstanding += 1
         server.served += 1
         self._take_in(place, chunks)
-        encoded = [chunk for chunk in chunks if chunk not in self.store]
-        for chunk in chunks:
-            self.store.use(chunk)
         tally.add(
             host=len(here),
             store=len(stored) if is_loaded else 0,
@@ -235,7 +237,6 @@ class Fleet:
             ttft_s=end_s - now_s,
             busy_s=prefill_s + costs.decode_s,
             loaded_bytes=(len(stored) if is_loaded else 0) * costs.chunk_bytes,
-            saved_bytes=len(encoded) * costs.chunk_bytes,
             hottest=chunks,
         )
 
@@ -257,25 +258,30 @@ class Fleet:
                 place = next(self.turn) % len(servers)
                 if servers[place].is_alive:
                     return place
+        # seconds until each one in question would be through, as the gateway counts tokens
         most = math.ceil(self.cfg.load_factor * (self.outstanding + 1) / len(servers))
         votes: dict[int, int] = {}
         for chunk in chunks:
             held = self.holders.get(chunk, ())
             for place in held if len(held) <= MOST_HOLDERS else self.rng.sample(held, MOST_HOLDERS):
                 votes[place] = votes.get(place, 0) + 1
-        least = LEAST_SHARE * K
-        for place in sorted((p for p in votes if votes[p] >= least), key=lambda p: -votes[p]):
-            if servers[place].is_alive and self._load(place, now_s) < most:
-                return place
+        asked = [place for place in votes if servers[place].is_alive]
         start = hash((chunks[0], 7)) % len(servers)
-        for step in range(len(servers)):  # the next one that has room, as on a ring
-            place = (start + step) % len(servers)
-            if servers[place].is_alive and self._load(place, now_s) < most:
-                return place
-        return min(
-            (p for p in range(len(servers)) if servers[p].is_alive),
-            key=lambda p: self._load(p, now_s),
-        )
+        ring = ((start + step) % len(servers) for step in range(len(servers)))
+        # of those that hold nothing: the first that has room, as on a ring
+        room = (p for p in ring if servers[p].is_alive and self._load(p, now_s) < most)
+        asked += [next(room, start)]
+        asked = [place for place in asked if self._load(place, now_s) < most] or [
+            min((p for p, s in enumerate(servers) if s.is_alive), key=lambda p: servers[p].free_s)
+        ]
+        costs = {
+            place: max(0.0, servers[place].free_s - now_s)
+            + self.costs.compute_s(votes.get(place, 0) / K)
+            for place in asked
+        }
+        near_s = min(costs.values()) + LEAST_SHARE * self.costs.full_s
+        near = [place for place in asked if costs[place] <= near_s]
+        return max(near, key=lambda place: votes.get(place, 0))
 
     def _load(self, place: int, now_s: float) -> int:
         ends = self.servers[place].ends
@@ -316,7 +322,6 @@ class Fleet:
             "busy_ms": round(busy_s * 1e3, 1),
             "rps_at_75": round(0.75 / busy_s, 2),
             "loaded_mb": round(tally.loaded_bytes / cfg.requests / 1e6, 1),
-            "saved_mb": round(tally.saved_bytes / cfg.requests / 1e6, 1),
             "load_skew": round(max(alive) / (sum(alive) / len(alive)), 2),
             "hottest_share": round(tally.hottest_share(), 5),
         }
@@ -328,7 +333,7 @@ class Tally:
     def __init__(self) -> None:
         self.chunks = {"host": 0, "store": 0, "computed": 0}
         self.ttft_s: list[float] = []
-        self.busy_s = self.loaded_bytes = self.saved_bytes = 0.0
+        self.busy_s = self.loaded_bytes = 0.0
         self._counts: dict[int, int] = {}
 
     def add(
@@ -340,7 +345,6 @@ class Tally:
         ttft_s: float,
         busy_s: float,
         loaded_bytes: float,
-        saved_bytes: float,
         hottest: list[int],
     ) -> None:
         for name, number in (("host", host), ("store", store), ("computed", computed)):
@@ -348,7 +352,6 @@ class Tally:
         self.ttft_s.append(ttft_s)
         self.busy_s += busy_s
         self.loaded_bytes += loaded_bytes
-        self.saved_bytes += saved_bytes
         for chunk in hottest:
             self._counts[chunk] = self._counts.get(chunk, 0) + 1
 
@@ -415,8 +418,7 @@ FLEET = {
     "computed": "computed",
     "ttft_p50_ms": "TTFT p50, ms",
     "ttft_p95_ms": "TTFT p95, ms",
-    "loaded_mb": "MB in per request",
-    "saved_mb": "MB out per request",
+    "loaded_mb": "MB from the store per request",
     "load_skew": "busiest ÷ mean",
     "rps_at_75": "requests/s per replica at 75 %",
 }
@@ -454,7 +456,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=float, nargs="+", default=[1e6, 1e7, 1e8, 1e9])
     parser.add_argument("--link-gbps", type=float, nargs="+", default=[10, 25, 100, 400])
     parser.add_argument("--rate", type=float, default=3.0, help="requests a second per replica")
-    parser.add_argument("--requests", type=int, default=12_000, help="counted in each cell")
+    parser.add_argument("--requests", type=int, default=6_000, help="counted in each cell")
     parser.add_argument("--host-gb", type=float, default=1024, help="host tier of a replica")
     parser.add_argument("--answer-tokens", type=int, default=128)
     parser.add_argument("--load-factor", type=float, default=1.25)

@@ -1,14 +1,14 @@
 """What does a gateway add to a request, and how much more do replicas find with it than in turns?
 
-Real processes: `kvweave serve` twice with a tiny random model (as the tests make it), or --model, and
-`kvweave gateway` in front of both.
+Real processes: `kvweave serve` twice with a tiny random model (as the tests make it) or --model,
+and `kvweave gateway` in front of both.
 
     added_p50_ms, added_p99_ms   the same chat through the gateway and to one upstream directly, in
                                  turns, one client: the difference of the percentiles
     at_once                      the same with that many clients side by side
-    hits                         tokens of prompts that upstreams did not compute, as they count them
-                                 themselves: routing by content against round robin, chunks as they
-                                 were found and free to move, each on servers that begin empty
+    hits                         tokens of prompts that upstreams did not compute, as they count
+                                 them themselves: routing by content against round robin, chunks as
+                                 they were found and free to move, each on servers that begin empty
 
 The stream of the hits are questions of MMLU with the passages that BM25 finds for them (--data), or
 lists drawn by Zipf's law; passages are cut to --passage-words words, so that a tiny context holds
@@ -186,7 +186,7 @@ def hits(
     for routing, order in WAYS:
         with fleet(args, model, routing) as (_, front), httpx.Client(timeout=120) as client:
 
-            def ask(body: dict[str, Any]) -> dict[str, int]:
+            def ask(body: dict[str, Any], order: str = order) -> dict[str, int]:
                 more = {"max_tokens": 1, "temperature": 0, "explain": True, "order": order}
                 reply = client.post(f"{front}/v1/chat/completions", json={**body, **more})
                 reply.raise_for_status()

@@ -227,7 +227,7 @@ class GatewaySettings(ConfigSection):
     # no replica has more than so many times the mean load
     load_factor: Annotated[float, Range(1, MOST)] = 1.25
     mirror_tokens: Count = 1_000_000  # that a replica's cache is believed to hold
-    retries: Count0 = 3  # of one request, each at another replica
+    retries: Count0 = 2  # of one request, each at another replica
     retry_share: Share = 0.2  # of all requests, over time
     retry_reserve: Count0 = 64  # retries at once; comes back within ten seconds
     connect_s: Seconds = 2.0  # for a connection

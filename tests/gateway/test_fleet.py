@@ -84,6 +84,21 @@ def test_no_replica_gets_more_than_the_factor_of_the_mean_load() -> None:
     assert fleet.pending_prefills() == 0
 
 
+def test_a_short_way_elsewhere_beats_a_long_queue_at_home() -> None:
+    fleet = make_fleet(2, load_factor=8.0)  # the bound on the load is far
+    home = ask(fleet, prompt("a", "b")).replica
+    waiting = [fleet.lease(prompt("a", "b", f"new{n}")) for n in range(3)]
+    assert waiting[0].replica is home, "with nothing to wait for"
+    # 200 new tokens each before it: the third one is through sooner where it computes 600
+    assert [lease.replica is home for lease in waiting] == [True, True, True]
+    lease = fleet.lease(prompt("a", "b", "newer"))
+    assert lease.replica is not home
+    for each in (*waiting, lease):
+        each.first_token()
+        each.give_back()
+    assert [replica.backlog for replica in fleet.replicas] == [0, 0]
+
+
 def test_what_was_tried_comes_last() -> None:
     fleet = make_fleet(2)
     home = ask(fleet, prompt("a")).replica
@@ -94,9 +109,7 @@ def test_what_was_tried_comes_last() -> None:
 
 def test_round_robin_takes_turns_and_least_loaded_fills_up() -> None:
     turns = make_fleet(3, routing="round_robin")
-    assert [
-        n for n in Counter(ask(turns, prompt("a")).replica.name for _ in range(9)).values()
-    ] == [
+    assert list(Counter(ask(turns, prompt("a")).replica.name for _ in range(9)).values()) == [
         3,
         3,
         3,

@@ -1,4 +1,4 @@
-"""A gateway on a free port, engines behind it as processes of their own, and one that misbehaves."""
+"""A gateway on a free port, engines behind it as processes, and one that misbehaves."""
 
 import os
 import re

@@ -1,8 +1,8 @@
 """What answers, as the server sees it: a model in this process, or engines elsewhere.
 
-    ModelHost     answers without a knowledge base, and opens one          Weave, Gateway
-    LibraryHost   answers from one open knowledge base                     Weave, RoutedLibrary
-    PieceStream   an answer in the making                                  AnswerStream, RoutedAnswer
+    ModelHost     answers without a knowledge base, and opens one     Weave, Gateway
+    LibraryHost   answers from one open knowledge base                Weave, RoutedLibrary
+    PieceStream   an answer in the making                             AnswerStream, RoutedAnswer
 
 `serve/` and `app/libraries/` know no more of those than this. Any thread may call any of it, and
 every call may block, unless it says otherwise.

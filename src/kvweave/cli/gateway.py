@@ -61,7 +61,7 @@ OF_SERVE = {
     help="No replica gets more than so many times the mean load [1.25].",
 )
 @config_option(
-    "gateway.retries", "--retries", type=click.IntRange(0), help="Of one request at most [3]."
+    "gateway.retries", "--retries", type=click.IntRange(0), help="Of one request at most [2]."
 )
 @pass_config
 def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:

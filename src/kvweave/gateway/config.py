@@ -15,7 +15,7 @@ Routing = Literal["cache", "least_loaded", "round_robin"]
 class RetryRules:
     """How often a request that failed goes to another upstream."""
 
-    most: int = 3  # of one request
+    most: int = 2  # of one request
     share: float = 0.2  # of all requests, over time
     reserve: int = 64  # at once, where more fail together; comes back within ten seconds
 

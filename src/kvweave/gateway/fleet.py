@@ -1,8 +1,10 @@
 """Which replica a request goes to, and how the replicas are.
 
-A request goes where most of its prompt probably lies already (`mirror.py`), among the replicas
-whose load is within a factor of the mean. What no replica holds goes by a hash of its first chunk,
-so that the same passages meet again whichever gateway they come through.
+A request goes where it is through soonest: least tokens to compute, its own, less what probably
+lies there already (`mirror.py`), and those of requests in front of it; among the replicas whose
+load is within a factor of the mean. Of those that are alike in this, where most of it lies; and
+what no replica holds goes by a hash of its first chunk, so that the same passages meet again
+whichever gateway they come through.
 
     health.py looks at each ──► up, draining, down ─┐
     answers report failures ──► breaker ────────────┴─► who takes requests
@@ -20,13 +22,13 @@ from kvweave.gateway.cards import UpstreamCard, read_card
 from kvweave.gateway.config import GatewayConfig
 from kvweave.gateway.connections import Exchange, UpstreamFailed
 from kvweave.gateway.mirror import MirrorMatch, PromptPart, path_keys
-from kvweave.gateway.replica import ReplicaHealth, Replica
+from kvweave.gateway.replica import Replica, ReplicaHealth
 from kvweave.gateway.retry_budget import RetryBudget
 from kvweave.metrics import Metrics, Sample
 
 MOST_SILENT = 2  # looks in a row before a replica that says nothing is taken for dead
-# What a replica must hold of a prompt, beyond what all of them do, to be worth going there: below
-# that the hash decides, which spreads what is new.
+# Of a prompt: replicas that differ by less are alike, and one that holds no more than that beyond
+# what all of them do is not worth going there: the hash decides then, which spreads what is new.
 LEAST_SHARE = 0.1
 FUSED_WORTH = 0.8  # of a token of chunk KV, in tokens of an exact prefix: some rows are recomputed
 
@@ -50,10 +52,13 @@ class RoutedPrompt(NamedTuple):
 class ReplicaLease:
     """A request's claim on a replica: say how it went, then `give_back`. Any thread."""
 
-    def __init__(self, fleet: "Fleet", replica: Replica, match: MirrorMatch) -> None:
+    def __init__(
+        self, fleet: "Fleet", replica: Replica, match: MirrorMatch, to_compute: int
+    ) -> None:
         self._fleet = fleet
         self.replica = replica
         self.match = match
+        self.to_compute = to_compute  # tokens, as far as is known
         self._is_prefilling = True
         self._is_back = False
         self._leased_s = time.perf_counter()
@@ -137,9 +142,11 @@ class Fleet:
                     if replica.breaker.allows():
                         replica.load += 1
                         replica.prefills += 1
+                        to_compute = prompt.num_tokens - round(_worth(replica, match))
+                        replica.backlog += to_compute
                         replica.mirror.sent(paths, prompt.parts)
                         self._count_routed(replica, prompt, match)
-                        return ReplicaLease(self, replica, match)
+                        return ReplicaLease(self, replica, match, to_compute)
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:
                     raise UpstreamError(f"no upstream takes requests: {self._states()}")
@@ -175,8 +182,7 @@ class Fleet:
 
     def prefilled(self, lease: ReplicaLease) -> None:
         with self._changed:
-            if lease.end_prefill():
-                lease.replica.prefills -= 1
+            self._prefilled(lease)
 
     def returned(self, lease: ReplicaLease, exchange: Exchange | None) -> None:
         with self._changed:
@@ -184,9 +190,13 @@ class Fleet:
                 lease.replica.exchanges.discard(exchange)
             if lease.end():
                 lease.replica.load -= 1
-                if lease.end_prefill():
-                    lease.replica.prefills -= 1
+                self._prefilled(lease)
                 self._changed.notify_all()
+
+    def _prefilled(self, lease: ReplicaLease) -> None:
+        if lease.end_prefill():
+            lease.replica.prefills -= 1
+            lease.replica.backlog -= lease.to_compute
 
     def count(self, outcome: str, replica: Replica) -> None:
         self.metrics.count("upstream_requests_total", upstream=replica.name, outcome=outcome)
@@ -273,17 +283,22 @@ class Fleet:
     def _by_content(
         self, prompt: RoutedPrompt, matches: dict[Replica, MirrorMatch]
     ) -> list[Replica]:
-        """Those within the bounded load first; among them who holds most; then the hash."""
+        """Those within the bounded load first; among them who is through soonest; of those who
+        are about as soon, who holds most; then the hash."""
         mean = (sum(replica.load for replica in matches) + 1) / len(matches)
         most = math.ceil(self.cfg.load_factor * mean)
         worth = {replica: _worth(replica, match) for replica, match in matches.items()}
-        least = min(worth.values()) + LEAST_SHARE * prompt.num_tokens
+        slack = LEAST_SHARE * prompt.num_tokens
+        least = min(worth.values()) + slack
+        # tokens until it would be computed there; what all share of the prompt does not matter
+        work = {replica: replica.backlog - worth[replica] for replica in matches}
+        soon = min(work[r] for r in matches if r.load < most) + slack
         home = _home(prompt)
 
-        def rank(replica: Replica) -> tuple[bool, float, bytes]:
+        def rank(replica: Replica) -> tuple[bool, bool, float, bytes]:
             gain = worth[replica] if worth[replica] >= least else 0.0
             weight = hashlib.blake2b(replica.name.encode(), key=home, digest_size=8).digest()
-            return replica.load >= most, -gain, weight
+            return replica.load >= most, work[replica] > soon, -gain, weight
 
         return sorted(matches, key=rank)
 

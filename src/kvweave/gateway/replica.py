@@ -37,6 +37,7 @@ class Replica:
         self.silent_looks = 0  # in a row
         self.load = 0  # requests that it has now
         self.prefills = 0  # of these, without a first token yet
+        self.backlog = 0  # tokens of those that are to be computed
         self.exchanges: set[Exchange] = set()  # to be cut where it dies
 
     @property

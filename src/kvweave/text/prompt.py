@@ -120,8 +120,8 @@ def spanned_prompt(
     front = first if num_preamble is None else num_preamble
     if not 1 <= front <= first or last >= len(token_ids):
         raise RequestError(
-            f"chunks stand in [{first}, {last}) of {len(token_ids)} tokens; a prompt has a preamble "
-            "in front of them and a question behind them"
+            f"chunks stand in [{first}, {last}) of {len(token_ids)} tokens; a prompt has a "
+            "preamble in front of them and a question behind them"
         )
     parts: list[tuple[int, ...]] = []
     num_history, turns, at = 0, 0, front
