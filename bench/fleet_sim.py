@@ -54,6 +54,7 @@ SETS = ("mmlu", "nq_open")
 MOST_HOLDERS = 8  # of a chunk that routing looks at
 LEAST_SHARE = 0.1  # as gateway/fleet.py has it
 MOST_ENTRIES = 60_000  # of all host tiers together: beyond that the fleet is scaled down
+MOST_WARMING = 60_000  # requests before those that count
 LEAST_TIER = 400  # chunks of a host tier, scaled down
 
 
@@ -187,9 +188,9 @@ class Fleet:
         """Warm up until hits no longer rise, then count."""
         cfg = self.cfg
         now_s, gap_s = 0.0, 1.0 / (cfg.rate * cfg.replicas)
-        block = max(2_000, cfg.replicas * self.tier_chunks // (2 * K))
+        block = min(10_000, max(2_000, cfg.replicas * self.tier_chunks // (2 * K)))
         before, warmed = -1.0, 0
-        while warmed < 24 * block:
+        while warmed < MOST_WARMING:
             tally = Tally()
             for _ in range(block):
                 now_s += self.rng.expovariate(1.0) * gap_s
