@@ -66,10 +66,14 @@ ROOMS: dict[str, set[str]] = {
         "app/library",
     },
     "serve": {"app", "app/answer", "app/auto", "app/libraries"},
+    "gateway": {
+        *("text", "corpus", "ingest", "model/files", "kv", "kv/tree", "plan", "engine"),
+        *("app", "app/answer", "app/library"),
+    },
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),
-        *("app/library", "app/libraries", "serve", "demo"),
+        *("app/library", "app/libraries", "serve", "gateway", "demo"),
     },
 }
 CORE = ["kernels", "model", "kv", "fuse", "engine"]

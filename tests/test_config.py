@@ -16,6 +16,7 @@ from kvweave.config import (
     EffectiveConfig,
     EngineSettings,
     Flag,
+    GatewaySettings,
     Key,
     LibrarySettings,
     ModelChoice,
@@ -91,6 +92,8 @@ def sample(key: Key) -> tuple[Any, str, str]:
         Path: (Path("/x/y"), '"/x/y"', "/x/y"),
         tuple: (("a", "b"), '["a", "b"]', "a, b"),
     }
+    if key.kind.type is float and key.kind.range is not None and not key.kind.range.holds(0.5):
+        return 2.5, "2.5", "2.5"
     return (3 << 20, '"3MiB"', "3 MiB") if key.kind.is_size else plain[key.kind.type]
 
 
@@ -358,6 +361,7 @@ def test_the_defaults_are_those_of_the_parts() -> None:
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library import DEFAULT_EMBEDDER
     from kvweave.app.question import BOUND, TOP_K, Question
+    from kvweave.gateway.config import GatewayConfig
     from kvweave.plan.ordering import PROMOTION
     from kvweave.serve.limits import Limits
 
@@ -368,10 +372,13 @@ def test_the_defaults_are_those_of_the_parts() -> None:
     assert server.open_kbs == LibrariesConfig().open_most
     for name in ("running", "waiting", "body_bytes", "upload_bytes", "request_s"):
         assert getattr(server, name) == getattr(Limits(), name)
+    default = GatewayConfig(("http://127.0.0.1:1",))
+    assert GatewayConfig.of(GatewaySettings(default.upstreams)) == default
 
 
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.app.question import SpeculationMode
+    from kvweave.gateway.config import Routing
     from kvweave.plan.ordering import OrderPermission
     from kvweave.serve.observe.logs import Format
 
@@ -381,6 +388,8 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),
+        "gateway.connector": ("auto", "on", "off"),
+        "gateway.routing": get_args(Routing),
     }
 
 
@@ -425,12 +434,12 @@ def test_weave_open_has_the_keys_of_the_model() -> None:
 
 
 def test_the_page_has_every_key_with_its_default_and_its_flag() -> None:
-    from kvweave.cli import ask, ingest, plan, serve
+    from kvweave.cli import ask, gateway, ingest, plan, serve
     from kvweave.cli.options import ConfigOption
 
     flags = {
         option.key: option.opts[-1]
-        for each in (ask, ingest, plan, serve)
+        for each in (ask, ingest, plan, serve, gateway)
         for option in each.command.params
         if isinstance(option, ConfigOption)
     }

@@ -33,7 +33,7 @@ def test_the_engine_page_has_every_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ask", "calibrate", "calibrate layers", "ingest", "plan", "serve"]
+    "name", ["ask", "calibrate", "calibrate layers", "gateway", "ingest", "plan", "serve"]
 )
 def test_the_command_page_has_every_option(name: str) -> None:
     name, *below = name.split()

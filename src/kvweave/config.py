@@ -8,7 +8,8 @@
     ├── speculation   computing prompts before the search is over   SpeculationSettings
     ├── sampling      how answers are drawn                         SamplingSettings
     ├── quality       what reuse may cost                           QualitySettings
-    └── server        address and limits of `kvweave serve`         ServerSettings
+    ├── server        address and limits of `kvweave serve`         ServerSettings
+    └── gateway       upstreams of `kvweave gateway`                GatewaySettings
 
 `Weave.open`, the command line and the server share one `WeaveConfig`. `load_config` fills it:
 defaults, then a `kvweave.toml` with a table for each section, then variables named
@@ -224,6 +225,31 @@ class ServerSettings(ConfigSection):
 
 
 @dataclass(frozen=True, slots=True)
+class GatewaySettings(ConfigSection):
+    """Upstreams of `kvweave gateway`, and how requests are spread over them. Address and limits are
+    the server's."""
+
+    upstreams: tuple[str, ...] | None = unset("none: name one")  # http://HOST:PORT, …
+    # whose tokenizer makes the prompts: a name, a folder or a hub id
+    tokenizer: str | None = unset("the upstreams' model's where it is here; else prompts are text")
+    key_file: Path | None = unset("no key is sent")  # one line: what upstreams want as API key
+    connector: Literal["auto", "on", "off"] = "auto"  # do vLLM upstreams fuse? auto asks them
+    routing: Literal["cache", "least_loaded", "round_robin"] = "cache"  # where requests go
+    # no replica has more than so many times the mean load
+    load_factor: Annotated[float, Range(1, MOST)] = 1.25
+    mirror_tokens: Count = 1_000_000  # that a replica's cache is believed to hold
+    retries: Count0 = 2  # of one request, each at another replica
+    retry_share: Share = 0.2  # of all requests, over time
+    retry_reserve: Count0 = 64  # retries at once; comes back within ten seconds
+    connect_s: Seconds = 2.0  # for a connection
+    silence_s: Seconds = 300.0  # in which nothing of a reply comes
+    health_s: Seconds = 2.0  # between two looks at a replica, and for the look itself
+    wait_s: Seconds = 10.0  # for a replica, where none takes requests
+    breaker_failures: Count = 5  # in a row, at which a replica rests
+    breaker_rest_s: Seconds = 1.0  # at first; doubles up to a minute
+
+
+@dataclass(frozen=True, slots=True)
 class WeaveConfig:
     """All settings, judged. `dataclasses.replace` makes another."""
 
@@ -235,6 +261,7 @@ class WeaveConfig:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     quality: QualitySettings = field(default_factory=QualitySettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
 
     def value(self, key: str) -> Any:
         """Of a key by its dotted name, such as "model.device"."""

@@ -8,6 +8,8 @@
     │   └── UnsupportedModel   an architecture or option we refuse by name
     ├── RequestError           this request cannot be answered as asked
     ├── EngineClosed           the engine stopped before the answer was finished
+    ├── UpstreamError          no upstream of a gateway answered
+    ├── UpstreamRefusal        an upstream refused this request
     ├── CorpusError            a document or a knowledge base cannot be used
     │   ├── CorpusDamaged      its bytes are not those that were stored
     │   ├── CorpusBusy         another process writes it
@@ -53,6 +55,22 @@ class RequestError(KVWeaveError):
 
 class EngineClosed(KVWeaveError):
     """The engine was closed; nothing is wrong with the request."""
+
+
+class UpstreamError(KVWeaveError):
+    """No upstream answered; nothing is wrong with the request."""
+
+
+class UpstreamRefusal(KVWeaveError):
+    """An upstream refused this request, and others would too."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status  # of HTTP
+        self.param = param  # the request's field at fault
+        self.code = code  # for programs
 
 
 class CorpusError(KVWeaveError):

@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from kvweave.app.hosts import ModelHost
 from kvweave.app.question import REUSES
-from kvweave.app.weave import Weave
 from kvweave.errors import ConfigError
 from kvweave.fuse.strategy import default_ratio
 
@@ -57,7 +57,7 @@ class OfferedWay(NamedTuple):
     ratio: float  # where none is given; 0: it takes none
 
 
-def offered_ways(weave: Weave) -> list[OfferedWay]:
+def offered_ways(weave: ModelHost) -> list[OfferedWay]:
     """What people may choose from to compare, full prefill first."""
 
     def is_ready(name: str) -> bool:

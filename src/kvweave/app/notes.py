@@ -1,8 +1,8 @@
 """What was done for a prompt, on its way from those who prefill it to its answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.audit.figures import AuditNote
@@ -51,3 +51,30 @@ class AnswerNotes:
         """The prompt is prefilled, and this is how. Heard once, before the first token."""
         stages = replace(record.stages, retrieve=self.retrieve_ms)
         self.record = replace(record, stages=stages, why=self.why, left_out=self.left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamNote:
+    """What a gateway knows of an answer that another server computed."""
+
+    upstream: str  # which one
+    attempts: int  # upstreams that were tried, this one included
+    matched_tokens: int  # of the prompt, that it was believed to hold already
+    cached_tokens: int | None  # that it says it held; None: it does not say
+    chunks: tuple[tuple[int, int], ...] = ()  # half-open spans of the prompt; empty: not known
+    left_out: int = 0  # chunks that were found and not sent: the history holds them
+    retrieve_ms: float = 0.0
+    ordered_by: str = "given"  # what the chunks were moved for
+    # what the upstream says it did: way, strategy, exact, reused, recomputed, computed, why, …
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "upstream": self.upstream,
+            "attempts": self.attempts,
+            "matched_tokens": self.matched_tokens,
+            "cached_tokens": self.cached_tokens,
+            "ordered_by": self.ordered_by,
+            "told": dict(self.told),
+        }

@@ -58,6 +58,34 @@ class PlainOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """Where chunks stand in a prompt of token ids, and how their KV may be reused: what a gateway
+    sends with it (docs/gateway.md). Raises RequestError if it cannot be meant."""
+
+    chunks: tuple[tuple[int, int], ...] = ()  # half-open spans, in order
+    preamble: int | None = None  # tokens in front of everything; None: in front of the chunks
+    reuse: str | None = None  # as in `Question`, and the next two
+    ratio: float | None = None
+    bound: float | None = None
+    asked: tuple[int, int] | None = None  # what the user wrote; None: all behind the chunks
+    tenant: str = ""  # of the gateway: tenants share no KV
+
+    def __post_init__(self) -> None:
+        at = 0
+        for start, end in self.chunks:
+            if not at <= start < end:
+                raise RequestError(
+                    f"chunk [{start}, {end}) is empty or begins before {at}; give half-open spans "
+                    "of tokens in order"
+                )
+            at = end
+
+    def tenant_of(self, tenant: str) -> str:
+        """Whose KV it is, of a server's own `tenant` and the gateway's."""
+        return f"{tenant}/{self.tenant}" if self.tenant else tenant  # no tenant's name has a slash
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """One question. Raises RequestError if it cannot be meant."""
 

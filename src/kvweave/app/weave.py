@@ -5,7 +5,7 @@
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from kvweave.app.question import (
     REUSES,
     TOP_K,
     AskOptions,
+    KVTransfer,
     PlainOptions,
     Question,
     SpeculationMode,
@@ -46,10 +47,18 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
+from kvweave.metrics import Metrics, Sample
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.detokenizer import texts_of
 from kvweave.text.length import refuse_long
-from kvweave.text.prompt import SYSTEM, Document, Prompt, chat_prompt, plain_prompt
+from kvweave.text.prompt import (
+    SYSTEM,
+    Document,
+    Prompt,
+    chat_prompt,
+    plain_prompt,
+    spanned_prompt,
+)
 
 if TYPE_CHECKING:
     from kvweave.app.answer.answer_details import AnswerDetails
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from kvweave.app.library.kv_progress import KVProgress
     from kvweave.app.library.library import OpenEmbedder
     from kvweave.calibrate.profiles import Profile
+    from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.strategy import ModelFacts
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
@@ -246,6 +256,11 @@ class Weave:
                 only_new=only_new,
             )
 
+    def remove_all(self) -> bool:
+        """Remove every document, and all chunk KV. False: a remote tier could not be told; it is,
+        once it answers, while this is open."""
+        return self.library.remove_all()
+
     def kv_progress(self) -> "KVProgress | None":
         """How far the chunk KV is that is made in the background; None: none is."""
         return self.library.kv_progress()
@@ -331,14 +346,21 @@ class Weave:
         sampling: Sampling | None = None,
         reuse: str | None = None,
         tenant: str = "",
+        transfer: KVTransfer | None = None,
     ) -> AnswerStream:
-        """Continue a text or token ids, without a chat template. As `chat` otherwise."""
+        """Continue a text or token ids, without a chat template. As `chat` otherwise. `transfer`
+        says where chunks stand among token ids: their KV is reused as it is for documents."""
         called_s = time.perf_counter()
         tokenizer = self._runtime.tokenizer
         if isinstance(prompt, str):
             refuse_long(tokenizer, [prompt], self.max_context)
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         options = PlainOptions(sampling, reuse, tenant)
+        if transfer is not None and transfer.chunks:
+            if isinstance(prompt, str):
+                raise RequestError("spans of chunks are spans of token ids; send the prompt as ids")
+            parts = spanned_prompt(ids, transfer.chunks, transfer.preamble, transfer.asked)
+            return self._answerer.spanned(parts, transfer, options, called_s)
         return self._answerer.plain(plain_prompt(ids), options, called_s)
 
     def build_prompt(
@@ -393,6 +415,16 @@ class Weave:
         return self._answerer.measured.facts
 
     @property
+    def local(self) -> "Weave":
+        """Itself: the model is in this process."""
+        return self
+
+    @property
+    def takes_transfer(self) -> bool:
+        """`complete` takes a `KVTransfer`."""
+        return True
+
+    @property
     def max_context(self) -> int:
         """Tokens that prompt and answer may have together."""
         return self._runtime.max_context
@@ -408,6 +440,29 @@ class Weave:
         if self._library is None:
             raise ConfigError(NO_LIBRARY)
         return self._library
+
+    @property
+    def kb(self) -> "KnowledgeBase":
+        """The documents of the open knowledge base."""
+        return self.library.kb
+
+    def metrics(self) -> Iterator[Metrics]:
+        """Counters of the store and of the audit, brought up to date."""
+        if self._library is not None:
+            store = self._library.store
+            store.update_gauges()
+            _gauge(self._library.kv_progress(), store.metrics)
+            yield store.metrics
+        yield self.auditor.metrics
+
+    def num_pinned(self) -> int:
+        """Chunk KV of the open knowledge base that some lease holds."""
+        return 0 if self._library is None else self._library.store.num_pinned()
+
+    def samples(self) -> Iterator[Sample]:
+        """What the engine counts."""
+        for name, value in self.engine.stats().items():
+            yield Sample(f"engine_{name}", (), value, is_counter=False)
 
     @property
     def auditor(self) -> "Auditor":
@@ -429,3 +484,13 @@ class Weave:
         engine's step, in which it hears of those that have left."""
         self.engine.run_alone(lambda: None)
         return self.library.store.num_pinned() == 0
+
+
+def _gauge(progress: "KVProgress | None", metrics: Metrics) -> None:
+    """How far the chunk KV is that is made in the background."""
+    if progress is not None:
+        metrics.gauge("kv_chunks_done", progress.chunks_done)
+        metrics.gauge("kv_chunks_left", progress.chunks_total - progress.chunks_done)
+        metrics.gauge("kv_chunks_bytes", progress.num_bytes)
+        metrics.gauge("kv_left_seconds", progress.eta_s or 0.0)
+        metrics.gauge("kv_full", progress.state == "full")

@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "config": "kvweave.cli.config",
     "demo": "kvweave.cli.demo",
     "docs": "kvweave.cli.docs",
+    "gateway": "kvweave.cli.gateway",
     "ingest": "kvweave.cli.ingest",
     "kb": "kvweave.cli.kb",
     "measure": "kvweave.cli.measure",

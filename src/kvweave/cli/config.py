@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvweave.cli import ask, ingest, serve
+from kvweave.cli import ask, gateway, ingest, serve
 from kvweave.cli.options import ConfigOption, json_option, pass_config
 from kvweave.config import EffectiveConfig, Key, known_keys
 from kvweave.errors import ModelNotFound
@@ -27,7 +27,7 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
     """Show every setting, its value and where that comes from.
 
     From a default, from the model's generation_config.json, from kvweave.toml, from a variable, or
-    from a flag: those of ask, ingest and serve are taken here too.
+    from a flag: those of ask, ingest, serve and gateway are taken here too.
     """
     effective = _with_model(effective)
     rows = [(key, _public(key, effective.config.value(name))) for name, key in known_keys().items()]
@@ -109,7 +109,7 @@ def _size(num_bytes: int) -> str:
 def _add_flags() -> None:
     """Let `show` take the flags of the other commands, each of them once."""
     taken: set[str] = set()
-    for other in (ask.command, ingest.command, serve.command):
+    for other in (ask.command, ingest.command, serve.command, gateway.command):
         for option in other.params:
             if isinstance(option, ConfigOption) and option.opts[-1] not in taken:
                 taken.add(option.opts[-1])

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -35,7 +35,6 @@ from kvweave.paths import kb_root
 
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
-    from kvweave.app.weave import Weave
     from kvweave.serve.limits import Limits
     from kvweave.serve.origins import OriginRules
     from kvweave.serve.server import Server
@@ -147,7 +146,7 @@ def _gib(amount: float) -> int:
 @pass_config
 def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""
-    _need_extra()
+    need_extra()
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.store_tiers import check_store
     from kvweave.serve.auth import read_keys
@@ -163,7 +162,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     warn_if_open(server_config.host, has_keys=bool(keys))
     check_store(config.store)
     # before the model: a taken port should not cost a load
-    with _listen(server_config.host, server_config.port) as listener:
+    with listen(server_config.host, server_config.port) as listener:
         weave = open_weave(config=config)
         weave.check_strategy(places.usual.reuse, places.usual.ratio)
         libraries = Libraries(weave, places)
@@ -182,13 +181,15 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
             lifecycle=ServerLifecycle(
                 prepare=steps,
-                on_ready=lambda: greet(weave, url, places.root, with_key=bool(keys)),
+                on_ready=lambda: greet(
+                    weave.model_name, weave.weights_words, url, places.root, with_key=bool(keys)
+                ),
                 lame_s=server_config.lame_s,
                 patience_s=server_config.grace_s,
                 stuck_s=server_config.engine_s,
             ),
         )
-        _run(server, weave, libraries, listener)
+        run_server(server, weave, libraries, listener)
 
 
 def make_limits(server: ServerSettings) -> "Limits":
@@ -307,7 +308,7 @@ def parse_folders(typed: Sequence[str]) -> "dict[LibraryKey, Path]":
     return folders
 
 
-def _need_extra() -> None:
+def need_extra() -> None:
     wanted = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
     missing = [name for name in wanted if not _is_installed(name)]
     if missing:
@@ -321,7 +322,7 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Take the port now; clients that come while the model loads wait in the backlog."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -343,10 +344,13 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run(server: "Server", weave: "Weave", libraries: "Libraries", listener: socket.socket) -> None:
+def run_server(
+    server: "Server", host: "Closable", libraries: "Libraries", listener: socket.socket
+) -> None:
+    """Serve until a signal, then close in order: `host` is a Weave or a Gateway."""
     # uvicorn stops in order and then passes the signal on, which must not end us before we close
     signal.signal(signal.SIGTERM, _end)
-    with closing(weave), closing(libraries):
+    with closing(host), closing(libraries):
         try:
             server.run([listener])
             if server.broken is not None:
@@ -368,6 +372,10 @@ def _leave_broken(why: str) -> None:
     raise click.exceptions.Exit(BROKEN_CODE)
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 class _Terminated(BaseException):
     """SIGTERM came: who stops servers in order wants an exit code of 0."""
 
@@ -383,7 +391,7 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def greet(weave: "Weave", url: str, root: Path | None, *, with_key: bool) -> None:
+def greet(model: str, words: str, url: str, root: Path | None, *, with_key: bool) -> None:
     """Lines that can be copied and run."""
     from rich.console import Console
 
@@ -395,12 +403,12 @@ def greet(weave: "Weave", url: str, root: Path | None, *, with_key: bool) -> Non
     def say(text: str = "", style: str = "") -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
-    say(f"kvweave serves {weave.model_name} at {url}/v1", "bold green")
+    say(f"kvweave serves {model} at {url}/v1", "bold green")
     if root is None:
         say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
     else:
         say(f"knowledge bases: {root} (an upload makes one)", "dim")
-    say(weave.weights_words, "dim")
+    say(words, "dim")
     say("Ctrl-C stops it. Try it from another terminal:", "dim")
     say()
     if root is not None:
@@ -414,7 +422,7 @@ def greet(weave: "Weave", url: str, root: Path | None, *, with_key: bool) -> Non
     say(f'  chat = OpenAI(base_url="{url}/v1", api_key="{key}").chat.completions')
     say('  hello = [{"role": "user", "content": "Say hello."}]')
     say(
-        f"  print(chat.create(model={weave.model_name!r}, messages=hello, max_tokens=32)"
+        f"  print(chat.create(model={model!r}, messages=hello, max_tokens=32)"
         ".choices[0].message.content)"
     )
     console.file.flush()

@@ -24,8 +24,12 @@ class Breaker:
         max_failures: int,
         rest_s: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        others: str = "requests recompute",
     ) -> None:
+        """`others` says in the log what happens meanwhile."""
         self._what = what  # "disk reads", for the log
+        self._others = others
         self._max_failures = max_failures
         self._first_rest_s = rest_s
         self._clock = clock
@@ -75,4 +79,4 @@ class Breaker:
             if not at_once and self._failures < self._max_failures:
                 return
             self._open_until = self._clock() + self._rest_s
-        log.warning("%s fail and rest for a while; requests recompute. %s", self._what, reason)
+        log.warning("%s fail and rest for a while; %s. %s", self._what, self._others, reason)

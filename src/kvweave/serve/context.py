@@ -1,10 +1,11 @@
 """What the routes of one server share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvweave.app.answer.kept_answers import KeptAnswers
+from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
@@ -15,6 +16,7 @@ from kvweave.serve.readiness import Readiness
 from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.workers.answer_pool import AnswerPool
 from kvweave.serve.workers.task_pool import TaskPool
+from kvweave.types import ChunkId
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 class Context:
     """Owns the threads of one server: `close` it on the event loop. `make_context` makes it."""
 
-    weave: Weave
+    weave: ModelHost
+    local: Weave | None  # the same, where the model is in this process
     libraries: Libraries
     limits: Limits
     answers: AnswerPool
@@ -52,7 +55,7 @@ class Context:
 
 
 def make_context(
-    weave: Weave,
+    weave: ModelHost,
     limits: Limits | None = None,
     *,
     libraries: Libraries | None = None,
@@ -63,16 +66,20 @@ def make_context(
     """`libraries` are its knowledge bases by name, closed by the caller who made them. `sampling`:
     fields for requests that leave them out, before those that `weave` was configured with. `tracer`
     None is the process's own, if OpenTelemetry is configured. `page` None keeps the usual."""
-    limits = limits or Limits()
+    limits, local = limits or Limits(), weave.local
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
     tenants = TenantSeries()
     answers = AnswerPool(limits, metrics, tenants)
-    metrics.watch(StateCollector(answers.counts, libraries, weave.engine.stats))
+    metrics.watch(StateCollector(answers.counts, libraries, weave.samples))
     page = page or PageConfig()
+    if local is None:  # answers from elsewhere have no details to look at
+        page = replace(page, kept_answers=0)
+    is_gone = _is_never_gone if local is None else local.runtime.client.is_gone
     return Context(
         weave,
+        local,
         libraries,
         limits,
         answers,
@@ -82,6 +89,10 @@ def make_context(
         tracer=tracer,
         sampling=sampling or {},
         tenants=tenants,
-        kept=KeptAnswers(page.kept_answers, weave.runtime.client.is_gone),
+        kept=KeptAnswers(page.kept_answers, is_gone),
         page=page,
     )
+
+
+def _is_never_gone(chunk_id: ChunkId, as_of: int, tenant: str = "") -> bool:
+    return False

@@ -35,6 +35,8 @@ from kvweave.errors import (
     EngineClosed,
     KVWeaveError,
     RequestError,
+    UpstreamError,
+    UpstreamRefusal,
 )
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,10 @@ def as_api_error(error: Exception) -> ApiError:
             log.warning("%s", error)  # with the path, which is no business of the client's
             wait = {} if wait_s is None else {"Retry-After": str(wait_s)}
             return ApiError(status, words, code=code, headers=wait)
+    if isinstance(error, UpstreamError):  # likewise
+        return ApiError(503, str(error), headers={"Retry-After": "1"})
+    if isinstance(error, UpstreamRefusal):
+        return ApiError(error.status, str(error), param=error.param, code=error.code)
     log.error("a request failed", exc_info=error)
     if isinstance(error, KVWeaveError):
         return ApiError(500, without_paths(str(error)))

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
+from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.weave import Weave
 from kvweave.errors import EngineClosed
 from kvweave.serve.connections import guarded
 from kvweave.serve.context import make_context
@@ -56,11 +56,11 @@ class ServerLifecycle:
 
 
 class Server(uvicorn.Server):
-    """Serves one Weave. `run([listener])` blocks until a signal or `stop`."""
+    """Serves one host of a model. `run([listener])` blocks until a signal or `stop`."""
 
     def __init__(
         self,
-        weave: Weave,
+        weave: ModelHost,
         *,
         limits: Limits | None = None,
         libraries: Libraries | None = None,
@@ -78,7 +78,11 @@ class Server(uvicorn.Server):
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch = EngineWatch(weave, self._life.stuck_s, self._on_broken)
+        self._watch = (
+            None
+            if weave.local is None  # a gateway watches its upstreams itself
+            else EngineWatch(weave.local, self._life.stuck_s, self._on_broken)
+        )
         config = uvicorn.Config(
             build_http(self._context, door),
             http=guarded(limits.connections, limits.header_s),
@@ -126,7 +130,8 @@ class Server(uvicorn.Server):
         self._readiness.preparing = next((step.words for step in self._life.prepare), None)
         await super().startup(sockets)
         self._readying = asyncio.create_task(self._get_ready())
-        self._watch.start()
+        if self._watch is not None:
+            self._watch.start()
 
     async def _get_ready(self) -> None:
         """Requests do not wait for this; a client that looks at /readyz does."""
@@ -151,7 +156,8 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             giving_up.cancel()
-            await asyncio.to_thread(self._watch.close)
+            if self._watch is not None:
+                await asyncio.to_thread(self._watch.close)
 
     def _exit(self) -> None:
         self.should_exit = True

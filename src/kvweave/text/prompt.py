@@ -105,6 +105,45 @@ def plain_prompt(token_ids: Sequence[int]) -> Prompt:
     return _of_parts(_blocks(token_ids), ())
 
 
+def spanned_prompt(
+    token_ids: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    num_preamble: int | None = None,
+    asked: tuple[int, int] | None = None,
+) -> Prompt:
+    """A prompt whose chunks stand in `spans`, half-open and in order; `asked` is what the user
+    wrote. What stands between two chunks, or between preamble and chunks, is history, and so is
+    every chunk in front of it."""
+    if not spans:
+        return plain_prompt(token_ids)
+    first, last = spans[0][0], spans[-1][1]
+    front = first if num_preamble is None else num_preamble
+    if not 1 <= front <= first or last >= len(token_ids):
+        raise RequestError(
+            f"chunks stand in [{first}, {last}) of {len(token_ids)} tokens; a prompt has a "
+            "preamble in front of them and a question behind them"
+        )
+    parts: list[tuple[int, ...]] = []
+    num_history, turns, at = 0, 0, front
+    for start, end in spans:
+        if start > at:
+            parts.append(tuple(token_ids[at:start]))
+            num_history, turns = len(parts), turns + 1
+        parts.append(tuple(token_ids[start:end]))
+        at = end
+    start, end = asked or (last, len(token_ids))
+    if not last <= start < end <= len(token_ids):
+        raise RequestError(f"the question [{start}, {end}) does not stand behind the last chunk")
+    return Prompt(
+        preamble=tuple(token_ids[:front]),
+        chunks=tuple(parts[num_history:]),
+        question=tuple(token_ids[last:]),
+        asked=(start - last, end - last),
+        history=tuple(parts[:num_history]),
+        turns=turns,
+    )
+
+
 def _of_parts(parts: list[tuple[int, ...]], closing: tuple[int, ...]) -> Prompt:
     """The last part is what is always computed."""
     if not closing and parts:

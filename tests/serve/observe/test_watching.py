@@ -15,10 +15,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvweave.metrics import Sample
 from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
 from kvweave.serve.observe.logs import HumanLines, JsonLines
-from kvweave.serve.observe.prometheus import engine_metrics
+from kvweave.serve.observe.prometheus import families_of
 from kvweave.serve.server import Server, ServerLifecycle
 from worlds.serving import (
     GatedDecoder,
@@ -133,7 +134,10 @@ def test_a_chunk_without_stored_kv_is_a_degradation_with_its_reason(kb_server: K
 def test_the_numbers_of_an_engine_are_passed_on() -> None:
     found = {
         sample.name: sample.value
-        for family in engine_metrics({"pages_used": 3, "tokens_exact": 5})
+        for family in families_of(
+            Sample(f"engine_{name}", (), value, False)
+            for name, value in (("pages_used", 3), ("tokens_exact", 5))
+        )
         for sample in family.samples
     }
     assert found == {"kvweave_engine_pages_used": 3, "kvweave_engine_tokens_exact": 5}

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvweave.app.answer.answer_trace import AnswerTrace
 from kvweave.app.answer.sources import AnswerSource, sources_of
 from kvweave.app.audit.figures import AuditNote
-from kvweave.app.notes import AnswerNotes
+from kvweave.app.notes import AnswerNotes, UpstreamNote
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
@@ -67,6 +67,7 @@ class Answer:
     watched: WatchedTokens | None = field(default=None, repr=False, compare=False)  # if asked for
     # what `details_of` tells more from; None: it was made without a Weave
     trace: AnswerTrace | None = field(default=None, repr=False, compare=False)
+    upstream: UpstreamNote | None = None  # what a gateway knows of it; None: computed here
 
 
 class Tokens(Protocol):
@@ -130,6 +131,9 @@ class AnswerStream:
     def when_closed(self, call: Callable[[], None]) -> None:
         """`call` once this is closed: it needs something that stays until then."""
         self._on_close = call
+
+    def take_whole(self) -> None:
+        """Nobody reads the pieces. They are made as ever: this engine does not begin again."""
 
     def abort(self) -> None:
         """Stop computing, from any thread. The one that iterates sees the end; `answer` stays

@@ -26,7 +26,13 @@ from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import CODEC
 from kvweave.app.notes import AnswerEvent, AnswerNotes
-from kvweave.app.question import PlainOptions, Question, QuestionDefaults, refuse_empty
+from kvweave.app.question import (
+    KVTransfer,
+    PlainOptions,
+    Question,
+    QuestionDefaults,
+    refuse_empty,
+)
 from kvweave.app.requests import exact_request
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.sampling_defaults import SamplingDefaults
@@ -35,6 +41,7 @@ from kvweave.config import WeaveConfig, given
 from kvweave.engine.request import Ticket
 from kvweave.errors import ConfigError
 from kvweave.metrics import Metrics
+from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.search_pace import Paces
 from kvweave.text.length import refuse_long
 from kvweave.text.prompt import (
@@ -207,6 +214,29 @@ class Answerer:
 
         tokens = TokenStream(self._client, request, (note,))
         return AnswerStream(tokens, self._tokenizer, sampling, len(ids), called_s, notes)
+
+    def spanned(
+        self, prompt: Prompt, asked: KVTransfer, drawn: PlainOptions, called_s: float
+    ) -> AnswerStream:
+        """The answer to a prompt whose chunks were named by a gateway: it retrieved and ordered
+        them, so they stay where they are."""
+        sampling = drawn.sampling or self.sampling.sampling()
+        question = Question(
+            "…",  # its words are in the prompt
+            documents=(),
+            sampling=sampling,
+            reuse=asked.reuse,
+            ratio=asked.ratio,
+            bound=asked.bound,
+            order=OrderPermission.AS_FOUND,
+        ).filled(self._settings.usual)
+        named = self.router.named(question.reuse, question.ratio)
+        tenant = drawn.tenant or self._settings.tenant
+        prompt = replace(prompt, tenant=tenant, as_of=self._client.generation())
+        made = self.router.submission(prompt, question, named, AnswerNotes())
+        tokens = TokenStream(self._client, made.request, made.on_first)
+        num_tokens = len(prompt.token_ids)
+        return AnswerStream(tokens, self._tokenizer, sampling, num_tokens, called_s, made.notes)
 
     def plan(self, asked: Question) -> "Plan":
         """What "auto" would do for a question."""

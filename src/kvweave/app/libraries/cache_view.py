@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvweave.app.answer.tree_view import PREAMBLE
+from kvweave.app.hosts import LibraryHost
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.kv.keys import tag_of
@@ -38,7 +39,7 @@ class EvictionLine(NamedTuple):
 def tier_lines(libraries: Libraries, tenant: str) -> list[TierLine]:
     lines = []
     with libraries.open_of(tenant) as weaves:
-        for name, weave in weaves:
+        for name, weave in _local(weaves):
             store = weave.library.store
             used = store.used_bytes()
             for tier, capacity_bytes in store.capacity_bytes().items():
@@ -51,7 +52,7 @@ def misses(libraries: Libraries, tenant: str) -> dict[str, int]:
     """Chunk KV that was wanted and not there, by reason, of what is open now."""
     found: dict[str, int] = {}
     with libraries.open_of(tenant) as weaves:
-        for _, weave in weaves:
+        for _, weave in _local(weaves):
             for sample in weave.library.store.metrics.snapshot():
                 if sample.name == "kv_misses_total":
                     reason = dict(sample.labels)["reason"]
@@ -68,7 +69,7 @@ def evictions(libraries: Libraries, weave: Weave, tenant: str, most: int) -> lis
         and not (name := gone.chunk_id.rpartition("|")[2]).startswith(PREAMBLE)
     ]
     with libraries.open_of(tenant) as weaves:
-        for kb, each in weaves:
+        for kb, each in _local(weaves):
             for gone in each.library.store.evictions():
                 chunk = tag_of(gone.key).hex()
                 lines.append(
@@ -84,11 +85,16 @@ def evictions(libraries: Libraries, weave: Weave, tenant: str, most: int) -> lis
     ]
 
 
-def titles(weaves: Sequence[Weave], chunks: Sequence[str]) -> dict[str, tuple[ChunkId, str]]:
+def _local(hosts: Sequence[tuple[str, LibraryHost]]) -> list[tuple[str, Weave]]:
+    """Those whose chunk KV is in this process."""
+    return [(name, host.local) for name, host in hosts if host.local is not None]
+
+
+def titles(hosts: Sequence[LibraryHost], chunks: Sequence[str]) -> dict[str, tuple[ChunkId, str]]:
     """Id and title of chunks by the beginning of their ids, as far as these knowledge bases know
     them."""
     found: dict[str, tuple[ChunkId, str]] = {}
-    for weave in weaves:
+    for host in hosts:
         wanted = [chunk for chunk in chunks if chunk not in found]
-        found |= weave.library.kb.catalogue.named(wanted)
+        found |= host.kb.catalogue.named(wanted)
     return found

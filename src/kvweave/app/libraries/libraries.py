@@ -1,4 +1,4 @@
-"""Knowledge bases by name, over one model: opened on use, a few at a time, made on first upload.
+"""Knowledge bases by name, over one host: opened on use, a few at a time, made on first upload.
 
     <root>/NAME/             a knowledge base of those who have no tenant
     <root>/@TENANT/NAME/     one of a tenant; no other tenant can name it
@@ -22,6 +22,7 @@ from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
+from kvweave.app.hosts import LibraryHost, ModelHost, PieceStream
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.library_browser import LibraryBrowser, NotInLibrary
 from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, OpenCounts
@@ -30,7 +31,6 @@ from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, QuestionDefaults
-from kvweave.app.weave import AnswerStream, Weave
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -138,11 +138,11 @@ class LibrariesConfig:
 
 
 class Libraries:
-    """See the module. `close` it before the Weave it was made with."""
+    """See the module. `close` it before the host it was made with."""
 
     def __init__(
         self,
-        weave: Weave,
+        weave: ModelHost,
         config: LibrariesConfig | None = None,
         *,
         open_embedder: OpenEmbedder = open_sentence_embedder,
@@ -161,7 +161,7 @@ class Libraries:
         self._uses: dict[LibraryKey, ChunkUses] = {}
         self._making = Counter[LibraryKey]()  # knowledge bases that may be made now
         self._making_lock = threading.Lock()
-        self._open_cache: OpenCache[LibraryKey, Weave] = OpenCache(
+        self._open_cache: OpenCache[LibraryKey, LibraryHost] = OpenCache(
             self._open, self.config.open_most, self.config.wait_s
         )
 
@@ -185,8 +185,8 @@ class Libraries:
         for place in self._changed_last(self.config.open_most):
             try:
                 with self.use(place.tenant, place.name) as weave:
-                    weave.library.kb.warm()
-                    weave.library.kb.load_index()
+                    weave.kb.warm()
+                    weave.kb.load_index()
             except EngineClosed:
                 raise
             except KVWeaveError as error:
@@ -214,8 +214,8 @@ class Libraries:
                 changed[place] = max((p.stat().st_mtime for p in files), default=0.0)
         return sorted(changed, key=lambda place: changed[place])[-most:]
 
-    def lend(self, tenant: str, name: str, *, create: bool = False) -> Loan[Weave]:
-        """A Weave over it, which stays open until the loan is given back. Raises
+    def lend(self, tenant: str, name: str, *, create: bool = False) -> Loan[LibraryHost]:
+        """What answers from it, which stays open until the loan is given back. Raises
         NoSuchKnowledgeBase, or makes it where `create` allows; AllInUse if there is no room."""
         place = LibraryKey(tenant, check_name(name))
         folder = self._folder(place)
@@ -236,7 +236,7 @@ class Libraries:
                 self._making[place] -= create
 
     @contextmanager
-    def use(self, tenant: str, name: str, *, create: bool = False) -> Iterator[Weave]:
+    def use(self, tenant: str, name: str, *, create: bool = False) -> Iterator[LibraryHost]:
         """As `lend`, given back at the end."""
         loan = self.lend(tenant, name, create=create)
         try:
@@ -246,7 +246,7 @@ class Libraries:
 
     def stream(
         self, place: LibraryKey, question: str, **options: Unpack[AskOptions]
-    ) -> AnswerStream:
+    ) -> PieceStream:
         """As `Weave.stream`, over a knowledge base that stays open until the answer is closed.
 
         A strategy that the model is not ready for is a RequestError.
@@ -263,7 +263,7 @@ class Libraries:
             unless_streamed.pop_all()
         return answer
 
-    def _open(self, place: LibraryKey) -> Weave:
+    def _open(self, place: LibraryKey) -> LibraryHost:
         folder = self._folder(place)
         assert folder is not None, "`lend` looked"
         if read_settings(folder) is None and not self._making[place]:
@@ -315,7 +315,7 @@ class Libraries:
 
     def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
         with self.use(tenant, name) as weave:
-            return weave.library.kb.documents()
+            return weave.kb.documents()
 
     @contextmanager
     def browse(self, tenant: str, name: str) -> Iterator[LibraryBrowser]:
@@ -326,7 +326,7 @@ class Libraries:
     def search(self, tenant: str, name: str, query: str, k: int, mode: Mode) -> list[Hit]:
         """The `k` nearest chunks, best first."""
         with self.use(tenant, name) as weave:
-            return weave.library.kb.search(query, k, mode=mode)
+            return weave.kb.search(query, k, mode=mode)
 
     def status(self, tenant: str, name: str) -> LibraryStatus:
         """Counts of a knowledge base, how far its chunk KV is, and what is wrong with it, if it
@@ -378,7 +378,7 @@ class Libraries:
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""
         with self._writer(tenant, name) as weave:
-            if not any(d.id == document_id for d in weave.library.kb.documents()):
+            if not any(d.id == document_id for d in weave.kb.documents()):
                 raise NoSuchKnowledgeBase(f"{name!r} has no document {document_id!r}")
             return weave.remove(document_id)
 
@@ -397,8 +397,8 @@ class Libraries:
                 "that folder, or delete its documents"
             )
 
-        def empty(weave: Weave) -> None:
-            if not weave.library.remove_all():
+        def empty(host: LibraryHost) -> None:
+            if not host.remove_all():
                 raise InUse(
                     f"the documents of {name!r} are deleted; a shared tier does not answer and "
                     "may still hold chunk KV of them: delete the knowledge base again later"
@@ -420,16 +420,15 @@ class Libraries:
     def metrics(self) -> Iterator[tuple[LibraryKey, Metrics]]:
         """The counters of every open knowledge base's store and audit, brought up to date; what is
         audited of documents without one has no name."""
-        yield LibraryKey("", ""), self._weave.auditor.metrics
+        for metrics in self._weave.metrics():
+            yield LibraryKey("", ""), metrics
         with self._open_cache.all_open() as weaves:
             for place, weave in weaves:
-                weave.library.store.update_gauges()
-                _gauge(weave)
-                yield place, weave.library.store.metrics
-                yield place, weave.auditor.metrics
+                for metrics in weave.metrics():
+                    yield place, metrics
 
     @contextmanager
-    def open_of(self, tenant: str) -> Iterator[list[tuple[str, Weave]]]:
+    def open_of(self, tenant: str) -> Iterator[list[tuple[str, LibraryHost]]]:
         """The tenant's knowledge bases that are open now, by name; none of them closes meanwhile.
         None is opened for it."""
         with self._open_cache.all_open() as weaves:
@@ -442,7 +441,7 @@ class Libraries:
     def num_pinned(self) -> int:
         """Chunk KV that some lease holds, over all open knowledge bases."""
         with self._open_cache.all_open() as weaves:
-            return sum(weave.library.store.num_pinned() for _, weave in weaves)
+            return sum(weave.num_pinned() for _, weave in weaves)
 
     def close(self) -> None:
         self._open_cache.stop()
@@ -454,7 +453,7 @@ class Libraries:
         return self._searching.submit(search).result()
 
     @contextmanager
-    def _writer(self, tenant: str, name: str, *, create: bool = False) -> Iterator[Weave]:
+    def _writer(self, tenant: str, name: str, *, create: bool = False) -> Iterator[LibraryHost]:
         """One writer each; the others wait."""
         loan = self.lend(tenant, name, create=create)
         try:
@@ -480,17 +479,6 @@ def _is_one(folder: Path) -> bool:
         return read_settings(folder) is not None
     except CorpusError:
         return True
-
-
-def _gauge(weave: Weave) -> None:
-    """How far the chunk KV is that is made in the background."""
-    progress, metrics = weave.kv_progress(), weave.library.store.metrics
-    if progress is not None:
-        metrics.gauge("kv_chunks_done", progress.chunks_done)
-        metrics.gauge("kv_chunks_left", progress.chunks_total - progress.chunks_done)
-        metrics.gauge("kv_chunks_bytes", progress.num_bytes)
-        metrics.gauge("kv_left_seconds", progress.eta_s or 0.0)
-        metrics.gauge("kv_full", progress.state == "full")
 
 
 def check_name(name: str) -> str:

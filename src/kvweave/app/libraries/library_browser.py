@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from kvweave.app.hosts import LibraryHost
 from kvweave.app.library.chunk_uses import ChunkUses
-from kvweave.app.weave import Weave
 from kvweave.corpus.catalogue import DocumentInfo as DocumentInfo
 from kvweave.errors import CorpusError
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit
@@ -55,9 +55,10 @@ class ChunkView(NamedTuple):
 class LibraryBrowser:
     """For one thread at a time, while its knowledge base is open."""
 
-    def __init__(self, weave: Weave, uses: ChunkUses) -> None:
-        self._library = weave.library
-        self._catalogue = weave.library.kb.catalogue
+    def __init__(self, host: LibraryHost, uses: ChunkUses) -> None:
+        self._kb = host.kb
+        self._library = None if host.local is None else host.local.library
+        self._catalogue = host.kb.catalogue
         self._uses = uses
 
     def documents(self, after: str | None, limit: int | None) -> list[DocumentInfo]:
@@ -124,7 +125,7 @@ class LibraryBrowser:
         return {chunk_id: found[0][0] for chunk_id, found in places.items() if found}
 
     def _neighbours(self, chunk_id: ChunkId) -> list[Hit]:
-        kb = self._library.kb
+        kb = self._kb
         vector = self._catalogue.vectors_of_chunks([chunk_id], kb.settings.dim).get(chunk_id)
         if vector is None:
             return []
@@ -132,7 +133,10 @@ class LibraryBrowser:
         return [hit for hit in hits if hit.chunk.id != chunk_id][:NEIGHBOURS]
 
     def _kv_bytes(self, chunk: Chunk) -> dict[str, int]:
-        """Behind the usual system prompt, and isolated where that is another."""
+        """Behind the usual system prompt, and isolated where that is another. Empty where chunk KV
+        is made elsewhere."""
+        if self._library is None:
+            return {}
         encoder, ids = self._library.encoder, chunk.token_ids
         return self._library.store.copies({encoder.key(ids), encoder.exact_key(ids)})
 

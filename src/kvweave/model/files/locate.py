@@ -8,6 +8,7 @@ org/name              a model hub id, through huggingface_hub
 
 import hashlib
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvweave.model.files.wheel import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "vocab.txt"]
+_HUB_SMALL_FILES = ["*.json", "*.jinja", "vocab.txt"]
 _HUB_TWINS = ["original/*", "onnx/*", "openvino/*", "consolidated*"]  # the same weights again
 _FORMS = "a folder with config.json, a .gguf file or a hub id org/name"
 
@@ -53,6 +55,17 @@ def locate(
     raise ModelNotFound(
         f"no model {name!r}; pass an embedded name ({', '.join(EMBEDDED)}), {_FORMS}"
     )
+
+
+def locate_tokenizer(name: str, *, pull: bool = True) -> Path:
+    """As `locate`, for those who need no weights: of a hub id only small files are fetched."""
+    is_hub_id = _HUB_ID.fullmatch(name) is not None and not Path(name).expanduser().exists()
+    if not is_hub_id:
+        return locate(name, pull=pull)
+    try:
+        return _from_hub(name, pull=False)
+    except ModelNotFound:
+        return _from_hub(name, pull, _HUB_SMALL_FILES)
 
 
 def gguf_folder(
@@ -117,7 +130,7 @@ def _content_hash(path: Path, cache: ModelCache) -> str:
     return sha256
 
 
-def _from_hub(name: str, pull: bool) -> Path:
+def _from_hub(name: str, pull: bool, files: Sequence[str] = _HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -131,7 +144,7 @@ def _from_hub(name: str, pull: bool) -> Path:
         folder = Path(
             snapshot_download(
                 name,
-                allow_patterns=_HUB_FILES,
+                allow_patterns=list(files),
                 ignore_patterns=_HUB_TWINS,
                 local_files_only=not pull,
             )

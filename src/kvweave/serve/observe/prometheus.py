@@ -1,13 +1,15 @@
 """What the server counts, for Prometheus: answers as they happen, and the state at a scrape."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvweave.app.libraries.libraries import Libraries
+from kvweave.app.notes import UpstreamNote
 from kvweave.app.weave import REPETITION, Answer
+from kvweave.metrics import Sample
 from kvweave.serve.observe.spans import AnswerSpans
 from kvweave.serve.workers.answer_pool import PoolCounts
 
@@ -88,6 +90,9 @@ class ServerMetrics:
         record = answer.explain
         if answer.decision is not None and answer.decision.plan.ordered_by != "given":
             self._ordered.labels(answer.decision.plan.ordered_by).inc()
+        if answer.upstream is not None:
+            self._routed(answer, answer.upstream)
+            return
         if record is None:
             self._strategies.labels("full").inc()
             self._prompt.labels("computed").inc(answer.prompt_tokens)
@@ -100,6 +105,21 @@ class ServerMetrics:
             self._chunks.labels(chunk.tier or "none").inc()
             if chunk.why is not None:
                 self._degraded.labels(chunk.why).inc()
+
+    def _routed(self, answer: Answer, note: UpstreamNote) -> None:
+        """Of an answer that came through a gateway: what its upstream says."""
+        told = note.told
+        self._strategies.labels(str(told.get("strategy") or told.get("way") or "upstream")).inc()
+        self._left_out.inc(note.left_out)
+        if note.ordered_by != "given":
+            self._ordered.labels(note.ordered_by).inc()
+        sources = ("exact", "reused", "recomputed", "computed")
+        counts = {source: told[source] for source in sources if isinstance(told.get(source), int)}
+        if not counts:
+            cached = note.cached_tokens or 0
+            counts = {"exact": cached, "computed": answer.prompt_tokens - cached}
+        for source, count in counts.items():
+            self._prompt.labels(source).inc(count)
 
     def request(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -135,18 +155,18 @@ class StateCollector:
     """Numbers that other objects keep, read at every scrape, on the event loop: nothing blocks.
 
     Answers running and waiting; knowledge bases open and in use; every tier of every open store;
-    and what the engine counts, which knowledge bases by name share.
+    and what the host of the model counts, which knowledge bases by name share.
     """
 
     def __init__(
         self,
         counts: Callable[[], PoolCounts],
         libraries: Libraries,
-        engine_stats: Callable[[], Mapping[str, float]],
+        host_samples: Callable[[], Iterable[Sample]],
     ) -> None:
         self._counts = counts
         self._libraries = libraries
-        self._engine_stats = engine_stats
+        self._host_samples = host_samples
 
     def collect(self, with_names: bool) -> Iterator[Metric]:
         counts = self._counts()
@@ -156,7 +176,7 @@ class StateCollector:
         yield GaugeMetricFamily("kvweave_kv_pinned", "Chunk KV that a lease holds", pinned)
         yield from self._knowledge_bases()
         yield from self._stores(with_names)
-        yield from engine_metrics(self._engine_stats())
+        yield from families_of(self._host_samples())
 
     def _knowledge_bases(self) -> Iterator[Metric]:
         counts, config = self._libraries.counts(), self._libraries.config
@@ -175,27 +195,28 @@ class StateCollector:
         yield CounterMetricFamily("kvweave_kb_close_failures", failed, counts.close_failures)
 
     def _stores(self, with_names: bool) -> Iterator[Metric]:
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        added: dict[tuple[str, tuple[str, ...]], float] = {}
+        added: dict[Sample, float] = {}  # the samples without a value
         for place, metrics in self._libraries.metrics():
+            own = (("tenant", place.tenant), ("kb", place.name)) if with_names else ()
             for sample in metrics.snapshot():
-                own = [("tenant", place.tenant), ("kb", place.name)] if with_names else []
-                labels = [*own, *sample.labels]
-                names, values = [name for name, _ in labels], [value for _, value in labels]
-                key = f"{sample.name}{names}"
-                if key not in families:
-                    kind = CounterMetricFamily if sample.is_counter else GaugeMetricFamily
-                    name = f"kvweave_{sample.name.removesuffix('_total')}"
-                    page = "audit" if sample.name.startswith("audit_") else "store"
-                    families[key] = kind(name, f"See docs/{page}.md", labels=names)
-                place_in = key, tuple(values)
-                added[place_in] = added.get(place_in, 0.0) + sample.value
-        for (key, labels_of), value in added.items():
-            families[key].add_metric(labels_of, value)
-        yield from families.values()
+                kind = sample._replace(labels=(*own, *sample.labels), value=0.0)
+                added[kind] = added.get(kind, 0.0) + sample.value
+        yield from families_of(kind._replace(value=value) for kind, value in added.items())
 
 
-def engine_metrics(stats: Mapping[str, float]) -> Iterator[Metric]:
-    """Numbers as gauges named kvweave_engine_…"""
-    for name, value in stats.items():
-        yield GaugeMetricFamily(f"kvweave_engine_{name}", "Of the engine", value)
+PAGES = {"audit": "audit", "engine": "engine", "upstream": "gateway"}  # first word → docs page
+
+
+def families_of(samples: Iterable[Sample]) -> Iterator[Metric]:
+    """Samples as Prometheus has them, those of one name and the same labels together."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for sample in samples:
+        names = [name for name, _ in sample.labels]
+        key = f"{sample.name}{names}"
+        if key not in families:
+            kind = CounterMetricFamily if sample.is_counter else GaugeMetricFamily
+            name = f"kvweave_{sample.name.removesuffix('_total')}"
+            page = PAGES.get(sample.name.partition("_")[0], "store")
+            families[key] = kind(name, f"See docs/{page}.md", labels=names)
+        families[key].add_metric([value for _, value in sample.labels], sample.value)
+    yield from families.values()

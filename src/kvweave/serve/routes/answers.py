@@ -12,9 +12,9 @@ from kvweave.serve.wire.answers import AnswerList, AnswerOut, answer_out, summar
 from kvweave.serve.wire.schema import TASK_ERRORS
 
 
-def answer_routes(context: Context) -> APIRouter:
+def answer_routes(context: Context, weave: Weave) -> APIRouter:
     routes = APIRouter(prefix="/v1/answers", tags=["looking closer"], responses=TASK_ERRORS)
-    weave, kept, tasks = context.weave, context.kept, context.tasks
+    kept, tasks = context.kept, context.tasks
 
     @routes.get("")
     async def list_answers(request: Request) -> AnswerList:

@@ -9,14 +9,15 @@ from functools import partial
 from typing import NamedTuple
 
 from kvweave.app.answer.kept_answers import KeptAnswer
+from kvweave.app.hosts import PieceStream
 from kvweave.app.libraries.libraries import LibraryKey, check_name
 from kvweave.app.question import PLAIN_REUSES, AskOptions
-from kvweave.app.weave import Answer, AnswerStream, Document, Sampling, TokenLogprob
+from kvweave.app.weave import Answer, Document, Sampling, TokenLogprob
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
-from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
+from kvweave.serve.routes.sampling import check_model, check_neutral, samplings, transfer_of
 from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.chat import (
     ChatMessage,
@@ -54,6 +55,12 @@ def read_chat(
     check_model(request, weave)
     check_neutral(request, {"store": False})
     _check_messages(request)
+    transfer = transfer_of(request, context)
+    if transfer is not None:
+        if transfer.chunks:
+            message = "'kv_transfer_params' names chunks of token ids; send them to /v1/completions"
+            raise ApiError(400, message, param="kv_transfer_params")
+        tenant = transfer.tenant_of(tenant)
     drawn = samplings(request, _max_tokens(request, context), _logprobs_wanted(request), context)
     if request.documents is None and request.kb is None:
         _refuse_without_chunks(request)
@@ -65,6 +72,9 @@ def read_chat(
         ]
     if request.kb is not None:
         check_name(request.kb)
+        if transfer is not None:
+            message = "'kb' is looked up by tenant here; a gateway has its own"
+            raise ApiError(400, message, param="kb")
     return _over_chunks(request, drawn, context, tenant, measure)
 
 
@@ -136,7 +146,7 @@ def _over_chunks(
     if measure is not None:
         options["watched"], options["forced"], options["alone"] = measure
 
-    def start(sampling: Sampling) -> AnswerStream:
+    def start(sampling: Sampling) -> PieceStream:
         question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)
         if request.kb is None:
             try:

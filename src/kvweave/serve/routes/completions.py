@@ -7,7 +7,14 @@ from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
-from kvweave.serve.routes.sampling import check_model, check_neutral, samplings
+from kvweave.serve.routes.sampling import (
+    check_model,
+    check_neutral,
+    samplings,
+    transfer_of,
+    transfer_out,
+)
+from kvweave.serve.wire.base import KVTransferOut
 from kvweave.serve.wire.completions import (
     CompletionChoice,
     CompletionLogprobs,
@@ -30,8 +37,10 @@ def read_completion(request: CompletionRequest, context: Context, tenant: str) -
     usual = context.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     max_tokens = usual if request.max_tokens is None else request.max_tokens
     drawn = samplings(request, max_tokens, request.logprobs, context, len(request.prompt))
+    transfer = transfer_of(request, context)
+    tenant = tenant if transfer is None else transfer.tenant_of(tenant)
     return [
-        partial(weave.complete, prompt, sampling=sampling, tenant=tenant)
+        partial(weave.complete, prompt, sampling=sampling, tenant=tenant, transfer=transfer)
         for prompt in request.prompt
         for sampling in drawn
     ]
@@ -61,6 +70,7 @@ class CompletionFormat:
             model=self._head.model,
             choices=choices,
             usage=usage_of(answers[:: self._request.n], answers),
+            kv_transfer_params=self._transfer(answers),
         )
 
     async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
@@ -69,10 +79,13 @@ class CompletionFormat:
         streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
         async for chunk in interleave(streams):
             yield chunk
+        done, more = [answers[index] for index in range(len(jobs))], {}
         if self._request.with_usage:
-            done = [answers[index] for index in range(len(jobs))]
-            counted = usage_of(done[:: self._request.n], done).model_dump()
-            yield self._head.last({"usage": counted})
+            more["usage"] = usage_of(done[:: self._request.n], done).model_dump()
+        if (told := self._transfer(done)) is not None:
+            more["kv_transfer_params"] = told.model_dump()
+        if more:
+            yield self._head.last(more)
 
     async def _choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
@@ -85,6 +98,10 @@ class CompletionFormat:
             offset += sum(len(token.token) for token in seen)
         answers[index] = await job.mailbox.finish()
         yield self._head.end(index, {"text": ""}, answers[index])
+
+    def _transfer(self, answers: Sequence[Answer]) -> KVTransferOut | None:
+        """What was done for the first prompt, where a gateway sent it."""
+        return None if self._request.kv_transfer_params is None else transfer_out(answers[0])
 
     def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
         if self._request.logprobs is None:

@@ -25,7 +25,12 @@ def openai_routes(context: Context) -> APIRouter:
     started = int(time.time())
 
     def card() -> ModelCard:
-        return ModelCard(id=weave.model_name, created=started, max_model_len=weave.max_context)
+        return ModelCard(
+            id=weave.model_name,
+            created=started,
+            max_model_len=weave.max_context,
+            kv_transfer=weave.takes_transfer,
+        )
 
     @routes.get("/models", responses=ERRORS)
     async def models() -> ModelList:

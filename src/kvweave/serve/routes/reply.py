@@ -84,7 +84,7 @@ async def reply(
 ) -> Response | BaseModel:
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
     failure, too long a time, a server that stops."""
-    jobs = pool.submit(starts, tenant_of(request.scope))
+    jobs = pool.submit(starts, tenant_of(request.scope), piecewise=stream)
     alarm = asyncio.get_running_loop().call_later(within_s, give_up, jobs, within_s)
     handed_over = False
 

@@ -4,16 +4,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvweave.app.weave import Sampling, Weave
+from kvweave.app.hosts import ModelHost
+from kvweave.app.question import KVTransfer
+from kvweave.app.weave import Answer, Sampling
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.wire.base import SamplingFields
+from kvweave.serve.wire.base import KVTransferOut, SamplingFields, TransferOut
 
 # fields of `Sampling` that a request may leave to the configuration and the model
 DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
 
 
-def check_model(request: SamplingFields, weave: Weave) -> None:
+def check_model(request: SamplingFields, weave: ModelHost) -> None:
     """Raise a 404 unless the request is for the model that is served."""
     if request.model not in (None, weave.model_name):
         raise ApiError(
@@ -35,6 +37,45 @@ def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
             raise ApiError(400, message, param=name)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "'stream_options' needs 'stream': true", param="stream_options")
+
+
+def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
+    """What a gateway says of the prompt, if it does. Raises ApiError or RequestError."""
+    if request.kv_transfer_params is None:
+        return None
+    field = "kv_transfer_params"
+    if not context.weave.takes_transfer:
+        message = f"'{field}' is for engines; this is a gateway"
+        raise ApiError(400, message, param=field)
+    sent = request.kv_transfer_params.kvweave
+    return KVTransfer(
+        chunks=tuple((start, end) for start, end in sent.chunks),
+        preamble=sent.preamble,
+        reuse=sent.reuse,
+        ratio=sent.ratio,
+        bound=sent.bound,
+        asked=None if sent.asked is None else (sent.asked[0], sent.asked[1]),
+        tenant=sent.tenant,
+    )
+
+
+def transfer_out(answer: Answer) -> KVTransferOut:
+    """What was done for a prompt that a gateway sent."""
+    record = answer.explain
+    counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
+    if record is not None:
+        counts = record.counts
+    told = TransferOut(
+        way="fused" if counts["reused"] else "exact",
+        strategy="full" if record is None else record.strategy,
+        ratio=0.0 if record is None else record.ratio,
+        exact=counts["exact"],
+        reused=counts["reused"],
+        recomputed=counts["recomputed"],
+        computed=counts["computed"],
+        why=None if record is None else record.why,
+    )
+    return KVTransferOut(kvweave=told)
 
 
 def samplings(

@@ -38,36 +38,38 @@ EVICTIONS = 50  # the last ones
 SYSTEM = "system prompt"  # the title of a preamble
 
 
-def watching_routes(context: Context) -> APIRouter:
+def watching_routes(context: Context, weave: Weave) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["looking closer"], responses=TASK_ERRORS)
     tasks = context.tasks
 
     @routes.get("/stats")
     async def stats(request: Request) -> StatsOut:
         """Load, caches, and the last half hour."""
-        return await tasks.run(partial(_stats, context, tenant_of(request.scope)))
+        return await tasks.run(partial(_stats, context, weave, tenant_of(request.scope)))
 
     @routes.get("/tree")
     async def tree(request: Request, node: str | None = None, limit: int = NODES) -> TreeOut:
         """What hangs below a node of the knowledge tree; what begins paths, without one."""
         check_limit(limit, MOST_NODES)
-        return await tasks.run(partial(_tree, context, tenant_of(request.scope), node, limit))
+        return await tasks.run(
+            partial(_tree, context, weave, tenant_of(request.scope), node, limit)
+        )
 
     @routes.get("/quality")
     async def quality(request: Request, kb: str | None = None) -> QualityOut:
         """What reuse costs with this model, what the gate lets through, what the audit found."""
         if kb is not None:
             check_name(kb)
-        return await tasks.run(partial(_quality, context, tenant_of(request.scope), kb))
+        return await tasks.run(partial(_quality, context, weave, tenant_of(request.scope), kb))
 
     return routes
 
 
-def _stats(context: Context, tenant: str) -> StatsOut:
+def _stats(context: Context, weave: Weave, tenant: str) -> StatsOut:
     libraries, series = context.libraries, context.tenants
     totals = series.totals(tenant)
     return StatsOut(
-        now=_now(context, tenant),
+        now=_now(context, weave, tenant),
         totals=TotalsOut(
             answers=totals.answers,
             completion_tokens=totals.made,
@@ -97,12 +99,12 @@ def _stats(context: Context, tenant: str) -> StatsOut:
                 bytes=line.num_bytes,
                 priority=line.priority,
             )
-            for line in evictions(libraries, context.weave, tenant, EVICTIONS)
+            for line in evictions(libraries, weave, tenant, EVICTIONS)
         ],
     )
 
 
-def _now(context: Context, tenant: str) -> NowOut:
+def _now(context: Context, weave: Weave, tenant: str) -> NowOut:
     """A tenant is told of its own answers alone; who has none, of the whole server."""
     own = context.answers.under_way(tenant)
     rate = context.tenants.rate(tenant)
@@ -117,7 +119,7 @@ def _now(context: Context, tenant: str) -> NowOut:
             host_bytes=None,
             rss_bytes=None,
         )
-    counts, engine = context.answers.counts(), context.weave.engine.stats()
+    counts, engine = context.answers.counts(), weave.engine.stats()
     used, free = int(engine["pages_used"]), int(engine["pages_free"])
     return NowOut(
         running=counts.running,
@@ -131,11 +133,11 @@ def _now(context: Context, tenant: str) -> NowOut:
     )
 
 
-def _tree(context: Context, tenant: str, node: str | None, limit: int) -> TreeOut:
-    lines = tree_lines(context.weave.engine.tree, tenant, node, limit)
+def _tree(context: Context, weave: Weave, tenant: str, node: str | None, limit: int) -> TreeOut:
+    lines = tree_lines(weave.engine.tree, tenant, node, limit)
     chunks = [line.chunk for line in lines if line.chunk is not None]
-    with context.libraries.open_of(tenant) as weaves:
-        names = titles([weave for _, weave in weaves], chunks)
+    with context.libraries.open_of(tenant) as hosts:
+        names = titles([host for _, host in hosts], chunks)
     return TreeOut(
         nodes=[
             NodeOut(
@@ -156,11 +158,12 @@ def _tree(context: Context, tenant: str, node: str | None, limit: int) -> TreeOu
     )
 
 
-def _quality(context: Context, tenant: str, kb: str | None) -> QualityOut:
+def _quality(context: Context, weave: Weave, tenant: str, kb: str | None) -> QualityOut:
     if kb is None:
-        return _quality_out(context.weave, over_library=False, is_told=not tenant)
-    with context.libraries.use(tenant, kb) as weave:
-        return _quality_out(weave, over_library=True, is_told=True)
+        return _quality_out(weave, over_library=False, is_told=not tenant)
+    with context.libraries.use(tenant, kb) as host:
+        assert host.local is not None, "knowledge bases are where the model is"
+        return _quality_out(host.local, over_library=True, is_told=True)
 
 
 def _quality_out(weave: Weave, *, over_library: bool, is_told: bool) -> QualityOut:

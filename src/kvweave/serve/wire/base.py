@@ -83,6 +83,27 @@ def _listed(stop: Any) -> Any:
 Stops = Annotated[list[Text], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
 
 
+TokenSpan = Annotated[list[int], Field(min_length=2, max_length=2)]  # [start, end)
+
+
+class SpansIn(Incoming):
+    """What a kvweave gateway says of a prompt; docs/gateway.md."""
+
+    chunks: list[TokenSpan] = Field(default_factory=list)  # half-open, in order
+    preamble: int | None = None  # tokens in front of everything else; left out: of the chunks
+    reuse: Text | None = None  # as in chats, and the next two
+    ratio: float | None = None
+    bound: float | None = None
+    asked: TokenSpan | None = None  # what the user wrote; left out: all behind the chunks
+    tenant: Text = ""  # of the gateway: tenants share no KV
+
+
+class KVTransferIn(Incoming):
+    """Other connectors' parts are refused by name, as every field that has no effect here."""
+
+    kvweave: SpansIn
+
+
 class StreamOptions(Incoming):
     include_usage: bool = False
 
@@ -106,6 +127,7 @@ class SamplingFields(Incoming):
     # Only the value that asks for nothing is accepted:
     presence_penalty: Annotated[float, schema_only(const=0)] = 0.0
     frequency_penalty: Annotated[float, schema_only(const=0)] = 0.0
+    kv_transfer_params: KVTransferIn | None = None  # extension; of a gateway
     # The caller's own bookkeeping; it has no bearing on the answer.
     user: Text | None = None
 
@@ -118,6 +140,23 @@ class Outgoing(BaseModel):
     """Part of a reply."""
 
     model_config = ConfigDict(frozen=True)
+
+
+class TransferOut(Outgoing):
+    """Tokens of a prompt by fate, for the gateway that sent it."""
+
+    way: str  # fused, or exact: nothing is approximated
+    strategy: str
+    ratio: float
+    exact: int
+    reused: int
+    recomputed: int
+    computed: int
+    why: str | None = None
+
+
+class KVTransferOut(Outgoing):
+    kvweave: TransferOut
 
 
 class Usage(Outgoing):

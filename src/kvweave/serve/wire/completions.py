@@ -5,7 +5,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvweave.serve.wire.base import Outgoing, SamplingFields, Text, Usage, at_most
+from kvweave.serve.wire.base import (
+    KVTransferOut,
+    Outgoing,
+    SamplingFields,
+    Text,
+    Usage,
+    at_most,
+)
 
 Ids = list[int]
 MOST_PROMPTS = 16  # of one request; `Limits.choices` may allow fewer
@@ -69,3 +76,4 @@ class CompletionReply(Outgoing):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    kv_transfer_params: KVTransferOut | None = None  # extension; where the request had them

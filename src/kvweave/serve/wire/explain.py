@@ -1,7 +1,9 @@
 """The explain block of a reply: what was done for an answer, in plain JSON."""
 
 import math
+from typing import Any
 
+from kvweave.app.notes import UpstreamNote
 from kvweave.app.weave import Answer
 from kvweave.serve.wire.base import Outgoing
 
@@ -11,7 +13,7 @@ class ChunkOut(Outgoing):
 
     start: int  # position of its first token
     tokens: int
-    state: str  # exact, reused (some of it may be recomputed) or computed
+    state: str  # exact, reused (some of it may be recomputed) or computed; "": not known
     recomputed: int  # tokens of it that were
     tier: str | None  # where its KV came from
     why: str | None  # why it was computed
@@ -72,12 +74,15 @@ class Explain(Outgoing):
     # of a fused answer: whether it is computed exactly later, and what that found of others
     audit: dict[str, bool | int | float | None] | None = None
     full_ms: float | None = None  # a full prefill of this prompt, about; null: never measured
+    upstream: dict[str, Any] | None = None  # of a gateway: which one answered, and what it says
     timeline_ms: Timeline
 
 
 def explain_of(answer: Answer, queue_s: float) -> Explain:
     """The explain block of an answer that waited `queue_s` for its worker."""
     record = answer.explain
+    if answer.upstream is not None:
+        return _routed(answer, answer.upstream, queue_s)
     if record is None:  # nothing stored was looked at: all was computed
         return Explain(
             strategy="full",
@@ -119,6 +124,44 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         audit=None if answer.audit is None else answer.audit.document(),
         full_ms=_full_ms(answer),
         timeline_ms=_timeline(answer, queue_s),
+    )
+
+
+def _routed(answer: Answer, note: UpstreamNote, queue_s: float) -> Explain:
+    """Of an answer that came through a gateway: what the upstream says, no more."""
+    told, num_tokens = note.told, answer.prompt_tokens
+    states = ("exact", "reused", "recomputed", "computed")
+    tokens = {state: int(told[state]) for state in states if isinstance(told.get(state), int)}
+    why = told.get("why")
+    if not tokens and note.cached_tokens is not None:
+        tokens = {"exact": note.cached_tokens, "computed": num_tokens - note.cached_tokens}
+    if not tokens:
+        why = "the upstream does not say what it had to compute"
+    computed = tokens.get("computed", num_tokens) + tokens.get("recomputed", 0)
+    timeline = _timeline(answer, queue_s)
+    return Explain(
+        strategy=str(told.get("strategy") or told.get("way") or "upstream"),
+        ratio=float(told.get("ratio", 0.0)),
+        why=None if why is None else str(why),
+        encoding=None,
+        tokens=tokens,
+        work=round(computed / max(1, num_tokens), 4),
+        loaded_bytes={},
+        left_out=note.left_out,
+        chunks=[
+            ChunkOut(start=start, tokens=end - start, state="", recomputed=0, tier=None, why=None)
+            for start, end in note.chunks
+        ],
+        states=[],
+        decision=None,
+        speculation=None if answer.speculation is None else answer.speculation.document(),
+        upstream=note.document(),
+        timeline_ms=timeline.model_copy(
+            update={
+                "retrieve": round(note.retrieve_ms, 3),
+                "compute": round(answer.ttft_ms - note.retrieve_ms, 3),
+            }
+        ),
     )
 
 

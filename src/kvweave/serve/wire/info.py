@@ -24,7 +24,7 @@ class WayOut(Outgoing):
 
 class InfoOut(Outgoing):
     model: str
-    context: int  # tokens of prompt and answer together
+    context: int | None  # tokens of prompt and answer together; null: not known
     version: str
     keys: bool  # API keys are set: /v1 needs one
     kb_root: bool  # uploads can make knowledge bases

@@ -10,7 +10,9 @@ class ModelCard(Outgoing):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "kvweave"
-    max_model_len: int  # tokens of prompt and answer together; the name other servers use
+    # tokens of prompt and answer together, by the name other servers use; null: not known
+    max_model_len: int | None
+    kv_transfer: bool = False  # extension; takes `kv_transfer_params`
 
 
 class ModelList(Outgoing):

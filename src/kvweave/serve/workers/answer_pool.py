@@ -14,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import NamedTuple, Protocol
 
-from kvweave.app.weave import Answer, AnswerStream
+from kvweave.app.hosts import PieceStream
+from kvweave.app.weave import Answer
 from kvweave.serve.errors import ApiError, busy
 from kvweave.serve.limits import Limits
 from kvweave.serve.workers.fair_turns import FairTurns
@@ -26,7 +27,7 @@ GUARANTEED = 4  # answers that a tenant is let in with though others have all pl
 MORE = 64  # threads for first answers of tenants, beyond those that may run
 
 # On a worker thread. May block and raise: it retrieves, tokenises, checks the prompt.
-Start = Callable[[], AnswerStream]
+Start = Callable[[], PieceStream]
 
 
 class PoolCounts(NamedTuple):
@@ -61,17 +62,25 @@ class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
     def __init__(
-        self, start: Start, meter: AnswerMeter, tenants: TenantMeter, tenant: str = ""
+        self,
+        start: Start,
+        meter: AnswerMeter,
+        tenants: TenantMeter,
+        tenant: str = "",
+        *,
+        piecewise: bool = True,
     ) -> None:
+        """`piecewise`: someone reads the pieces as they come, not the whole answer alone."""
         self.tenant = tenant
         self.mailbox = Mailbox()
         self._tenants = tenants
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
+        self._piecewise = piecewise
         self._meter = meter
         self._admitted_s = time.perf_counter()
         self._abandoned = threading.Event()
-        self._answering: AnswerStream | None = None  # once it began
+        self._answering: PieceStream | None = None  # once it began
         self._context = copy_context()  # the request's id, for the log
         self.outcome: Future[str] = Future()  # which of PoolCounts it was; cancelled: never begun
 
@@ -120,6 +129,8 @@ class AnswerJob:
     def _compute(self) -> Answer | None:
         self._answering = answering = self._start()
         try:
+            if not self._piecewise:
+                answering.take_whole()
             self.mailbox.open()
             pieces, last_s = iter(answering), None
             while not self._abandoned.is_set() and (piece := next(pieces, None)):
@@ -152,9 +163,15 @@ class AnswerPool:
         self._by_tenant: Counter[str] = Counter()
         self._ended = {"finished": 0, "failed": 0, "abandoned": 0}
 
-    def submit(self, starts: Sequence[Start], tenant: str = "") -> list[AnswerJob]:
-        """Admit all answers of a tenant's request, or raise a 429 that says when to try again."""
-        jobs = [AnswerJob(start, self._meter, self._tenants, tenant) for start in starts]
+    def submit(
+        self, starts: Sequence[Start], tenant: str = "", *, piecewise: bool = True
+    ) -> list[AnswerJob]:
+        """Admit all answers of a tenant's request, or raise a 429 that says when to try again.
+        `piecewise`: see `AnswerJob`."""
+        jobs = [
+            AnswerJob(start, self._meter, self._tenants, tenant, piecewise=piecewise)
+            for start in starts
+        ]
         with self._lock:
             self._refuse_many(len(jobs), tenant)
             self._jobs |= set(jobs)

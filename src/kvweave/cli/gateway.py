@@ -1,0 +1,123 @@
+"""`kvweave gateway`: the server's API over engines that run elsewhere."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from kvweave.cli import serve
+from kvweave.cli.options import Amount, config_option, pass_config
+from kvweave.config import EffectiveConfig, given
+
+RUNNING_PER_UPSTREAM = 64  # answers under way, where nobody says how many
+MOST_RUNNING = 512  # each is a thread that waits
+# options that mean the same here
+OF_SERVE = {
+    *("--host", "--port", "--kb-root", "--kb", "--embedder", "--system", "--reuse", "--bound"),
+    *("--order", "--api-key-file", "--speculate", "--log-format", "--running", "--waiting"),
+    *("--max-body-mb", "--max-upload-mb", "--timeout", "--open-kbs", "--grace", "--lame"),
+    *("--redis-url", "--s3-url", "--s3-endpoint"),
+}
+
+
+@click.command("gateway")
+@config_option(
+    "gateway.upstreams",
+    "--upstream",
+    multiple=True,
+    to_key=tuple,
+    metavar="URL",
+    help="An OpenAI-compatible engine, http://HOST:PORT. Repeatable.",
+)
+@config_option(
+    "gateway.tokenizer",
+    "--tokenizer",
+    metavar="MODEL",
+    help="Whose tokenizer makes the prompts: a name, a folder or a hub id (the upstreams' model).",
+)
+@config_option(
+    "gateway.key_file",
+    "--upstream-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="One line: the API key that upstreams want.",
+)
+@config_option(
+    "gateway.connector",
+    "--connector",
+    type=click.Choice(["auto", "on", "off"]),
+    help="Do vLLM upstreams have kvweave's connector? auto asks them.",
+)
+@config_option(
+    "gateway.routing",
+    "--routing",
+    type=click.Choice(["cache", "least_loaded", "round_robin"]),
+    help="Where requests go (cache: where most of the prompt lies).",
+)
+@config_option(
+    "gateway.load_factor",
+    "--load-factor",
+    type=Amount(1),
+    help="No replica gets more than so many times the mean load [1.25].",
+)
+@config_option(
+    "gateway.retries", "--retries", type=click.IntRange(0), help="Of one request at most [2]."
+)
+@pass_config
+def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
+    """Serve the same API over engines that run elsewhere.
+
+    Knowledge bases, search and prompts are here; tokens come from the upstreams.
+    """
+    serve.need_extra()
+    from kvweave.app.answer.answerer import AnswerSettings
+    from kvweave.app.libraries.libraries import Libraries
+    from kvweave.app.library.store_tiers import remote_tiers
+    from kvweave.gateway.config import GatewayConfig
+    from kvweave.gateway.gateway import Gateway
+    from kvweave.serve.auth import read_keys
+    from kvweave.serve.door import Door
+    from kvweave.serve.observe.logs import configure_logs
+    from kvweave.serve.server import Prepare, Server, ServerLifecycle
+
+    config, server_config = effective.config, effective.config.server
+    keys, upstreams = read_keys(server_config.api_key_file), GatewayConfig.of(config.gateway)
+    if effective.sources["server.running"] == "default":
+        running = min(MOST_RUNNING, RUNNING_PER_UPSTREAM * len(upstreams.upstreams))
+        server_config = replace(server_config, running=running)
+    places = serve.make_places(config, folders)
+    with serve.listen(server_config.host, server_config.port) as listener:
+        configure_logs(server_config.log_format)
+        gateway = Gateway(
+            upstreams,
+            tokenizer=config.gateway.tokenizer,
+            settings=AnswerSettings.of(config),
+            remotes=remote_tiers(config.store),
+        )
+        libraries = Libraries(gateway, places)
+        url = serve.url_of(server_config.host, listener.getsockname()[1])
+        server = Server(
+            gateway,
+            limits=serve.make_limits(server_config),
+            libraries=libraries,
+            door=Door(keys, serve.make_origins(server_config)),
+            sampling=given(config.sampling),
+            lifecycle=ServerLifecycle(
+                prepare=[Prepare("opening the embedder and knowledge bases", libraries.open_ahead)],
+                on_ready=lambda: serve.greet(
+                    gateway.model_name, gateway.words, url, places.root, with_key=bool(keys)
+                ),
+                lame_s=server_config.lame_s,
+                patience_s=server_config.grace_s,
+            ),
+        )
+        serve.run_server(server, gateway, libraries, listener)
+
+
+def _add_options_of_serve() -> None:
+    for option in serve.command.params:
+        if OF_SERVE & set(option.opts):
+            command.params.append(copy.copy(option))
+
+
+_add_options_of_serve()

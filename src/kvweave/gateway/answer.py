@@ -1,0 +1,194 @@
+"""An answer that a replica computes: one attempt after another until one gets through.
+
+A replica that fails before anything was handed out costs the client nothing but time: another one
+is asked, as far as the budget of retries goes. Where nobody reads the pieces (`take_whole`), that
+holds up to the very end of the answer.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.notes import UpstreamNote
+from kvweave.errors import UpstreamError, UpstreamRefusal
+from kvweave.gateway.bodies import UpstreamRequest, body_of
+from kvweave.gateway.connections import Exchange, UpstreamFailed
+from kvweave.gateway.fleet import Fleet, ReplicaLease
+from kvweave.gateway.replica import Replica
+from kvweave.gateway.replies import ReplyReader, UpstreamEnd, check_status
+from kvweave.plan.retrieval import SpeculationRecord
+
+
+@dataclass(slots=True)
+class AnswerStory:
+    """What happened before the request was sent, and what is to happen with its first token."""
+
+    called_s: float  # when the caller asked, by time.perf_counter
+    retrieve_ms: float = 0.0
+    left_out: int = 0  # chunks that were found and not sent: the history holds them
+    ordered_by: str = "given"
+    first: Replica | None = None  # to be asked before others: it has the prompt already
+    wait: Callable[[], None] | None = None  # for that prompt to be computed there
+    on_first: Callable[[ReplicaLease], None] | None = None  # hears of the first token
+    speculation: Callable[[], SpeculationRecord | None] = field(default=lambda: None)
+
+
+class RoutedAnswer:
+    """See the module; a `PieceStream`. Nothing is sent before the first piece is asked for."""
+
+    def __init__(self, fleet: Fleet, request: UpstreamRequest, story: AnswerStory) -> None:
+        self.answer: Answer | None = None
+        self._fleet = fleet
+        self._request = request
+        self._story = story
+        self._is_whole = False
+        self._on_close: Callable[[], None] | None = None
+        self._lock = threading.Lock()  # guards the next two
+        self._exchange: Exchange | None = None
+        self._is_aborted = False
+        self._pieces = self._make()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def finish(self) -> Answer:
+        """Run to the end and return the whole answer."""
+        self.take_whole()
+        for _ in self._pieces:
+            pass
+        assert self.answer is not None, "an answer was closed before it was finished"
+        return self.answer
+
+    def take_whole(self) -> None:
+        self._is_whole = True
+
+    def close(self) -> None:
+        self.abort()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        self._on_close = call
+
+    def abort(self) -> None:
+        with self._lock:
+            self._is_aborted = True
+            exchange = self._exchange
+        if exchange is not None and self.answer is None:
+            exchange.cut()
+
+    def _make(self) -> Iterator[Piece]:
+        fleet, most = self._fleet, self._fleet.cfg.retry.most
+        fleet.budget.asked()
+        if self._story.wait is not None:
+            self._story.wait()
+        tried: list[Replica] = []
+        while not self._is_aborted:
+            lease = fleet.lease(self._request.prompt.routed, tried=tried, first=self._story.first)
+            tried.append(lease.replica)
+            attempt = _Attempt(lease, self._request, self._story, len(tried))
+            try:
+                yield from self._one(attempt)
+                return
+            except UpstreamFailed as failure:
+                if self._is_aborted:
+                    return
+                lease.failed(failure)
+                if attempt.has_begun and not self._is_whole:
+                    raise UpstreamError(f"{failure}; ask again") from failure
+                if len(tried) > most or not fleet.budget.take():
+                    raise _last_word(failure, len(tried), most) from failure
+                fleet.metrics.count("upstream_retries_total", upstream=lease.replica.name)
+            finally:
+                lease.give_back(attempt.exchange)
+
+    def _one(self, attempt: "_Attempt") -> Iterator[Piece]:
+        exchange = attempt.exchange
+        with self._lock:
+            if self._is_aborted:
+                return
+            self._exchange = exchange
+        try:
+            yield from attempt.pieces(self._fleet.cfg.silence_s)
+        except UpstreamRefusal:
+            attempt.lease.succeeded()  # it is well, and said no
+            raise
+        finally:
+            exchange.close()
+        attempt.lease.succeeded()
+        self.answer = attempt.answer()
+
+
+class _Attempt:
+    """One replica's try."""
+
+    def __init__(
+        self, lease: ReplicaLease, request: UpstreamRequest, story: AnswerStory, number: int
+    ) -> None:
+        self.lease = lease
+        self.has_begun = False  # a piece was handed out
+        self.exchange = lease.exchange(request.prompt.path, body_of(request, lease.card))
+        self._request = request
+        self._story = story
+        self._number = number
+        self._first_s: float | None = None
+        self._given: list[Piece] = []
+        self._end = UpstreamEnd()
+
+    def pieces(self, silence_s: float) -> Iterator[Piece]:
+        """Raises UpstreamFailed, UpstreamRefusal."""
+        name = self.lease.replica.name
+        check_status(self.exchange, self.exchange.begin(silence_s), name)
+        reader = ReplyReader(self.exchange, name)
+        for piece in reader:
+            if self._first_s is None:
+                self._first_s = time.perf_counter()
+                self.lease.first_token()
+                if self._story.on_first is not None:
+                    self._story.on_first(self.lease)
+            self.has_begun = True
+            self._given.append(piece)
+            yield piece
+        self._end = reader.end
+
+    def answer(self) -> Answer:
+        end, story, now_s = self._end, self._story, time.perf_counter()
+        prompt = self._request.prompt
+        note = UpstreamNote(
+            upstream=self.lease.replica.name,
+            attempts=self._number,
+            matched_tokens=sum(self.lease.match),
+            cached_tokens=end.cached_tokens,
+            chunks=prompt.chunks,
+            left_out=story.left_out,
+            retrieve_ms=story.retrieve_ms,
+            ordered_by=story.ordered_by,
+            told=end.told,
+        )
+        return Answer(
+            text="".join(piece.text for piece in self._given),
+            finish_reason=end.finish_reason or "stop",
+            prompt_tokens=_known(end.prompt_tokens, prompt.num_tokens),
+            completion_tokens=_known(end.completion_tokens, len(self._given)),
+            ttft_ms=((self._first_s or now_s) - story.called_s) * 1e3,
+            total_ms=(now_s - story.called_s) * 1e3,
+            logprobs=tuple(p.logprob for p in self._given if p.logprob is not None),
+            speculation=story.speculation(),
+            stopped_because=end.stopped_because,
+            upstream=note,
+        )
+
+
+def _known(told: int | None, guessed: int) -> int:
+    return guessed if told is None else told
+
+
+def _last_word(failure: UpstreamFailed, num_tried: int, most: int) -> Exception:
+    """What the client is told when there is no further attempt."""
+    if failure.status == 429:
+        return UpstreamRefusal(429, str(failure), code="rate_limit_exceeded")
+    how = f"{num_tried} attempts" if num_tried > most else "the budget of retries is used up"
+    return UpstreamError(f"{failure} ({how}); try again in a moment")

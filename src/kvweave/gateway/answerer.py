@@ -1,0 +1,289 @@
+"""From a question to the answer that a replica computes.
+
+history with its chunks ─► search, stage by stage ─► dedup ─► order ─► prompt ─► RoutedAnswer
+                                └► guesses.py
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
+from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.question import AUTO, PLAIN_REUSES, Question
+from kvweave.app.sampling_defaults import SamplingDefaults
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import ConfigError, RequestError
+from kvweave.gateway.answer import AnswerStory, RoutedAnswer
+from kvweave.gateway.bodies import UpstreamRequest
+from kvweave.gateway.chunk_order import ChunkOrder
+from kvweave.gateway.fleet import Fleet, ReplicaLease
+from kvweave.gateway.guesses import PrefillGuess, ReadyRequest
+from kvweave.gateway.prompts import ChunkIds, PromptMaker, PromptWords
+from kvweave.kv.config import TierConfig
+from kvweave.plan.retrieval import (
+    RetrievalResult,
+    SpeculationLog,
+    SpeculationRecord,
+    Speculator,
+    ids_of,
+    retrieve,
+)
+from kvweave.plan.search_pace import MAX_STAGES
+from kvweave.text.prompt import Document, PastMessage, chunk_text, past_messages
+from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import ChunkId, Hit
+
+GUESSES_PER_REPLICA = 4  # prompts under way at a replica, at which no guess is added
+STEP_ROWS = 2048  # that an engine computes between two looks for a cut connection
+NO_KB = "no knowledge base is named, and no documents; send 'kb' or 'documents'"
+
+
+@dataclass(frozen=True, slots=True)
+class Upstreams:
+    """What the parts of one gateway share."""
+
+    fleet: Fleet
+    prompts: PromptMaker
+    tokenizer: Tokenizer  # the model's, or one that only cuts and counts
+    sampling: SamplingDefaults
+    threads: ThreadPoolExecutor  # for guesses
+    max_context: int | None
+    remotes: Sequence[TierConfig] = ()  # tiers that upstreams share: what is removed goes there too
+
+
+class MadeRequest(NamedTuple):
+    """A request, and what was decided on the way to it."""
+
+    request: UpstreamRequest
+    chunks: tuple[ChunkIds, ...]  # in front of the question, in the order they are sent in
+    left_out: int  # chunks that the history holds
+    ordered_by: str
+
+
+Generation = PrefillGuess | ReadyRequest
+StartGeneration = Callable[[Sequence[Hit], bool], Generation]
+
+
+class RoutedAnswerer:
+    """Answers with a fleet and, where there is one, a knowledge base. Any thread."""
+
+    def __init__(
+        self, upstreams: Upstreams, settings: AnswerSettings, kb: KnowledgeBase | None = None
+    ) -> None:
+        self._up = upstreams
+        self._fleet = upstreams.fleet
+        self._settings = settings
+        self._kb = kb
+        self._order = ChunkOrder(upstreams.fleet)
+        self._speculation = settings.speculation or SpeculationConfig()
+
+    def check_reuse(self, reuse: str | None) -> None:
+        """Raise RequestError for a strategy that no upstream has."""
+        if reuse not in (None, *PLAIN_REUSES) and not self._fleet.can_fuse():
+            raise RequestError(
+                f"reuse {reuse!r} needs chunk KV, and no upstream reuses it; leave it out, or run "
+                "upstreams with kvweave's connector"
+            )
+
+    def answer(self, asked: Question, called_s: float) -> RoutedAnswer:
+        """The answer to a question, searched for. Nothing is sent for it yet, but guesses."""
+        usual = self._settings.usual
+        asked = asked.filled(usual)
+        self.check_reuse(asked.reuse)
+        talk = self._talk(asked)
+        texts = self._texts_of(talk.messages)
+        story = AnswerStory(called_s)
+        if asked.documents is not None:
+            made = self._made(asked, talk, self._given(asked, texts), texts)
+        elif self._kb is None:
+            raise ConfigError(NO_KB)
+        else:
+            made = self._found(self._kb, asked, talk, texts, story)
+
+        def heard(lease: ReplicaLease) -> None:
+            self._learn(lease, made, story)
+            talk.sent(asked.question, made.chunks)
+
+        story.on_first = heard
+        story.left_out, story.ordered_by = made.left_out, made.ordered_by
+        return RoutedAnswer(self._fleet, made.request, story)
+
+    # ── searching ────────────────────────────────────────────────────────────
+
+    def _found(
+        self,
+        kb: KnowledgeBase,
+        asked: Question,
+        talk: Talk,
+        texts: dict[ChunkIds, str],
+        story: AnswerStory,
+    ) -> MadeRequest:
+        """The request for the chunks nearest to a question, with guesses meanwhile."""
+
+        def made(hits: Sequence[Hit]) -> MadeRequest:
+            texts.update({hit.chunk.token_ids: hit.chunk.text for hit in hits})
+            return self._made(asked, talk, [hit.chunk.token_ids for hit in hits], texts)
+
+        num_stages = self._num_stages(asked)
+        if num_stages == 1:
+            hits = self._settings.look_up(lambda: self._search(kb, asked))
+            story.retrieve_ms = (time.perf_counter() - story.called_s) * 1e3
+            return made(hits)
+        lists: dict[int, MadeRequest] = {}
+
+        def start(hits: Sequence[Hit], held: bool) -> Generation:
+            each = made(hits)
+            generation: Generation = (
+                PrefillGuess(self._fleet, each.request, self._up.threads)
+                if held
+                else ReadyRequest(each.request)
+            )
+            lists[id(generation)] = each
+            return generation
+
+        got = self._settings.look_up(lambda: self._speculate(kb, asked, start, num_stages))
+        story.retrieve_ms = (time.perf_counter() - story.called_s) * 1e3
+        guess = got.generation
+        if isinstance(guess, PrefillGuess):
+            story.first, story.wait = guess.replica, guess.wait
+        story.speculation = lambda: _record(got.said, guess)
+        return lists[id(guess)]
+
+    def _num_stages(self, asked: Question) -> int:
+        mode = asked.speculate or self._speculation.mode
+        if mode == "off":
+            return 1
+        paces = self._settings.paces
+        if mode == "on":
+            return MAX_STAGES
+        return 1 if paces.prefill.row_s is None else paces.search.num_stages()
+
+    def _search(self, kb: KnowledgeBase, asked: Question) -> list[Hit]:
+        vector = kb.embedder.embed_query(asked.question)
+        kb.load_index()  # once, and no part of what a search takes
+        started_s = time.perf_counter()
+        hits = kb.search(vector, asked.num_chunks)
+        taken_s = time.perf_counter() - started_s
+        self._settings.paces.search.searched(taken_s, [ids_of(hits)], 1)
+        return hits
+
+    def _speculate(
+        self, kb: KnowledgeBase, asked: Question, start: StartGeneration, most: int
+    ) -> RetrievalResult[Generation]:
+        vector = kb.embedder.embed_query(asked.question)
+        num_stages = kb.num_stages(asked.num_chunks, most)
+        stages = kb.search_staged(vector, asked.num_chunks, num_stages)
+        paces, mode = self._settings.paces, asked.speculate or self._speculation.mode
+        row_s = paces.prefill.row_s
+
+        def is_worth(stage: int) -> bool:
+            if mode == "on" or row_s is None:
+                return stage < num_stages  # a guess at the last stage is none
+            return paces.search.is_worth(stage, num_stages, row_s * STEP_ROWS)
+
+        most_prefills = self._speculation.max_prefill_bs or GUESSES_PER_REPLICA
+        pending = self._fleet.pending_prefills
+        speculator: Speculator[Generation] = Speculator(start, pending, most_prefills, is_worth)
+        got = retrieve(stages, speculator)
+        guessed = got.said.started > 0
+        paces.search.searched(got.said.search_s, got.lists, num_stages, guessed=guessed)
+        return got
+
+    def _learn(self, lease: ReplicaLease, made: MadeRequest, story: AnswerStory) -> None:
+        """Learn the pace of an engine from a prompt that it had not seen."""
+        num_tokens = made.request.prompt.num_tokens - lease.match.exact
+        if story.first is None and lease.replica.load == 1:
+            self._settings.paces.prefill.computed(num_tokens, lease.held_s)
+
+    # ── prompts ──────────────────────────────────────────────────────────────
+
+    def _made(
+        self,
+        asked: Question,
+        talk: Talk,
+        chunks: Sequence[ChunkIds],
+        texts: dict[ChunkIds, str],
+    ) -> MadeRequest:
+        """The question behind its history and the chunks that the history does not hold."""
+        held = talk.held(chunks)
+        new = [ids for ids in dict.fromkeys(chunks) if ids not in held]
+        system = self._settings.system if asked.system is None else asked.system
+        tenant = asked.tenant or self._settings.tenant
+        words = PromptWords(asked.question, new, system, talk.messages, tenant.encode())
+        prompts = self._up.prompts
+        ordered = self._order.choose(prompts.front(words, texts.__getitem__), new, asked.permission)
+        prompt = prompts.make(words._replace(chunks=ordered.chunks), texts.__getitem__)
+        most = self._up.max_context
+        if most is not None and prompt.num_tokens >= most and prompt.chunks:
+            raise RequestError(
+                f"the prompt has {prompt.num_tokens:,} tokens, the model's context {most:,}; ask "
+                "for fewer chunks"
+            )
+        request = UpstreamRequest(
+            prompt,
+            asked.sampling or self._up.sampling.sampling(),
+            tenant,
+            None if asked.reuse == AUTO else asked.reuse,
+            asked.ratio,
+            asked.bound,
+        )
+        return MadeRequest(request, tuple(ordered.chunks), len(held), ordered.by)
+
+    def _given(self, asked: Question, texts: dict[ChunkIds, str]) -> list[ChunkIds]:
+        """The documents of a request as chunks."""
+        chunks = []
+        for each in asked.documents or ():
+            text = chunk_text(Document(each) if isinstance(each, str) else each)
+            chunks.append(tuple(self._up.tokenizer.encode_text(text)))
+            texts[chunks[-1]] = text
+        return chunks
+
+    def _talk(self, asked: Question) -> Talk:
+        """What was said before, with the chunks that stood there."""
+        past, tenant = past_messages(asked.history), asked.tenant or self._settings.tenant
+        most = self._up.max_context
+        most_tokens = None if most is None else most // HISTORY_SHARE
+        conversations, name = self._settings.conversations, asked.conversation_id
+        if not (name and past):
+            return conversations.talk(tenant, name, past, most_tokens=most_tokens)
+        # reads the catalogue, so where searches do
+        return self._settings.look_up(
+            lambda: conversations.talk(tenant, name, past, self._is_gone, most_tokens)
+        )
+
+    def _is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
+        """Whether a chunk of an earlier turn was removed since."""
+        return self._kb is not None and chunk_id not in self._kb.catalogue.known([chunk_id])
+
+    def _texts_of(self, messages: Sequence[PastMessage]) -> dict[ChunkIds, str]:
+        """Of the chunks of a history, where prompts are text."""
+        wanted = {chunk: make_chunk_id(chunk) for message in messages for chunk in message.chunks}
+        kb = self._kb
+        if not wanted or kb is None or not self._up.prompts.needs_texts:
+            return {}
+        found = self._settings.look_up(lambda: kb.catalogue.chunks(list(wanted.values())))
+        return {ids: found[name].text for ids, name in wanted.items() if name in found}
+
+
+def _record(said: SpeculationLog[Generation], used: Generation) -> SpeculationRecord:
+    right = said.right
+    guess = used if isinstance(used, PrefillGuess) else None
+    return SpeculationRecord(
+        id=said.id,
+        stages=said.stages,
+        guesses=said.started,
+        right_stage=None if right is None else right.stage,
+        search_ms=said.search_s * 1e3,
+        hidden_ms=said.ahead_s * 1e3,
+        saved_tokens=guess.request.prompt.num_tokens if guess and guess.is_computed else 0,
+        wasted_tokens=sum(
+            wrong.request.prompt.num_tokens
+            for wrong in said.wrong
+            if isinstance(wrong, PrefillGuess) and wrong.is_computed
+        ),
+    )

@@ -1,0 +1,74 @@
+"""The order of a prompt's chunks, where the caller lets them move.
+
+An exact prefix is found again only if the chunks stand in the same order again. So those that some
+replica holds as a path go first, in that path's order, and the rest follows most retrieved first,
+which is the order that other prompts will have too. Nothing moves for a gain that is not clear.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.gateway.fleet import Fleet, RoutedPrompt
+from kvweave.gateway.mirror import PromptPart
+from kvweave.kv.tree.node import ChunkRef
+from kvweave.plan.ordering import (
+    MIN_GAIN_SHARE,
+    MIN_GAIN_TOKENS,
+    AccessTable,
+    OrderPermission,
+    frequency_order,
+)
+
+
+class OrderedChunks(NamedTuple):
+    """Chunks in the order they are sent in, and what for."""
+
+    chunks: list[tuple[int, ...]]
+    by: str = "given"
+
+
+class ChunkOrder:
+    """Of one knowledge base. Any thread."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lock = threading.Lock()  # guards the table
+        self._table = AccessTable()
+
+    def choose(
+        self,
+        front: RoutedPrompt,
+        chunks: Sequence[tuple[int, ...]],
+        permission: OrderPermission,
+    ) -> OrderedChunks:
+        """The order behind `front`. "auto" leaves them as they are: whether a model minds is
+        measured where it runs."""
+        refs = [ChunkRef(make_chunk_id(ids), len(ids)) for ids in chunks]
+        by_id = dict(zip((ref.id for ref in refs), chunks, strict=True))
+        with self._lock:
+            usual = frequency_order(refs, self._table)
+            self._table.push([ref.id for ref in refs])
+        if permission is not OrderPermission.FREE or len(by_id) < 2:
+            return OrderedChunks(list(chunks))
+        parts = [PromptPart(ref.id.encode(), ref.num_tokens, True) for ref in usual]
+        held = self._fleet.best_order(front, parts)
+        given = self._given_tokens(front, refs)
+        gained = sum(usual[place].num_tokens for place in held) - given
+        least = max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * sum(ref.num_tokens for ref in refs))
+        if held and gained < least and given:
+            return OrderedChunks(list(chunks))
+        rest = [place for place in range(len(usual)) if place not in held]
+        order = [by_id[usual[place].id] for place in (*held, *rest)]
+        if order == list(chunks):
+            return OrderedChunks(order)
+        return OrderedChunks(order, "tree" if held else "frequency")
+
+    def _given_tokens(self, front: RoutedPrompt, refs: Sequence[ChunkRef]) -> int:
+        """Tokens of the given order that some replica holds as a path."""
+        parts = [PromptPart(ref.id.encode(), ref.num_tokens, True) for ref in refs]
+        for num in range(len(parts), 0, -1):
+            if self._fleet.holds(front, parts[:num]):
+                return sum(part.num_tokens for part in parts[:num])
+        return 0

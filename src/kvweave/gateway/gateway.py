@@ -1,0 +1,209 @@
+"""The face of a gateway: what `Weave` is where the model runs here."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Unpack
+
+from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
+from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.question import AskOptions, KVTransfer, PlainOptions, Question
+from kvweave.app.sampling_defaults import SamplingDefaults
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.settings import read_settings
+from kvweave.engine.sampling import Sampling
+from kvweave.errors import ModelError, RequestError
+from kvweave.gateway.answer import AnswerStory, RoutedAnswer
+from kvweave.gateway.answerer import RoutedAnswerer, Upstreams
+from kvweave.gateway.bodies import UpstreamRequest
+from kvweave.gateway.config import GatewayConfig
+from kvweave.gateway.fleet import Fleet
+from kvweave.gateway.health import HealthWatch
+from kvweave.gateway.library import RoutedLibrary
+from kvweave.gateway.prompts import (
+    PromptMaker,
+    TextPrompts,
+    TokenPrompts,
+    UpstreamPrompt,
+    chat_messages,
+    plain_text,
+)
+from kvweave.kv.config import TierConfig
+from kvweave.metrics import Metrics, Sample
+from kvweave.model.files.generation import read_generation
+from kvweave.model.files.locate import locate_tokenizer
+from kvweave.plan.ordering import PROMOTION
+from kvweave.text.tokenizer import Tokenizer
+
+GUESSERS = 16  # threads that wait for prompts of guesses
+FIRST_CARD_S = 60.0  # for an upstream to say what it is, at the start
+
+
+class Gateway:
+    """A `ModelHost` over upstreams. Any thread. `close` it after all that came from `over`."""
+
+    def __init__(
+        self,
+        cfg: GatewayConfig,
+        *,
+        tokenizer: str | None = None,
+        settings: AnswerSettings | None = None,
+        remotes: Sequence[TierConfig] = (),
+        first_card_s: float = FIRST_CARD_S,
+    ) -> None:
+        """Waits for the first upstream to answer. `tokenizer` names the model whose tokenizer is
+        used; None is the upstreams' own, where it is on this machine, and else one that only cuts
+        documents: prompts then go as text. Raises UpstreamError, ModelError."""
+        self._settings = settings or AnswerSettings()
+        self.fleet = Fleet(cfg)
+        self._watch = HealthWatch(self.fleet)
+        self._threads = ThreadPoolExecutor(GUESSERS, thread_name_prefix="guess")
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            self._watch.start()
+            card = self._watch.wait_for_one(first_card_s)
+            self._model = card.model
+            folder, is_models = _tokenizer_folder(tokenizer, card.model)
+            prompts: PromptMaker = TextPrompts()
+            found = Tokenizer(folder)
+            if is_models and card.takes_ids:
+                prompts = TokenPrompts(found)
+            generation = read_generation(folder) if is_models else {}
+            configured = self._settings.usual.sampling
+            self._upstreams = Upstreams(
+                self.fleet,
+                prompts,
+                found,
+                SamplingDefaults(configured, generation),
+                self._threads,
+                card.max_context,
+                remotes,
+            )
+            self._answerer = RoutedAnswerer(self._upstreams, self._settings)
+            stack.pop_all()
+
+    def close(self) -> None:
+        """Cut what is under way. Harmless the second time."""
+        self._watch.close()
+        self.fleet.close()
+        self._threads.shutdown()
+
+    # ── what it is ───────────────────────────────────────────────────────────
+
+    @property
+    def model_name(self) -> str:
+        return self._model
+
+    @property
+    def max_context(self) -> int | None:
+        return self._upstreams.max_context
+
+    @property
+    def local(self) -> None:
+        return None
+
+    @property
+    def takes_transfer(self) -> bool:
+        return False
+
+    @property
+    def system(self) -> str:
+        return self._settings.system
+
+    @property
+    def words(self) -> str:
+        """How prompts go out, for people."""
+        is_ids = isinstance(self._upstreams.prompts, TokenPrompts)
+        how = "token ids" if is_ids else "text: the model's tokenizer is not here"
+        num = len(self.fleet.replicas)
+        fused = "chunk KV is reused there" if self.fleet.can_fuse() else "prefixes are reused there"
+        return f"{num} upstream{'s' if num > 1 else ''}, prompts go as {how}; {fused}"
+
+    def metrics(self) -> Iterable[Metrics]:
+        return ()
+
+    def samples(self) -> Iterable[Sample]:
+        return self.fleet.samples()
+
+    # ── answers ──────────────────────────────────────────────────────────────
+
+    def sampling(
+        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
+    ) -> Sampling:
+        return self._upstreams.sampling.sampling(asked, built_in)
+
+    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
+        self._answerer.check_reuse(reuse)
+
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> RoutedAnswer:
+        called_s = time.perf_counter()
+        return self._answerer.answer(Question(question, **options), called_s)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        sampling: Sampling | None = None,
+        reuse: str | None = None,
+        tenant: str = "",
+    ) -> RoutedAnswer:
+        if not messages:
+            raise RequestError("messages is empty; send at least one")
+        prompt = chat_messages(messages, tenant.encode())
+        return self._plain(prompt, PlainOptions(sampling, reuse, tenant))
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: Sampling | None = None,
+        reuse: str | None = None,
+        tenant: str = "",
+        transfer: KVTransfer | None = None,
+    ) -> RoutedAnswer:
+        if transfer is not None:
+            raise RequestError("'kv_transfer_params' are for engines; this is a gateway")
+        made = plain_text(prompt, tenant.encode())
+        return self._plain(made, PlainOptions(sampling, reuse, tenant))
+
+    def _plain(self, prompt: UpstreamPrompt, options: PlainOptions) -> RoutedAnswer:
+        sampling = options.sampling or self.sampling()
+        request = UpstreamRequest(prompt, sampling, options.tenant, options.reuse)
+        return RoutedAnswer(self.fleet, request, AnswerStory(time.perf_counter()))
+
+    # ── knowledge bases ──────────────────────────────────────────────────────
+
+    def over(
+        self,
+        folder: Path,
+        options: KVOptions,
+        settings: AnswerSettings,
+        *,
+        new_embedder: str = DEFAULT_EMBEDDER,
+        open_embedder: OpenEmbedder | None = None,
+        promotion: int = PROMOTION,
+    ) -> RoutedLibrary:
+        """The same upstreams over a knowledge base, made if it is not there. `options` and
+        `promotion` are about chunk KV, which upstreams make."""
+        stored = read_settings(folder)
+        name = stored.embedder if stored else new_embedder
+        kb = KnowledgeBase.open(
+            folder,
+            tokenizer=self._upstreams.tokenizer,
+            embedder=(open_embedder or open_sentence_embedder)(name),
+            create=True,
+        )
+        return RoutedLibrary(kb, self._upstreams, settings)
+
+
+def _tokenizer_folder(name: str | None, model: str) -> tuple[Path, bool]:
+    """Where the tokenizer is, and whether it is the upstreams' model's."""
+    if name is not None:
+        return locate_tokenizer(name), True
+    try:
+        return locate_tokenizer(model, pull=False), True
+    except ModelError:
+        return locate_tokenizer(DEFAULT_EMBEDDER), False

@@ -1,0 +1,168 @@
+"""Prompts for upstreams, in the layout that reuse needs.
+
+    TokenPrompts   token ids, with the spans of the chunks; the model's tokenizer is here
+    TextPrompts    messages; the upstream tokenises, and its own prefix cache is all there is
+
+Both lay a prompt out alike: preamble ‖ history ‖ chunks ‖ question, each chunk the same wherever it
+stands.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.gateway.fleet import RoutedPrompt
+from kvweave.gateway.mirror import PromptPart
+from kvweave.text.prompt import LABEL, PastMessage, Prompt, lay_out
+from kvweave.text.tokenizer import Tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHARS_PER_TOKEN = 4  # of a text whose tokenizer is not here: a guess for routing alone
+
+ChunkIds = tuple[int, ...]
+TextOf = Callable[[ChunkIds], str]  # of a chunk by its token ids
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamPrompt:
+    """A prompt as it is sent."""
+
+    path: str  # CHAT or COMPLETIONS
+    content: Mapping[str, Any]  # `messages` or `prompt`
+    routed: RoutedPrompt
+    num_tokens: int  # a guess where the tokenizer is not here; the upstream counts
+    chunks: tuple[tuple[int, int], ...] = ()  # half-open spans of token ids
+    preamble: int = 0  # tokens of it
+    asked: tuple[int, int] | None = None  # what the user wrote
+
+
+class PromptWords(NamedTuple):
+    """What a prompt is made of."""
+
+    question: str
+    chunks: Sequence[ChunkIds]
+    system: str
+    history: Sequence[PastMessage] = ()
+    salt: bytes = b""  # of the tenant
+
+
+class PromptMaker(Protocol):
+    """Makes prompts. Any thread."""
+
+    needs_texts: bool  # `text_of` is called
+
+    def make(self, words: PromptWords, text_of: TextOf) -> UpstreamPrompt: ...
+
+    def front(self, words: PromptWords, text_of: TextOf) -> RoutedPrompt:
+        """What stands in front of the chunks."""
+        ...
+
+
+class TokenPrompts:
+    """With the model's own tokenizer."""
+
+    needs_texts = False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def make(self, words: PromptWords, text_of: TextOf) -> UpstreamPrompt:
+        prompt = lay_out(self._tokenizer, words.question, words.chunks, words.system, words.history)
+        said = {chunk for message in words.history for chunk in message.chunks}
+        parts, spans = _parts(prompt, said)
+        token_ids = prompt.token_ids
+        start = len(token_ids) - len(prompt.question)
+        return UpstreamPrompt(
+            COMPLETIONS,
+            {"prompt": token_ids},
+            RoutedPrompt(tuple(parts), words.salt),
+            len(token_ids),
+            tuple(spans),
+            len(prompt.preamble),
+            (start + prompt.asked[0], start + prompt.asked[1]),
+        )
+
+    def front(self, words: PromptWords, text_of: TextOf) -> RoutedPrompt:
+        made = self.make(words._replace(chunks=()), text_of).routed
+        return made._replace(parts=made.parts[:-1])  # all but the question
+
+
+class TextPrompts:
+    """Without one: what the chat template of the upstream makes of the same words."""
+
+    needs_texts = True
+
+    def make(self, words: PromptWords, text_of: TextOf) -> UpstreamPrompt:
+        messages: list[dict[str, str]] = []
+        parts: list[PromptPart] = []
+
+        def say(role: str, content: str, chunks: Sequence[ChunkIds] = ()) -> None:
+            """Chunks, each as it stands in every prompt, and the words behind them."""
+            words = f"{LABEL}{content.strip()}" if chunks else content
+            messages.append({"role": role, "content": "".join([*map(text_of, chunks), words])})
+            parts.extend(_chunk_part(chunk) for chunk in chunks)
+            parts.append(text_part(f"{role}\0{words}"))
+
+        if words.system:
+            say("system", words.system)
+        for message in words.history:
+            say(message.role, message.content, message.chunks)
+        say("user", words.question, words.chunks)
+        routed = RoutedPrompt(tuple(parts), words.salt)
+        return UpstreamPrompt(CHAT, {"messages": messages}, routed, routed.num_tokens)
+
+    def front(self, words: PromptWords, text_of: TextOf) -> RoutedPrompt:
+        made = self.make(words._replace(chunks=()), text_of).routed
+        return made._replace(parts=made.parts[:-1])
+
+
+def chat_messages(messages: Sequence[Mapping[str, Any]], salt: bytes) -> UpstreamPrompt:
+    """A conversation without chunks, as the client sent it."""
+    sent = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
+    parts = tuple(text_part(f"{m['role']}\0{m['content']}") for m in sent)
+    routed = RoutedPrompt(parts, salt)
+    return UpstreamPrompt(CHAT, {"messages": sent}, routed, routed.num_tokens)
+
+
+def plain_text(prompt: str | Sequence[int], salt: bytes, block: int = 256) -> UpstreamPrompt:
+    """A text or token ids to be continued, in blocks of `block` tokens or as many characters."""
+    blocks = [prompt[at : at + block] for at in range(0, len(prompt), block)]
+    if isinstance(prompt, str):
+        parts = tuple(text_part(str(piece)) for piece in blocks)
+    else:
+        parts = tuple(
+            PromptPart(make_chunk_id([int(i) for i in piece]).encode(), len(piece))
+            for piece in blocks
+        )
+    routed = RoutedPrompt(parts, salt)
+    content = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+    return UpstreamPrompt(COMPLETIONS, content, routed, routed.num_tokens)
+
+
+def text_part(text: str) -> PromptPart:
+    key = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()
+    return PromptPart(key, max(1, len(text) // CHARS_PER_TOKEN))
+
+
+def _chunk_part(chunk: ChunkIds) -> PromptPart:
+    return PromptPart(make_chunk_id(chunk).encode(), len(chunk), is_chunk=True)
+
+
+def _parts(prompt: Prompt, said: set[ChunkIds]) -> tuple[list[PromptPart], list[tuple[int, int]]]:
+    """Parts for routing, and spans of the chunks. `said`: chunks of the history."""
+    parts, spans = [], []
+    at = 0
+    pieces = [(prompt.preamble, False)]
+    pieces += [(part, part in said) for part in prompt.history]
+    pieces += [(part, True) for part in prompt.chunks]
+    pieces += [(prompt.question, False)]
+    for piece, is_chunk in pieces:
+        if not piece:
+            continue
+        parts.append(PromptPart(make_chunk_id(piece).encode(), len(piece), is_chunk))
+        if is_chunk:
+            spans.append((at, at + len(piece)))
+        at += len(piece)
+    return parts, spans

@@ -1,0 +1,48 @@
+"""One upstream, and what is known of it."""
+
+from enum import StrEnum
+
+from kvweave.gateway.cards import UpstreamCard
+from kvweave.gateway.config import GatewayConfig
+from kvweave.gateway.connections import Connections, Exchange
+from kvweave.gateway.mirror import Mirror
+from kvweave.kv.breaker import Breaker
+
+
+class ReplicaHealth(StrEnum):
+    """By the last look."""
+
+    UNKNOWN = "unknown"  # not seen yet
+    UP = "up"
+    DRAINING = "draining"  # it answers, and takes no new work: what it computes may finish
+    DOWN = "down"  # it does not answer
+
+
+class Replica:
+    """State of one upstream. The fleet's lock guards what changes, but connections and breaker,
+    which are safe by themselves."""
+
+    def __init__(self, url: str, cfg: GatewayConfig) -> None:
+        self.connections = Connections(url, connect_s=cfg.connect_s, api_key=cfg.api_key)
+        self.name = self.connections.url
+        self.breaker = Breaker(
+            f"requests to {self.name}",
+            cfg.breaker_failures,
+            cfg.breaker_rest_s,
+            others="others get them",
+        )
+        self.mirror = Mirror(cfg.mirror_tokens)
+        self.card: UpstreamCard | None = None
+        self.health = ReplicaHealth.UNKNOWN
+        self.silent_looks = 0  # in a row
+        self.load = 0  # requests that it has now
+        self.prefills = 0  # of these, without a first token yet
+        self.backlog = 0  # tokens of those that are to be computed
+        self.exchanges: set[Exchange] = set()  # to be cut where it dies
+
+    @property
+    def is_open(self) -> bool:
+        """Takes requests, as far as is known. A breaker whose rest is over lets one through."""
+        return (
+            self.card is not None and self.health is ReplicaHealth.UP and not self.breaker.is_open
+        )

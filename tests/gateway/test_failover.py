@@ -1,0 +1,232 @@
+"""Replicas that die, hang, refuse and come back: real engines, some behind a faulty front."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvweave.gateway.config import RetryRules
+from kvweave.gateway.replica import ReplicaHealth
+from worlds.gateways import FaultyUpstream, GatewayWorld, engine_process, gateway_over
+from worlds.serving import KbServer, user
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+
+
+def ask(url: str, question: str, **fields: Any) -> httpx.Response:
+    body = {"messages": user(question), **GREEDY, **fields}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+
+
+@contextmanager
+def faulty(engine: KbServer) -> Iterator[FaultyUpstream]:
+    made = FaultyUpstream(engine.url)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def broken_and_sound(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> Iterator[tuple[FaultyUpstream, GatewayWorld]]:
+    """Two replicas, of which the first can be made to fail; requests take turns."""
+    with (
+        faulty(engine) as broken,
+        faulty(engine) as sound,
+        gateway_over(
+            [broken.url, sound.url],
+            tmp_path,
+            tokenizer=chat_model_folder,
+            routing="round_robin",
+            breaker_failures=3,
+        ) as world,
+    ):
+        wait_until(lambda: all(r.health is ReplicaHealth.UP for r in world.gateway.fleet.replicas))
+        yield broken, world
+
+
+def wait_until(is_so: Any, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not become so"
+        time.sleep(0.02)
+
+
+def counted(world: GatewayWorld, name: str, **labels: str) -> float:
+    return world.gateway.fleet.metrics.value(name, **labels)
+
+
+@pytest.mark.parametrize("fault", ["drop", "cut", "status"])
+def test_a_replica_that_fails_costs_no_answer(
+    broken_and_sound: tuple[FaultyUpstream, GatewayWorld], fault: str
+) -> None:
+    broken, world = broken_and_sound
+    broken.fault, broken.cut_bytes = fault, 400  # "cut": in the middle of the stream
+    replies = [ask(world.url, f"Say {number}.") for number in range(8)]
+    assert [reply.status_code for reply in replies] == [200] * 8
+    assert counted(world, "upstream_retries_total", upstream=broken.url) >= 3
+
+
+def test_a_replica_that_failed_often_rests(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as broken,
+        faulty(engine) as sound,
+        gateway_over(
+            [broken.url, sound.url],
+            tmp_path,
+            tokenizer=chat_model_folder,
+            routing="round_robin",
+            breaker_failures=3,
+            breaker_rest_s=3600.0,
+        ) as world,
+    ):
+        wait_until(lambda: all(r.health is ReplicaHealth.UP for r in world.gateway.fleet.replicas))
+        broken.fault = "status"
+        while not world.gateway.fleet.replicas[0].breaker.is_open:
+            assert ask(world.url, "Say it.").status_code == 200
+        broken.fault = None
+        for _ in range(4):
+            assert ask(world.url, "Say it.").status_code == 200
+        assert broken.posts == 3, "although it is well again"
+        page = httpx.get(f"{world.url}/metrics", timeout=60).text
+        assert f'kvweave_upstream_resting{{upstream="{broken.url}"}} 1.0' in page
+
+
+def test_a_replica_that_has_rested_and_is_well_gets_requests_again(
+    broken_and_sound: tuple[FaultyUpstream, GatewayWorld],
+) -> None:
+    broken, world = broken_and_sound
+    breaker = world.gateway.fleet.replicas[0].breaker
+    broken.fault = "status"
+    while not breaker.is_open:
+        assert ask(world.url, "Say it.").status_code == 200
+    broken.fault = None
+
+    def is_back() -> bool:
+        ask(world.url, "Say it.")
+        done = {"upstream": broken.url, "outcome": "answered"}
+        return counted(world, "upstream_requests_total", **done) > 0
+
+    wait_until(is_back, 60)
+    assert not breaker.is_open
+
+
+def test_retries_end_with_their_budget(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as one,
+        faulty(engine) as other,
+        gateway_over(
+            [one.url, other.url],
+            tmp_path,
+            tokenizer=chat_model_folder,
+            retry=RetryRules(most=3, share=0.0, reserve=2),
+            breaker_failures=1000,
+        ) as world,
+    ):
+        wait_until(lambda: all(r.health is ReplicaHealth.UP for r in world.gateway.fleet.replicas))
+        one.fault = other.fault = "status"
+        began_s = time.monotonic()
+        replies = [ask(world.url, f"Say {number}.") for number in range(6)]
+        taken_s = time.monotonic() - began_s
+        assert {reply.status_code for reply in replies} == {503}
+        assert "budget of retries" in replies[-1].json()["error"]["message"]
+        most = 2 + 2 * taken_s / 10 + 1  # the reserve, and what came back of it meanwhile
+        assert one.posts + other.posts <= 6 + most
+        one.fault = other.fault = None
+        assert ask(world.url, "Say it.").status_code == 200
+
+
+def test_a_stream_that_was_begun_ends_with_an_error_and_is_not_begun_again(
+    broken_and_sound: tuple[FaultyUpstream, GatewayWorld],
+) -> None:
+    broken, world = broken_and_sound
+    broken.fault, broken.cut_bytes = "cut", 700
+    ends = []
+    for number in range(2):  # one of them goes to the broken one
+        body = {"messages": user(f"Say {number}."), "stream": True, **GREEDY, "max_tokens": 64}
+        where = f"{world.url}/v1/chat/completions"
+        with httpx.stream("POST", where, json=body, timeout=60) as reply:
+            lines = [line for line in reply.iter_lines() if line]
+        ends.append("error" if '"error"' in lines[-1] else lines[-1])
+    assert sorted(ends) == ["data: [DONE]", "error"]
+
+
+def test_a_replica_that_freezes_is_left_and_its_requests_go_elsewhere(
+    broken_and_sound: tuple[FaultyUpstream, GatewayWorld],
+) -> None:
+    broken, world = broken_and_sound
+    broken.fault = "freeze"
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda n: ask(world.url, f"Say {n}."), range(4)))
+    assert [reply.status_code for reply in replies] == [200] * 4
+    assert world.gateway.fleet.replicas[0].health is ReplicaHealth.DOWN
+
+
+def test_a_replica_that_refuses_work_is_draining_and_none_is_sent(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as front,
+        gateway_over([front.url], tmp_path, tokenizer=chat_model_folder, wait_s=0.5) as world,
+    ):
+        replica = world.gateway.fleet.replicas[0]
+        wait_until(lambda: replica.health is ReplicaHealth.UP)
+        front.fault = "unready"
+        wait_until(lambda: replica.health is ReplicaHealth.DRAINING)
+        reply = ask(world.url, "Say it.")
+        assert reply.status_code == 503
+        assert "is draining" in reply.json()["error"]["message"]
+        front.fault = None
+        wait_until(lambda: replica.health is ReplicaHealth.UP)
+        assert ask(world.url, "Say it.").status_code == 200
+
+
+@pytest.mark.slow
+def test_killing_a_replica_in_mid_traffic_loses_no_accepted_request(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        engines = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            engines.append(stack.enter_context(engine_process(chat_model_folder, tmp_path / name)))
+        world = stack.enter_context(
+            gateway_over(
+                [url for _, url in engines],
+                tmp_path / "kbs",
+                tokenizer=chat_model_folder,
+                breaker_failures=1000,  # so that what is lost shows
+            )
+        )
+        replicas = world.gateway.fleet.replicas
+        wait_until(lambda: all(r.health is ReplicaHealth.UP for r in replicas))
+        victim, victims_url = engines[0]
+        asked = threading.Semaphore(0)
+
+        def traffic(number: int) -> int:
+            asked.release()
+            return ask(world.url, f"Tell me of pod {number}.", max_tokens=48).status_code
+
+        with ThreadPoolExecutor(12) as pool:
+            futures = [pool.submit(traffic, number) for number in range(40)]
+            for _ in range(14):
+                asked.acquire()
+            wait_until(lambda: replicas[0].load > 0)
+            victim.send_signal(signal.SIGKILL)
+            statuses = [future.result() for future in futures]
+        assert statuses == [200] * 40
+        assert counted(world, "upstream_requests_total", upstream=victims_url) > 0
+        assert counted(world, "upstream_retries_total", upstream=victims_url) > 0
