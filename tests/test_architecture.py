@@ -65,6 +65,10 @@ ROOMS: dict[str, set[str]] = {
         *("corpus", "ingest", "kv", "plan", "app", "app/answer", "app/audit", "app/library"),
     },
     "serve": {"app", "app/libraries"},
+    "hosts/vllm": {
+        *("text", "corpus", "kernels", "model", "model/files", "kv", "kv/format"),
+        *("fuse", "fuse/encode", "app/library"),
+    },
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),

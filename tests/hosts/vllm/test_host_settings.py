@@ -28,9 +28,7 @@ def test_nothing_said_is_what_kvweaves_own_server_does(tmp_path: Path) -> None:
     assert disk.root == tmp_path / "home" / "vllm-kv"
 
 
-def test_vllms_flag_goes_before_a_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllms_flag_goes_before_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVWEAVE_STORE_REDIS_URL", "redis://:secret@127.0.0.1:1/0")
     monkeypatch.setenv("KVWEAVE_STORE_CODEC", "int4")
     settings = read_settings(

@@ -1,9 +1,9 @@
 """vLLM's own modules, cut where fusion works: a `FusionDecoder` (fuse/protocol.py).
 
-Products run through vLLM's linear layers, so whatever it has packed or quantised there is used as it
-is; norms, gate and rotation are kvweave's operators over vLLM's weights. Nothing is captured and
-nothing compiled: beside a compiled model the same modules run eagerly. On the thread of the forward
-pass, between two of vLLM's own passes.
+Products run through vLLM's linear layers, so whatever it has packed there is used as it is; norms,
+gate and rotation are kvweave's operators over vLLM's weights. Nothing is captured and nothing
+compiled: beside a compiled model the same modules run eagerly. On the thread of the forward pass,
+between two of vLLM's own passes.
 
 Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
 """

@@ -16,6 +16,12 @@ from kvweave.model.spec import ModelSpec
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
 ANGLE_STEP = 97  # angles are compared at every such position
 ANGLE_ERROR = 2e-2  # of cosine and sine: they may be kept in 16 bits; wrong ones are off by one
 
@@ -28,16 +34,11 @@ def refuse(complaints: Sequence[str]) -> None:
 
 def config_complaints(config: Any) -> list[str]:
     """Of a VllmConfig."""
-    found = []
     parallel, model = config.parallel_config, config.model_config
-    for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, name, 1) != 1:
-            found.append(f"{name} is {getattr(parallel, name)}, and selection is done by one worker")
+    sizes = {name: getattr(parallel, name, 1) for name in PARALLEL}
+    found = [
+        f"{name} is {size}, and one worker selects" for name, size in sizes.items() if size > 1
+    ]
     if config.lora_config is not None:
         found.append("LoRA is on, and chunk KV belongs to one set of weights")
     speculative = config.speculative_config

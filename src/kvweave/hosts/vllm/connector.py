@@ -101,9 +101,7 @@ class KvweaveConnector(KVConnectorBase_V1):
     ) -> tuple[int | None, bool]:
         return self._half.external_tokens(request, num_computed_tokens), False
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             self._half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 

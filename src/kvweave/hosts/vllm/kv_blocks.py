@@ -1,7 +1,7 @@
 """vLLM's paged KV: written through the attention backend's own operator, read by a known layout.
 
 Whatever the layout (CPU, FlashAttention, FlashInfer, Triton), the backend has an operator that puts
-keys and values [T, Hk, D] into slots, and that is the writer. There is no such operator for reading.
+keys and values [T, Hk, D] into slots, and that is the writer. There is no such operator to read by.
 So the layouts we know are tried at start on a scratch cache that the writer has filled: the one
 that gives back what was written is the reader. With none, exact KV that vLLM has is not read, and
 what rows need of it is taken from the store.

@@ -19,9 +19,8 @@ def find_model(attention: Any) -> Any | None:
     """The model whose first layer this attention module is; None: no model noted itself."""
     for each in (ref() for ref in _MADE):
         layers = getattr(getattr(each, "model", None), "layers", ())
-        if len(layers) and getattr(layers[0], "self_attn", None) is not None:
-            if layers[0].self_attn.attn is attention:
-                return each
+        if len(layers) and layers[0].self_attn.attn is attention:
+            return each
     return None
 
 

@@ -16,9 +16,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
-        KVConnectorFactory.register_connector(
-            CONNECTOR, "kvweave.hosts.vllm.connector", CONNECTOR
-        )
+        KVConnectorFactory.register_connector(CONNECTOR, "kvweave.hosts.vllm.connector", CONNECTOR)
     except ValueError:
         return  # it is known already
     for architecture, name in MODELS.items():

@@ -48,7 +48,7 @@ class SaltedHasher:
 
 
 def salt_blocks(request: HashedRequest, first: int, salt: bytes) -> None:
-    """From block `first` on, the request's blocks get names of their own. Again is harmless, and may
+    """Blocks of the request from `first` on get names of their own. Again is harmless, and may
     begin further in front. Without a hasher nothing is cached, and nothing is done."""
     hasher = request._block_hasher
     if hasher is None:

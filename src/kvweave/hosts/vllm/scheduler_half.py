@@ -127,9 +127,7 @@ class SchedulerHalf:
             return
         token_ids = tuple(request.prompt_token_ids or ())
         num_local = plan.num_tokens - 1 - num_external
-        order = FuseOrder(
-            request.request_id, token_ids, plan.wish, tuple(block_ids), num_local
-        )
+        order = FuseOrder(request.request_id, token_ids, plan.wish, tuple(block_ids), num_local)
         self._orders.fuse.append(order)
 
     def finished(self, request_id: str) -> dict[str, Any] | None:

@@ -73,7 +73,9 @@ def read_settings(extra: Mapping[str, Any]) -> HostSettings:
     config = load_config(flags=flags).config
     preparation = Preparation.parse(config.library.encoding or "filler")
     if preparation.variant.kind == "neighbours":
-        raise ConfigError("inside vLLM there is no knowledge base to find neighbours in; use filler")
+        raise ConfigError(
+            "inside vLLM there is no knowledge base to find neighbours in; use filler"
+        )
     reuse, ratio = _reuse(config.quality.reuse)
     return HostSettings(config.store, preparation, reuse, ratio, making)
 

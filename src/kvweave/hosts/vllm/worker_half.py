@@ -1,8 +1,8 @@
 """The connector in vLLM's worker: fills the blocks of fused requests, and encodes chunks.
 
-A fused request is prefilled by fuse/prefill.py over vLLM's own modules into a dense buffer, and from
-there into the request's blocks, up to its last token: vLLM's forward pass computes that one and
-draws from its logits. What vLLM has cached exactly is read and never written. If anything fails,
+A fused request is prefilled by fuse/prefill.py over vLLM's own modules into a dense buffer, and
+from there into the request's blocks, up to its last token: vLLM's forward pass computes that one
+and draws from its logits. What vLLM has cached exactly is read and never written. If anything fails,
 the blocks are reported, and vLLM computes them.
 
 On the worker's one thread, but for what the store and the maker do on theirs.
