@@ -2,7 +2,7 @@
 
 A fused request is prefilled by fuse/prefill.py over vLLM's own modules into a dense buffer, and
 from there into the request's blocks, up to its last token: vLLM's forward pass computes that one
-and draws from its logits. What vLLM has cached exactly is read and never written. If anything fails,
+and draws from its logits. What vLLM has exactly is read and never written. If anything fails,
 the blocks are reported, and vLLM computes them.
 
 On the worker's one thread, but for what the store and the maker do on theirs.
