@@ -19,6 +19,7 @@ of the first token's distribution at 15 % from cold, over its most likely tokens
 
 import argparse
 import math
+import os
 import random
 import statistics
 import sys
@@ -97,7 +98,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = locate(args.model)
     prompts = make_prompts(Tokenizer(model), args)
     flags = ["--enforce-eager"] if args.eager else []
-    server = VllmServer(folder, model, {"disk_folder": str(folder / "kv")}, *flags)
+    cores = len(os.sched_getaffinity(0))
+    server = VllmServer(folder, model, {"disk_folder": str(folder / "kv")}, *flags, cores=cores)
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     told: list[dict[str, Any]] = []
     apart: list[float] = []

@@ -1,7 +1,8 @@
 """vLLM's models, which let the connector find them.
 
 A connector is handed the KV cache and never the model. The plug-in therefore registers these in the
-place of vLLM's own: the same classes, which note themselves when they are made.
+place of vLLM's own: the same classes, which note themselves when they are made. vLLM reads the
+parameters of a model's constructor by name.
 """
 
 import weakref
@@ -25,24 +26,24 @@ def find_model(attention: Any) -> Any | None:
 
 
 class FusedLlama(LlamaForCausalLM):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         _MADE.append(weakref.ref(self))
 
 
 class FusedMistral(MistralForCausalLM):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         _MADE.append(weakref.ref(self))
 
 
 class FusedQwen2(Qwen2ForCausalLM):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         _MADE.append(weakref.ref(self))
 
 
 class FusedQwen3(Qwen3ForCausalLM):
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         _MADE.append(weakref.ref(self))
