@@ -114,13 +114,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 fields = {} if way in ("prefix", "repeat") else {"cache_salt": f"{way} {i}"}
                 wish = None if how is None else wish_of(prompt, **how)
                 began_s = time.perf_counter()
-                reply = server.ask(prompt.token_ids, wish, **fields)
+                found[way] = server.ask(prompt.token_ids, wish, 1, **fields)
                 taken[way].append((time.perf_counter() - began_s) * 1e3)
-                found[way] = reply
-                if how is not None and reply.told.get("way") != "fused":
-                    raise SystemExit(f"{way} was not fused: {reply.told}")
+                if how is not None and found[way].told.get("way") != "fused":
+                    raise SystemExit(f"{way} was not fused: {found[way].told}")
             apart.append(divergence(found["cold"].top, found["fused_15"].top))
-            told.append(found["fused_15"].told)
+            wish = wish_of(prompt, reuse="weave", ratio=0.15)  # again, for where its time goes
+            told.append(server.ask(prompt.token_ids, wish, 2, cache_salt=f"told {i}").told)
     finally:
         server.close()
     medians = {way: statistics.median(times[1:] or times) for way, times in taken.items()}

@@ -67,14 +67,15 @@ class VllmServer:
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--enable-prompt-tokens-details"]
         command += ["--kv-transfer-config", json.dumps(transfer), *args]
-        self._process = subprocess.Popen(
-            command,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=_environment(folder, cores),
-            cwd=folder,
-            start_new_session=True,
-        )
+        with self.log.open("w") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=_environment(folder, cores),
+                cwd=folder,
+                start_new_session=True,
+            )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0)
         try:
             self._wait_for_health()
@@ -86,10 +87,11 @@ class VllmServer:
         self,
         ids: Sequence[int],
         wish: Mapping[str, Any] | None = None,
-        max_tokens: int = 1,
+        max_tokens: int = 2,
         **fields: Any,
     ) -> Reply:
-        """Complete a prompt greedily; `wish` goes to the connector."""
+        """Complete a prompt greedily; `wish` goes to the connector. What became of a prompt is
+        told with answers of two tokens or more."""
         body: dict[str, Any] = {
             "model": "m",
             "prompt": list(ids),

@@ -64,7 +64,7 @@ def own(smollm2: Path) -> Iterator[OwnPass]:
         yield OwnPass(smollm2, store)
 
 
-def cold(vllm: VllmServer, prompt: Prompt, name: str, max_tokens: int = 1):  # type: ignore[no-untyped-def]
+def cold(vllm: VllmServer, prompt: Prompt, name: str, max_tokens: int = 2):  # type: ignore[no-untyped-def]
     """vLLM's own prefill, with nothing cached."""
     return vllm.ask(prompt.token_ids, max_tokens=max_tokens, cache_salt=f"cold {name}")
 

@@ -19,7 +19,7 @@ _MADE: list[weakref.ref[Any]] = []  # in this process; a draft model may be amon
 def find_model(attention: Any) -> Any | None:
     """The model whose first layer this attention module is; None: no model noted itself."""
     for each in (ref() for ref in _MADE):
-        layers = getattr(getattr(each, "model", None), "layers", ())
+        layers: Any = getattr(getattr(each, "model", None), "layers", ())
         if len(layers) and layers[0].self_attn.attn is attention:
             return each
     return None

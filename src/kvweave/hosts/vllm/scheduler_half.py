@@ -29,7 +29,8 @@ from kvweave.kv.store import KVStore
 
 log = logging.getLogger(__name__)
 
-WORTH = 0.8  # fused only if it computes at most so many of the rows that vLLM would
+WORTH = 0.8  # fused only if it computes at most this share of the rows that vLLM would
+LEAST_SAVED = 64  # rows: for fewer a pass of its own does not pay
 MOST_MADE = 1 << 20  # keys remembered of what the worker saved
 
 Ids = tuple[int, ...]
@@ -236,7 +237,7 @@ class SchedulerHalf:
         reused = sum(beyond.values()) - computed
         rows = computed + wish.ratio * reused + num_tokens - wish.question_start
         plain = num_tokens - num_exact
-        if rows > WORTH * plain:
+        if rows > min(WORTH * plain, plain - LEAST_SAVED):
             return f"fusing computes {rows:,.0f} rows, vLLM alone {plain:,}"
         return None
 

@@ -176,7 +176,8 @@ class WorkerHalf:
 def _all_of(order: FuseOrder) -> EncodeOrder:
     """All chunks of a prompt: those that are stored are left alone."""
     ids, wish = order.token_ids, order.wish
-    front, behind = [], []
+    front: list[tuple[int, ...]] = []
+    behind: list[tuple[int, ...]] = []
     for part in wish.parts():
         if part.is_chunk:
             (front if wish.stands_in_front(part) else behind).append(ids[part.start : part.end])
