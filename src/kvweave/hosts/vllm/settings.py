@@ -20,6 +20,7 @@ from kvweave.paths import home
 SOURCE = "kv_connector_extra_config"
 CODEC = "int8"  # as kvweave's own server: its chunk KV is found here
 REUSE = "weave"
+FOLDER = "vllm-kv"  # of the disk tier, below `home()`
 MAKING = ("idle", "never")  # when chunks that are not stored are encoded by themselves
 LOOK_BYTES = 1 << 20  # host memory of a store that is only looked into
 
@@ -48,7 +49,7 @@ class HostSettings:
             host = replace(host, capacity_bytes=store.host_bytes)
         tiers: tuple[TierConfig, ...] = (host,)
         if store.disk_bytes != 0:
-            disk = DiskTierConfig(store.disk_folder or home() / "vllm-kv")
+            disk = DiskTierConfig(store.disk_folder or home() / FOLDER)
             if store.disk_bytes is not None:
                 disk = replace(disk, capacity_bytes=store.disk_bytes)
             tiers = (*tiers, disk)
