@@ -367,7 +367,7 @@ QUOTED = [
         ("and for a tenth of the time otherwise", "hosts.vllm.chunk_maker:BUSY_SHARE == 0.1"),
         ("the disk folder is `vllm-kv` in", "hosts.vllm.settings:FOLDER == 'vllm-kv'"),
         (
-            "`making` | when chunks that are not stored are encoded by themselves: `{0[0]}` or `{0[1]}`",
+            "not stored are encoded by themselves: `{0[0]}` or `{0[1]}`",
             "hosts.vllm.settings:MAKING",
         ),
         ("wanted: `weave:0.15` | `{}` |", "hosts.vllm.settings:REUSE"),

@@ -1,7 +1,7 @@
 """vLLM's own modules, cut where fusion works: a `FusionDecoder` (fuse/protocol.py).
 
-Products run through vLLM's linear layers, so whatever it has packed there is used as it is; norms,
-gate and rotation are kvweave's operators over vLLM's weights. Nothing is captured and nothing
+Products run through vLLM's linear layers, so whatever it has packed there is used as it is; norms
+and rotation are kvweave's operators over vLLM's weights. Nothing is captured and nothing
 compiled: beside a compiled model the same modules run eagerly. On the thread of the forward pass,
 between two of vLLM's own passes.
 
@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.fuse.protocol import Projected
-from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles
 from kvweave.model.rope import frequencies
@@ -60,8 +60,9 @@ class VllmDecoder:
         each = self._layers[layer]
         h.add_(each.self_attn.o_proj(attended.flatten(1))[0])
         gate_up, _ = each.mlp.gate_up_proj(self._norm(h, each.post_attention_layernorm))
-        # some of vLLM's products want their rows side by side
-        return h.add_(each.mlp.down_proj(silu_mul(gate_up).contiguous())[0])
+        gate, up = gate_up.chunk(2, dim=-1)
+        # not in place: some of vLLM's products want their rows side by side
+        return h.add_(each.mlp.down_proj(F.silu(gate).mul_(up))[0])
 
     def logits(self, h: Tensor) -> Tensor:
         made: Tensor = self._model.compute_logits(self._norm(h, self._model.model.norm))
