@@ -16,9 +16,9 @@ from typing import Any
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import NEVER, PromptFrame, StoredPrompt
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import PromptChunk
-from kvweave.hosts.vllm.adapter import VllmDecoder
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
 from kvweave.hosts.vllm.identity import ModelIdentity
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
@@ -38,9 +38,9 @@ class WorkerHalf:
     """See the module. Close it."""
 
     def __init__(
-        self, decoder: VllmDecoder, blocks: KVBlocks, store: KVStore, identity: ModelIdentity
+        self, decoder: FusionDecoder, blocks: KVBlocks, store: KVStore, identity: ModelIdentity
     ) -> None:
-        """Closes the store."""
+        """`decoder` computes what `identity` names. Closes the store."""
         self._decoder = decoder
         self._blocks = blocks
         self._store = store
@@ -63,8 +63,7 @@ class WorkerHalf:
             except Exception:  # whatever it was: vLLM computes what was not filled
                 log.exception("request %s could not be fused; it is computed", order.request_id)
                 self._store.metrics.count("vllm_fuse_failures_total")
-                size = self._blocks.block_tokens
-                self._failed_blocks.update(order.block_ids[order.num_local // size :])
+                self._failed_blocks.update(order.block_ids[self._num_had(order) :])
                 self._report.fused[order.request_id] = {"way": "failed"}
                 continue
             took_ms = (time.perf_counter() - started_s) * 1e3
@@ -93,7 +92,13 @@ class WorkerHalf:
 
     # ---- fusing
 
+    def _num_had(self, order: FuseOrder) -> int:
+        """Blocks in front that vLLM has."""
+        return order.num_local // self._blocks.block_tokens
+
     def _fuse(self, order: FuseOrder) -> FuseRecord:
+        if not self._failed_blocks.isdisjoint(order.block_ids[: self._num_had(order)]):
+            raise RuntimeError("it begins with blocks that were not filled in this step")
         ids, wish, spec = order.token_ids, order.wish, self._identity.spec
         names = self._identity.names(ids[: wish.preamble], wish.tenant)
         encoder = self._encoder(ids[: wish.preamble], wish.tenant)
@@ -140,7 +145,8 @@ class WorkerHalf:
         """Memory for a prompt, kept from request to request: it is overwritten from the front."""
         decoder = self._decoder
         if self._buffer is None or self._buffer.capacity < num_tokens:
-            self._buffer = SequenceKV(decoder.spec, num_tokens, decoder.dtype, decoder.device)
+            spec = self._identity.spec
+            self._buffer = SequenceKV(spec, num_tokens, decoder.dtype, decoder.device)
         self._buffer.clear()
         return self._buffer
 
