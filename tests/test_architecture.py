@@ -70,6 +70,10 @@ ROOMS: dict[str, set[str]] = {
         *("text", "corpus", "ingest", "model/files", "kv", "kv/tree", "plan", "engine"),
         *("app", "app/answer", "app/library"),
     },
+    "hosts/vllm": {
+        *("text", "corpus", "kernels", "model", "model/files", "kv", "kv/format"),
+        *("fuse", "fuse/encode", "app/library"),
+    },
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),

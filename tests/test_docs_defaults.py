@@ -433,6 +433,21 @@ QUOTED = [
         ("an eighth more columns at most", "kernels.product_probe:extra_columns(512) == 64"),
     ),
     *quoted("calibration.md", ("costs less than {} nats per token", "model.decoder:SMALL_KL")),
+    *quoted(
+        "vllm.md",
+        (
+            "If fusing computes more than {} of the rows that vLLM would, or saves fewer than {}",
+            "hosts.vllm.scheduler_half:WORTH",
+            "hosts.vllm.scheduler_half:LEAST_SAVED",
+        ),
+        ("and for a tenth of the time otherwise", "hosts.vllm.chunk_maker:BUSY_SHARE == 0.1"),
+        ("the disk folder is `vllm-kv` in", "hosts.vllm.settings:FOLDER == 'vllm-kv'"),
+        (
+            "not stored are encoded by themselves: `{0[0]}` or `{0[1]}`",
+            "hosts.vllm.settings:MAKING",
+        ),
+        ("wanted: `weave:0.15` | `{}` |", "hosts.vllm.settings:REUSE"),
+    ),
 ]
 
 

@@ -46,6 +46,12 @@ class CalibratedAs(NamedTuple):
     revision: str  # of a decoder
 
 
+def revision_of(fingerprint: str, spec: ModelSpec, dtype: torch.dtype) -> str:
+    """Names what weights of this fingerprint compute, whoever computes it."""
+    parts = (fingerprint, repr(spec), str(dtype))
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+
+
 class Decoder:
     """Computes a model. Stateless between calls: everything that changes lives in the rows' KV.
 
@@ -63,7 +69,7 @@ class Decoder:
     @cached_property
     def revision(self) -> str:
         """Names the function this decoder computes: weights, every setting and the precision."""
-        return self._revision_of(self.weights.fingerprint)
+        return revision_of(self.weights.fingerprint, self.spec, self.dtype)
 
     @cached_property
     def calibrated_as(self) -> CalibratedAs:
@@ -72,11 +78,8 @@ class Decoder:
         cost = self.weights.rounding
         if cost is None or cost.kl_nats >= SMALL_KL:
             return CalibratedAs(self.weights.fingerprint, self.revision)
-        return CalibratedAs(cost.exact_fingerprint, self._revision_of(cost.exact_fingerprint))
-
-    def _revision_of(self, fingerprint: str) -> str:
-        parts = (fingerprint, repr(self.spec), str(self.dtype))
-        return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+        exact = cost.exact_fingerprint
+        return CalibratedAs(exact, revision_of(exact, self.spec, self.dtype))
 
     @property
     def weights_words(self) -> str:

@@ -40,6 +40,15 @@ class SequenceKV:
         """Positions that hold something, counted from 0."""
         return self._tokens
 
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for without growing."""
+        return self._keys.shape[1]
+
+    def clear(self) -> None:
+        """Hold nothing; the memory stays."""
+        self._tokens = 0
+
     def reserve(self, num_tokens: int) -> None:
         """Make positions [0, num_tokens) writable and count them as present."""
         if num_tokens > self._keys.shape[1]:

@@ -1,0 +1,1 @@
+"""Other engines that kvweave's fusion runs inside."""

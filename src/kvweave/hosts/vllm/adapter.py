@@ -1,0 +1,75 @@
+"""vLLM's own modules, cut where fusion works: a `FusionDecoder` (fuse/protocol.py).
+
+Products run through vLLM's linear layers, so whatever it has packed there is used as it is; norms
+and rotation are kvweave's operators over vLLM's weights. Nothing is captured and nothing
+compiled: beside a compiled model the same modules run eagerly. On the thread of the forward pass,
+between two of vLLM's own passes.
+
+Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvweave.fuse.protocol import Projected
+from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.rope import Angles, make_angles
+from kvweave.model.rope import frequencies
+from kvweave.model.row_hook import QKV
+from kvweave.model.spec import ModelSpec
+
+
+class VllmDecoder:
+    """A causal language model of vLLM: Llama, Mistral, Qwen2 or Qwen3."""
+
+    can_record = False  # recordings belong to vLLM here
+
+    def __init__(self, model: Any, spec: ModelSpec) -> None:
+        """`model` is the outer module, with the head; it was found fit by capabilities.py."""
+        self.spec = spec
+        self._model = model
+        self._layers = list(model.model.layers)
+        norm = model.model.norm.weight
+        self.device: torch.device = norm.device
+        self.dtype: torch.dtype = norm.dtype
+        self._inv_freq = frequencies(spec.rope).to(self.device)
+
+    def angles(self, positions: Tensor) -> Angles:
+        return make_angles(positions, self._inv_freq, self.spec.rope.attention_factor, self.dtype)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self._model.model.embed_tokens(ids)
+        return hidden
+
+    def qkv(self, layer: int, h: Tensor, out: Tensor | None = None) -> Projected:
+        assert out is None, "nothing is recorded here"
+        spec, each = self.spec, self._layers[layer]
+        attention = each.self_attn
+        fused, _ = attention.qkv_proj(self._norm(h, each.input_layernorm))
+        fused = fused.view(len(h), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        q, k, v = fused.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if spec.qk_norm:
+            q, k = self._norm(q, attention.q_norm), self._norm(k, attention.k_norm)
+        return QKV(q, k, v)
+
+    def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
+        each = self._layers[layer]
+        h.add_(each.self_attn.o_proj(attended.flatten(1))[0])
+        gate_up, _ = each.mlp.gate_up_proj(self._norm(h, each.post_attention_layernorm))
+        gate, up = gate_up.chunk(2, dim=-1)
+        # not in place: some of vLLM's products want their rows side by side
+        return h.add_(each.mlp.down_proj(F.silu(gate).mul_(up))[0])
+
+    def logits(self, h: Tensor) -> Tensor:
+        made: Tensor = self._model.compute_logits(self._norm(h, self._model.model.norm))
+        return made.float()
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _norm(self, x: Tensor, norm: Any) -> Tensor:
+        return rms_norm(x, norm.weight, self.spec.norm_eps)

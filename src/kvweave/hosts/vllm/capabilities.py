@@ -1,0 +1,107 @@
+"""What this vLLM cannot have fused, by name, before it serves anything.
+
+A setting that would make fused KV wrong, or that the connector cannot see through, ends the start
+with one line that names it. `config_complaints` looks at the configuration, in both halves;
+`model_complaints` at the modules, once they are loaded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.hosts.vllm.adapter import VllmDecoder
+from kvweave.model.spec import ModelSpec
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+PARALLEL = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+ANGLE_STEP = 97  # angles are compared at every such position
+ANGLE_ERROR = 2e-2  # of cosine and sine: they may be kept in 16 bits; wrong ones are off by one
+
+
+def refuse(complaints: Sequence[str]) -> None:
+    """Raise ConfigError with all of them; nothing if there are none."""
+    if complaints:
+        raise ConfigError(f"kvweave cannot fuse inside this vLLM: {'; '.join(complaints)}")
+
+
+def config_complaints(config: Any) -> list[str]:
+    """Of a VllmConfig."""
+    parallel, model = config.parallel_config, config.model_config
+    sizes = {name: getattr(parallel, name, 1) for name in PARALLEL}
+    found = [
+        f"{name} is {size}, and one worker selects" for name, size in sizes.items() if size > 1
+    ]
+    if config.lora_config is not None:
+        found.append("LoRA is on, and chunk KV belongs to one set of weights")
+    speculative = config.speculative_config
+    if speculative is not None and getattr(speculative, "method", None) != "ngram":
+        found.append("speculative decoding has a draft model whose KV nobody would fill")
+    if not set(model.architectures) & set(ARCHITECTURES):
+        known = ", ".join(ARCHITECTURES)
+        found.append(f"model {', '.join(model.architectures)} is not one of {known}")
+    if getattr(model, "is_multimodal_model", False):
+        found.append("the model is multimodal")
+    if model.runner_type != "generate":
+        found.append(f"runner {model.runner_type!r} generates nothing")
+    return found
+
+
+def model_complaints(model: Any, spec: ModelSpec) -> list[str]:
+    """Of the loaded modules, against what config.json says."""
+    found = []
+    layers = list(getattr(getattr(model, "model", None), "layers", ()))
+    if len(layers) != spec.num_layers:
+        return [f"{type(model).__name__} has {len(layers)} layers, config.json {spec.num_layers}"]
+    kinds = {type(layer).__name__ for layer in layers}
+    if not kinds <= set(LAYERS):
+        return [f"layers of kind {', '.join(sorted(kinds))}; known: {', '.join(LAYERS)}"]
+    attention = layers[0].self_attn
+    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    if heads != (spec.num_heads, spec.num_kv_heads, spec.head_dim):
+        found.append(f"attention of shape {heads} is not that of config.json")
+    if abs(attention.scaling * spec.head_dim**0.5 - 1) > 1e-6:
+        found.append(f"attention is scaled by {attention.scaling:g}")
+    if any(getattr(layer.self_attn, "do_llama_4_scaling", False) for layer in layers):
+        found.append("queries are scaled by position")
+    if any(getattr(layer.self_attn, "dual_chunk_attention_config", None) for layer in layers):
+        found.append("attention is cut into dual chunks")
+    impls = [layer.self_attn.attn.impl for layer in layers]
+    windows = {getattr(impl, "sliding_window", None) for impl in impls}
+    if not windows <= {None, -1, (-1, -1)}:
+        found.append("attention has a sliding window")
+    if any(getattr(impl, "alibi_slopes", None) is not None for impl in impls):
+        found.append("attention has ALiBi slopes")
+    if any(getattr(impl, "logits_soft_cap", 0) for impl in impls):
+        found.append("attention logits are capped")
+    if any(getattr(impl, "sinks", None) is not None for impl in impls):
+        found.append("attention has sinks")
+    if not all(hasattr(impl, "do_kv_cache_update") for impl in impls):
+        found.append(f"backend {type(impls[0]).__name__} has no operator that writes KV")
+    return found + _angle_complaints(model, spec)
+
+
+def _angle_complaints(model: Any, spec: ModelSpec) -> list[str]:
+    """Stored keys are turned by kvweave, fresh ones by vLLM: both must mean the same."""
+    rope = model.model.layers[0].self_attn.rotary_emb
+    if not getattr(rope, "is_neox_style", True):
+        return ["rotary dims are paired side by side"]
+    theirs = getattr(rope, "cos_sin_cache", None)
+    if theirs is None:
+        return [f"{type(rope).__name__} shows no angles to compare"]
+    positions = torch.arange(0, min(len(theirs), spec.max_context), ANGLE_STEP)
+    cos, sin = theirs[positions.to(theirs.device)].float().chunk(2, dim=-1)
+    ours = VllmDecoder(model, spec).angles(positions.to(theirs.device))
+    for mine, other in ((ours.cos[:, 0], cos), (ours.sin[:, 0], sin)):
+        if mine.shape != other.shape:
+            return ["rotary dims are not those of config.json"]
+        if (mine.float() - other).abs().max() > ANGLE_ERROR:
+            return ["rotary angles are not those of config.json"]
+    return []

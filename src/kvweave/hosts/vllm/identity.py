@@ -1,0 +1,103 @@
+"""Whose chunk KV it is: the names that kvweave itself would give it for the same weights.
+
+A model that vLLM serves is known to kvweave by its folder: the bytes of its weights, its config and
+its tokenizer. Both halves read them by themselves, so no name travels between processes.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.fuse.encode.chunk_encoder import Texts
+from kvweave.fuse.encode.contexts import ISOLATED, variant_name
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.kv.format.codec import dtype_name
+from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
+from kvweave.model.decoder import revision_of
+from kvweave.model.files.tensor_files import TensorFiles
+from kvweave.model.spec import ModelSpec, read_spec
+from kvweave.text.tokenizer import Tokenizer
+
+
+class ServedModel(NamedTuple):
+    """What vLLM was told to serve."""
+
+    name: str  # a folder or a hub id
+    revision: str | None
+    dtype: torch.dtype
+    quantization: str | None  # that vLLM applies while it loads
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """A served model as kvweave's chunk KV knows it."""
+
+    spec: ModelSpec
+    context: KeyContext  # without a preamble and a tenant
+    preparation: Preparation
+    texts: Texts
+
+    def names(self, preamble_ids: tuple[int, ...], tenant: str) -> "ChunkNames":
+        context = replace(self.context, preamble_ids=preamble_ids, tenant_salt=tenant)
+        return ChunkNames(context, variant_name(self.preparation.variant, self.texts.filler))
+
+
+class ChunkNames:
+    """The keys of chunks behind one preamble, as `ChunkEncoder` saves them."""
+
+    def __init__(self, context: KeyContext, variant: str) -> None:
+        self.context = context
+        self._isolated = replace(context, variant=ISOLATED)
+        self._behind = replace(context, variant=variant)
+
+    def key(self, token_ids: Sequence[int]) -> ChunkKey:
+        """Behind its encoding context."""
+        return make_chunk_key(self._behind, token_ids)
+
+    def exact_key(self, token_ids: Sequence[int]) -> ChunkKey:
+        """Right behind the preamble."""
+        return make_chunk_key(self._isolated, token_ids)
+
+
+def identify(served: ServedModel, preparation: Preparation, codec: str) -> ModelIdentity:
+    """Reads the model's folder. Raises ModelError or ConfigError for what kvweave cannot name."""
+    folder = _folder(served)
+    spec = read_spec(folder)
+    revision = revision_of(TensorFiles(folder).fingerprint(), spec, served.dtype)
+    if served.quantization is not None:  # rounds what the folder has: another function
+        name = f"{revision}|vllm {served.quantization}"
+        revision = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+    tokenizer = Tokenizer(folder)
+    context = KeyContext(
+        model=revision,
+        dtype=dtype_name(served.dtype),
+        codec=codec,
+        tokenizer=tokenizer.fingerprint,
+        preamble_ids=(),
+        rope=repr(spec.rope),
+    )
+    return ModelIdentity(spec, context, preparation, Texts.of(tokenizer, preparation))
+
+
+def _folder(served: ServedModel) -> Path:
+    if Path(served.name).is_dir():
+        return Path(served.name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            served.name,
+            revision=served.revision,
+            allow_patterns=["*.json", "*.safetensors"],
+            local_files_only=True,
+        )
+    except Exception as error:  # the hub raises a dozen kinds
+        raise ConfigError(
+            f"model {served.name!r} is neither a folder nor in the hub's cache; serve a folder"
+        ) from error
+    return Path(found)

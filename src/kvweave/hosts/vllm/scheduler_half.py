@@ -1,0 +1,292 @@
+"""The connector in vLLM's scheduler: which requests are fused, and how much of them vLLM may take
+for computed.
+
+A request arrives with its spans. The store is looked into, the exact blocks that vLLM has are
+counted, and the rows of either way are compared. A request that is fused gets its blocks salted and
+is declared computed up to its last token: the worker fills these blocks before the forward pass. A
+request that is not fused is vLLM's alone, down to its exact prefixes. What was not stored is
+encoded when a request is finished, in steps in which vLLM has nothing to do.
+
+One thread, the scheduler's. Nothing here raises for what a request says: an exception would end the
+engine. Looking into the store may wait for a tier, at most `locate_deadline_s` (kv/config.py).
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from kvweave.errors import KVWeaveError
+from kvweave.hosts.vllm.identity import ModelIdentity
+from kvweave.hosts.vllm.orders import EncodeOrder, FuseOrder, StepOrders, StepReport
+from kvweave.hosts.vllm.salted_hashes import salt_blocks
+from kvweave.hosts.vllm.settings import HostSettings
+from kvweave.hosts.vllm.wish import NAME, Defaults, FuseWish, Part, parse_wish
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.residency import Residency
+from kvweave.kv.store import KVStore
+
+log = logging.getLogger(__name__)
+
+WORTH = 0.8  # fused only if it computes at most this share of the rows that vLLM would
+LEAST_SAVED = 64  # rows: for fewer a pass of its own does not pay
+MOST_MADE = 1 << 20  # keys remembered of what the worker saved
+
+Ids = tuple[int, ...]
+
+
+class ServedRequest(Protocol):
+    """The part of a vLLM request that is looked at."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    kv_transfer_params: Mapping[str, Any] | None
+    block_hashes: list[Any]
+    _block_hasher: Callable[[Any], list[Any]] | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+    prompt_embeds: Any
+    resumable: bool
+
+    def update_block_hashes(self) -> None: ...
+
+
+@dataclass(slots=True)
+class RequestPlan:
+    """What was decided for a request that has spans."""
+
+    way: Literal["fused", "exact", "refused"]
+    why: str = ""
+    wish: FuseWish | None = None  # set exactly when fused
+    salt: bytes = b""
+    num_tokens: int = 0  # of its prompt
+    owed: tuple[list[Ids], list[Ids]] = field(default_factory=lambda: ([], []))  # not stored: ids
+    counts: dict[str, int] = field(default_factory=dict)  # chunks that are stored, and missing
+    preamble_ids: Ids = ()
+    tenant: str = ""
+
+
+class SchedulerHalf:
+    """See the module."""
+
+    def __init__(
+        self, settings: HostSettings, identity: ModelIdentity, store: KVStore, block_tokens: int
+    ) -> None:
+        """`block_tokens` are hashed together."""
+        self._settings = settings
+        self._identity = identity
+        self._store = store
+        self._block_tokens = block_tokens
+        self._is_cached: Callable[[Any], bool] = lambda _hash: False
+        self._plans: dict[str, RequestPlan] = {}
+        self._reports: dict[str, dict[str, Any]] = {}
+        self._orders = StepOrders()
+        self._owed: dict[int, list[ChunkKey]] = {}  # encode orders that are not settled
+        self._next_order = 0
+        self._made: dict[bytes, None] = {}  # what the worker saved: host memory is not seen here
+
+    def look_at_cache(self, is_cached: Callable[[Any], bool]) -> None:
+        """`is_cached` says whether vLLM's prefix cache has a block of this hash."""
+        self._is_cached = is_cached
+
+    # ---- a request
+
+    def arrived(self, request: ServedRequest) -> None:
+        """Decide what is done for a new request. Before vLLM looks it up."""
+        params = request.kv_transfer_params
+        if not isinstance(params, Mapping) or NAME not in params:
+            return
+        try:
+            plan = self._plan(request, params)
+        except KVWeaveError as error:
+            plan = RequestPlan("refused", str(error))
+        except Exception:  # ours to mend; the request is answered without us
+            log.exception("planning request %s failed; it is computed", request.request_id)
+            plan = RequestPlan("refused", "an error inside kvweave; see the log of vLLM")
+        if plan.way == "refused":
+            log.warning("request %s is not fused: %s", request.request_id, plan.why)
+        elif plan.way == "fused":
+            salt_blocks(request, self._num_cached(request), plan.salt)
+        self._plans[request.request_id] = plan
+
+    def external_tokens(self, request: ServedRequest, num_local: int) -> int:
+        """Tokens behind the first `num_local`, which vLLM has, that the worker will fill."""
+        plan = self._plans.get(request.request_id)
+        if plan is None or plan.wish is None or num_local >= plan.wish.question_start:
+            return 0
+        # what was cached when it arrived may be gone: what is filled now must not be named exact
+        salt_blocks(request, num_local // self._block_tokens, plan.salt)
+        return plan.num_tokens - 1 - num_local
+
+    def allocated(
+        self, request: ServedRequest, block_ids: Sequence[int], num_external: int
+    ) -> None:
+        """vLLM has blocks for a request, of whose tokens `num_external` are to be filled."""
+        plan = self._plans.get(request.request_id)
+        if plan is None or plan.wish is None or not num_external:
+            return
+        token_ids = tuple(request.prompt_token_ids or ())
+        num_local = plan.num_tokens - 1 - num_external
+        order = FuseOrder(request.request_id, token_ids, plan.wish, tuple(block_ids), num_local)
+        self._orders.fuse.append(order)
+
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """Forget a request; what its reply says of it."""
+        plan = self._plans.pop(request_id, None)
+        report = self._reports.pop(request_id, {})
+        if plan is None:
+            return None
+        if self._settings.making == "idle":
+            self._owe(plan)
+        told = {"way": plan.way, "why": plan.why} if plan.why else {"way": plan.way}
+        return {NAME: {**told, **plan.counts, **report}}
+
+    # ---- a step
+
+    def take_orders(self, writes: Iterable[tuple[str, Iterable[int]]], is_idle: bool) -> StepOrders:
+        """What the worker is to do in this step. `writes` are, by request, the blocks that the
+        step's forward pass writes: what another request writes cannot be read before it."""
+        orders, self._orders = self._orders, StepOrders()
+        orders.is_idle = is_idle
+        if orders.fuse:
+            written: dict[int, set[str]] = {}
+            for request_id, block_ids in writes:
+                for block_id in block_ids:
+                    written.setdefault(block_id, set()).add(request_id)
+            orders.fuse = [self._checked(order, written) for order in orders.fuse]
+        return orders
+
+    def heard(self, report: StepReport) -> None:
+        """What the worker did."""
+        for request_id, each in report.fused.items():
+            if request_id in self._plans:
+                self._reports[request_id] = each
+        for number in report.settled:
+            self._owed.pop(number, None)
+        self._made.update(dict.fromkeys(report.made))
+        while len(self._made) > MOST_MADE:
+            del self._made[next(iter(self._made))]
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the worker still has chunks to encode: vLLM must go on taking steps."""
+        return bool(self._owed or self._orders.encode)
+
+    def close(self) -> None:
+        self._store.close()
+
+    # ---- deciding
+
+    def _plan(self, request: ServedRequest, params: Mapping[str, Any]) -> RequestPlan:
+        ids = tuple(request.prompt_token_ids or ())
+        defaults = Defaults(self._settings.reuse, self._settings.ratio)
+        num_layers = self._identity.spec.num_layers
+        if unfit := _unfit(request, ids):
+            return RequestPlan("refused", unfit)
+        wish = parse_wish(params, len(ids), defaults, num_layers)
+        if wish is None:
+            return RequestPlan("refused", f"{NAME} is null; leave it out")
+        stored = self._stored(wish, ids)
+        chunks = [part for part in wish.parts() if part.is_chunk]
+        missing = [part for part, is_there in zip(chunks, stored, strict=True) if not is_there]
+        owed: tuple[list[Ids], list[Ids]] = ([], [])
+        for part in missing:
+            owed[0 if wish.stands_in_front(part) else 1].append(ids[part.start : part.end])
+        plan = RequestPlan(
+            "exact",
+            owed=owed,
+            num_tokens=len(ids),
+            counts={"stored": len(chunks) - len(missing), "missing": len(missing)},
+            preamble_ids=ids[: wish.preamble],
+            tenant=wish.tenant,
+        )
+        why = self._why_not(request, wish, missing, len(ids))
+        if why is not None:
+            plan.why = why
+            return plan
+        salt = hashlib.sha256(repr((wish, ids)).encode()).digest()
+        return replace(plan, way="fused", wish=wish, salt=salt)
+
+    def _stored(self, wish: FuseWish, ids: Ids) -> list[bool]:
+        """Whether each chunk's KV is in some tier."""
+        names = self._identity.names(ids[: wish.preamble], wish.tenant)
+        keys = []
+        for part in wish.parts():
+            if part.is_chunk:
+                name = names.exact_key if wish.stands_in_front(part) else names.key
+                keys.append(name(ids[part.start : part.end]))
+        peeks = self._store.peek(keys)
+        return [
+            key in self._made or peek.residency is not Residency.ABSENT
+            for key, peek in zip(keys, peeks, strict=True)
+        ]
+
+    def _why_not(
+        self, request: ServedRequest, wish: FuseWish, missing: Sequence[Part], num_tokens: int
+    ) -> str | None:
+        """Why a request is left to vLLM; None: it is fused."""
+        if wish.strategy(self._identity.spec.num_layers).reuses != "all":
+            return f"reuse {wish.reuse!r} fuses nothing"
+        if wish.is_encoded_first:
+            return None
+        num_exact = self._num_cached(request) * self._block_tokens
+        beyond = {part: max(0, part.end - max(part.start, num_exact)) for part in wish.parts()}
+        absent = set(missing)
+        computed = sum(n for part, n in beyond.items() if part in absent or not part.is_chunk)
+        reused = sum(beyond.values()) - computed
+        rows = computed + wish.ratio * reused + num_tokens - wish.question_start
+        plain = num_tokens - num_exact
+        if rows > min(WORTH * plain, plain - LEAST_SAVED):
+            return f"fusing computes {rows:,.0f} rows, vLLM alone {plain:,}"
+        return None
+
+    def _num_cached(self, request: ServedRequest) -> int:
+        """Blocks in front that vLLM has."""
+        count = 0
+        for each in request.block_hashes:
+            if not self._is_cached(each):
+                break
+            count += 1
+        return count
+
+    def _owe(self, plan: RequestPlan) -> None:
+        """Have what was missing encoded, unless that is ordered already."""
+        names = self._identity.names(plan.preamble_ids, plan.tenant)
+        ordered = {key for keys in self._owed.values() for key in keys}
+        todo: list[tuple[Ids, ...]] = []
+        keys: list[ChunkKey] = []
+        for chunks, name in zip(plan.owed, (names.exact_key, names.key), strict=True):
+            named = {name(ids): ids for ids in chunks}
+            fresh = {key: ids for key, ids in named.items() if key not in ordered}
+            todo.append(tuple(fresh.values()))
+            keys += fresh
+        if keys:
+            self._next_order += 1
+            number = self._next_order
+            self._owed[number] = keys
+            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, todo[0], todo[1])
+            self._orders.encode.append(order)
+
+    @staticmethod
+    def _checked(order: FuseOrder, written: Mapping[int, set[str]]) -> FuseOrder:
+        """Of the blocks that vLLM has for a request, another may be writing some in this step."""
+        others = (written.get(block_id, set()) - {order.request_id} for block_id in order.block_ids)
+        return replace(order, is_local_ready=not any(others))
+
+
+def _unfit(request: ServedRequest, ids: Ids) -> str | None:
+    """What about a request cannot be fused."""
+    if not ids:
+        return "the prompt has no token ids"
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "prompt embeddings cannot be fused"
+    if getattr(request, "mm_features", None):
+        return "images and audio cannot be fused"
+    if getattr(request, "lora_request", None) is not None:
+        return "a LoRA request cannot be fused"
+    if getattr(request, "resumable", False):
+        return "a streaming-input session cannot be fused"
+    if not hasattr(request, "_block_hasher"):
+        return "this vLLM hides how blocks are hashed; fused blocks could not be kept apart"
+    return None

@@ -1,0 +1,207 @@
+"""The connector in vLLM's worker: fills the blocks of fused requests, and encodes chunks.
+
+A fused request is prefilled by fuse/prefill.py over vLLM's own modules into a dense buffer, and
+from there into the request's blocks, up to its last token: vLLM's forward pass computes that one
+and draws from its logits. What vLLM has exactly is read and never written. If anything fails,
+the blocks are reported, and vLLM computes them.
+
+On the worker's one thread, but for what the store and the maker do on theirs.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from typing import Any
+
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.prefill import NEVER, PromptFrame, StoredPrompt
+from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.request import PromptChunk
+from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
+from kvweave.hosts.vllm.identity import ModelIdentity
+from kvweave.hosts.vllm.kv_blocks import KVBlocks
+from kvweave.hosts.vllm.orders import EncodeOrder, FuseOrder, StepOrders, StepReport
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.store import KVStore
+from kvweave.model.sequence_kv import SequenceKV
+
+log = logging.getLogger(__name__)
+
+KEPT_ENCODERS = 8  # preambles whose KV, with the filler's behind it, stays in memory
+GAP = "between chunks"
+HAD = "vLLM has it"
+
+
+class WorkerHalf:
+    """See the module. Close it."""
+
+    def __init__(
+        self, decoder: FusionDecoder, blocks: KVBlocks, store: KVStore, identity: ModelIdentity
+    ) -> None:
+        """`decoder` computes what `identity` names. Closes the store."""
+        self._decoder = decoder
+        self._blocks = blocks
+        self._store = store
+        self._identity = identity
+        self._turns = Turns()
+        self._maker = ChunkMaker(self._encode)
+        self._encoders: OrderedDict[tuple[tuple[int, ...], str], ChunkEncoder] = OrderedDict()
+        self._buffer: SequenceKV | None = None
+        self._report = StepReport()
+        self._failed_blocks: set[int] = set()
+
+    # ---- a step
+
+    def fill(self, orders: StepOrders) -> None:
+        """Before the forward pass: fill blocks. Encode orders are noted."""
+        for order in orders.fuse:
+            started_s = time.perf_counter()
+            try:
+                record = self._fuse(order)
+            except Exception:  # whatever it was: vLLM computes what was not filled
+                log.exception("request %s could not be fused; it is computed", order.request_id)
+                self._store.metrics.count("vllm_fuse_failures_total")
+                self._failed_blocks.update(order.block_ids[self._num_had(order) :])
+                self._report.fused[order.request_id] = {"way": "failed"}
+                continue
+            took_ms = (time.perf_counter() - started_s) * 1e3
+            self._report.fused[order.request_id] = _told(record, took_ms)
+        for encode in orders.encode:
+            self._maker.put(encode)
+
+    def rest(self, orders: StepOrders) -> None:
+        """After the forward pass, or in a step without one: a turn for the maker."""
+        self._turns.give(is_idle=orders.is_idle)
+
+    def take_report(self) -> StepReport:
+        settled, made = self._maker.take_settled()
+        self._report.add(StepReport(settled=settled, made=list(made)))
+        report, self._report = self._report, StepReport()
+        return report
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        self._maker.close()
+        self._turns.close()
+        self._store.close()
+
+    # ---- fusing
+
+    def _num_had(self, order: FuseOrder) -> int:
+        """Blocks in front that vLLM has."""
+        return order.num_local // self._blocks.block_tokens
+
+    def _fuse(self, order: FuseOrder) -> FuseRecord:
+        if not self._failed_blocks.isdisjoint(order.block_ids[: self._num_had(order)]):
+            raise RuntimeError("it begins with blocks that were not filled in this step")
+        ids, wish, spec = order.token_ids, order.wish, self._identity.spec
+        names = self._identity.names(ids[: wish.preamble], wish.tenant)
+        encoder = self._encoder(ids[: wish.preamble], wish.tenant)
+        parts = wish.parts()
+        if wish.is_encoded_first:
+            self._report.made += self._encode(_all_of(order), encoder)
+        exact, num_exact = self._exact(order, encoder)
+        computed = dict.fromkeys(range(num_exact), HAD)
+        chunks = []
+        for place, part in enumerate(parts):
+            tokens = ids[part.start : part.end]
+            if not part.is_chunk:
+                computed.setdefault(place, GAP)
+                chunks.append(PromptChunk(tokens, NEVER, NEVER))
+            else:
+                chunks.append(PromptChunk(tokens, names.key(tokens), names.exact_key(tokens)))
+        start = wish.question_start
+        asked = None if wish.asked is None else (wish.asked[0] - start, wish.asked[1] - start)
+        frame = PromptFrame(exact, ids[start:], num_exact, asked, encoder.encoding_context)
+        strategy = wish.strategy(spec.num_layers)
+        kv = self._room(len(ids))
+        with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
+            _, record = stored.prefill(self._decoder, frame, kv, wish.ratio)
+        self._write(order, kv)
+        return record
+
+    def _exact(self, order: FuseOrder, encoder: ChunkEncoder) -> tuple[Prefix, int]:
+        """Exact KV in front, and how many parts behind the preamble it covers: what vLLM has, up to
+        the end of a part, if that can be read; else the preamble's."""
+        ends = [part.end for part in order.wish.parts() if part.end <= order.num_local]
+        if not ends or not order.is_local_ready or not self._blocks.can_read:
+            return encoder.preamble, 0
+        layers = self._blocks.read(order.block_ids, ends[-1])
+        return Prefix(order.token_ids[: ends[-1]], tuple(layers)), len(ends)
+
+    def _write(self, order: FuseOrder, kv: SequenceKV) -> None:
+        start, end = order.num_local, len(order.token_ids) - 1
+        slots = self._blocks.slots(order.block_ids, start, end)
+        for layer in range(self._identity.spec.num_layers):
+            keys, values = kv.keys(layer)[start:end], kv.values(layer)[start:end]
+            self._blocks.write(layer, keys, values, slots)
+
+    def _room(self, num_tokens: int) -> SequenceKV:
+        """Memory for a prompt, kept from request to request: it is overwritten from the front."""
+        decoder = self._decoder
+        if self._buffer is None or self._buffer.capacity < num_tokens:
+            spec = self._identity.spec
+            self._buffer = SequenceKV(spec, num_tokens, decoder.dtype, decoder.device)
+        self._buffer.clear()
+        return self._buffer
+
+    # ---- encoding
+
+    def _encode(self, order: EncodeOrder, encoder: ChunkEncoder | None = None) -> list[ChunkKey]:
+        """Any thread: what needs the model is done on the worker's."""
+        encoder = encoder or self._encoder(order.preamble_ids, order.tenant)
+        names = self._identity.names(order.preamble_ids, order.tenant)
+        return encode_order(encoder, names, order)
+
+    def _encoder(self, preamble_ids: tuple[int, ...], tenant: str) -> ChunkEncoder:
+        """One that was used lately, or another that has computed nothing yet."""
+        key = (preamble_ids, tenant)
+        if key in self._encoders:
+            self._encoders.move_to_end(key)
+            return self._encoders[key]
+        identity = self._identity
+        made = ChunkEncoder(
+            self._decoder,
+            self._store,
+            identity.names(preamble_ids, tenant).context,
+            identity.preparation,
+            identity.texts,
+            run_alone=self._turns.run,
+        )
+        self._encoders[key] = made
+        while len(self._encoders) > KEPT_ENCODERS:
+            self._encoders.popitem(last=False)
+        return made
+
+
+def _all_of(order: FuseOrder) -> EncodeOrder:
+    """All chunks of a prompt: those that are stored are left alone."""
+    ids, wish = order.token_ids, order.wish
+    front: list[tuple[int, ...]] = []
+    behind: list[tuple[int, ...]] = []
+    for part in wish.parts():
+        if part.is_chunk:
+            (front if wish.stands_in_front(part) else behind).append(ids[part.start : part.end])
+    return EncodeOrder(0, ids[: wish.preamble], wish.tenant, tuple(front), tuple(behind))
+
+
+def _told(record: FuseRecord, took_ms: float) -> dict[str, Any]:
+    """What a reply says of a fused prompt."""
+    lost = [chunk.why for chunk in record.chunks if chunk.why not in (None, GAP, HAD)]
+    told: dict[str, Any] = {
+        "reuse": record.strategy,
+        "ratio": record.ratio,
+        **record.counts,
+        "work": round(record.work, 4),
+        "load_ms": round(record.stages.load, 1),
+        "select_ms": round(record.stages.select, 1),
+        "compute_ms": round(record.stages.compute, 1),
+        "fill_ms": round(took_ms, 1),
+        "loaded_bytes": record.loaded_bytes,
+    }
+    return {**told, "lost": lost} if lost else told

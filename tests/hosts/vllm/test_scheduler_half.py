@@ -1,0 +1,249 @@
+"""Which requests are fused, what vLLM is told of them, and what is ordered from the worker."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvweave.config import StoreSettings
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.hosts.vllm.chunk_maker import as_chunks
+from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
+from kvweave.hosts.vllm.orders import StepReport
+from kvweave.hosts.vllm.scheduler_half import SchedulerHalf
+from kvweave.hosts.vllm.settings import HostSettings
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.store import KVStore
+from kvweave.model.load import load_decoder
+
+BLOCK = 16
+PREAMBLE = tuple(range(3, 11))
+CHUNKS = tuple(tuple(range(20 + 30 * i, 50 + 30 * i)) for i in range(4))
+QUESTION = tuple(range(200, 210))
+SPANS = [[8 + 30 * i, 38 + 30 * i] for i in range(4)]
+IDS = (*PREAMBLE, *(i for chunk in CHUNKS for i in chunk), *QUESTION)
+
+
+class MadeRequest:
+    """A request as vLLM's scheduler has it."""
+
+    def __init__(self, name: str, ids: Sequence[int], wish: Any = None) -> None:
+        self.request_id = name
+        self.prompt_token_ids: Sequence[int] | None = list(ids)
+        self.kv_transfer_params = None if wish is None else {"kvweave": wish}
+        self.block_hashes: list[bytes] = []
+        self._block_hasher = hash_blocks
+        self.lora_request: Any = None
+        self.mm_features: list[Any] = []
+        self.prompt_embeds = None
+        self.resumable = False
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.extend(self._block_hasher(self))
+
+
+def hash_blocks(request: MadeRequest) -> list[bytes]:
+    ids, made = request.prompt_token_ids or [], list[bytes]()
+    for at in range(len(request.block_hashes), len(ids) // BLOCK):
+        parent = (request.block_hashes + made)[at - 1] if at else b""
+        made.append(hashlib.sha256(parent + repr(ids[at * BLOCK :][:BLOCK]).encode()).digest())
+    return made
+
+
+@pytest.fixture(scope="module")
+def identity(chat_model_folder: Path) -> ModelIdentity:
+    served = ServedModel(str(chat_model_folder), None, torch.float32, None)
+    return identify(served, Preparation.parse("isolated"), "raw")
+
+
+@pytest.fixture(scope="module")
+def encoder(
+    identity: ModelIdentity, chat_model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ChunkEncoder]:
+    """kvweave's own, behind the preamble, over a disk."""
+    disk = DiskTierConfig(tmp_path_factory.mktemp("kv"), fsync=False)
+    decoder = load_decoder(chat_model_folder, device="cpu", dtype="float32")
+    with KVStore(StoreConfig(tiers=(HostTierConfig(1 << 24), disk))) as store:
+        context = identity.names(PREAMBLE, "").context
+        yield ChunkEncoder(decoder, store, context, identity.preparation, identity.texts)
+
+
+@pytest.fixture
+def half(identity: ModelIdentity, encoder: ChunkEncoder) -> Iterator[SchedulerHalf]:
+    """Looks into the encoder's disk."""
+    disk = next(slot.tier for slot in encoder.store.inventory.below)
+    tiers = (HostTierConfig(1 << 20, pinned=False), DiskTierConfig(Path(disk.place), fsync=False))
+    settings = HostSettings(StoreSettings(), identity.preparation)
+    made = SchedulerHalf(settings, identity, KVStore(StoreConfig(tiers=tiers)), BLOCK)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stored(encoder: ChunkEncoder) -> None:
+    """All chunks."""
+    encoder.encode(as_chunks(CHUNKS))
+    assert encoder.store.flush()
+
+
+def wish(**more: Any) -> dict[str, Any]:
+    return {"chunks": SPANS, **more}
+
+
+def test_kvweaves_own_encoder_gives_chunks_the_same_names(
+    identity: ModelIdentity, encoder: ChunkEncoder
+) -> None:
+    names = identity.names(PREAMBLE, "")
+    assert names.key(CHUNKS[0]) == encoder.key(CHUNKS[0])
+    assert names.exact_key(CHUNKS[0]) == encoder.exact_key(CHUNKS[0])
+    assert identity.context.model == encoder.decoder.revision  # type: ignore[attr-defined]
+
+
+def test_a_request_without_a_wish_is_left_alone(half: SchedulerHalf) -> None:
+    request = MadeRequest("a", IDS)
+    before = list(request.block_hashes)
+    half.arrived(request)
+    assert half.external_tokens(request, 0) == 0
+    assert request.block_hashes == before
+    assert half.finished("a") is None
+    assert not half.is_owed
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_stored_prompt_is_filled_up_to_its_last_token(half: SchedulerHalf) -> None:
+    request, plain = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS)
+    half.arrived(request)
+    assert half.external_tokens(request, 0) == len(IDS) - 1
+    half.allocated(request, range(9), len(IDS) - 1)
+    (order,) = half.take_orders([("a", [8])], False).fuse
+    assert (order.request_id, order.num_local, order.is_local_ready) == ("a", 0, True)
+    assert order.token_ids == IDS
+    assert not set(request.block_hashes) & set(plain.block_hashes), "no block may be found as exact"
+    half.heard(StepReport(fused={"a": {"reused": 7}}))
+    assert half.finished("a") == {
+        "kvweave": {"way": "fused", "stored": 4, "missing": 0, "reused": 7}
+    }
+    assert not half.is_owed
+
+
+@pytest.mark.usefixtures("stored")
+def test_exact_blocks_keep_their_names_until_they_are_gone(half: SchedulerHalf) -> None:
+    request, plain = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS)
+    cached = set(plain.block_hashes[:2])
+    half.look_at_cache(cached.__contains__)
+    half.arrived(request)
+    assert request.block_hashes[:2] == plain.block_hashes[:2]
+    assert not set(request.block_hashes[2:]) & set(plain.block_hashes)
+    # evicted before it was scheduled: what is filled now must not be called exact
+    assert half.external_tokens(request, BLOCK) == len(IDS) - 1 - BLOCK
+    assert request.block_hashes[:1] == plain.block_hashes[:1]
+    assert not set(request.block_hashes[1:]) & set(plain.block_hashes)
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_same_prompt_finds_its_own_fused_blocks(half: SchedulerHalf) -> None:
+    one, two = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS, wish())
+    half.arrived(one)
+    half.arrived(two)
+    assert one.block_hashes == two.block_hashes
+    other = MadeRequest("c", IDS, wish(ratio=0.5))
+    half.arrived(other)
+    assert not set(one.block_hashes) & set(other.block_hashes)
+
+
+@pytest.mark.usefixtures("stored")
+def test_what_vllm_has_exactly_is_not_fused(half: SchedulerHalf) -> None:
+    request = MadeRequest("a", IDS, wish())
+    before = list(request.block_hashes)
+    half.look_at_cache(lambda _hash: True)
+    half.arrived(request)
+    assert half.external_tokens(request, 128) == 0
+    assert request.block_hashes == before
+    reply = half.finished("a")
+    assert reply is not None
+    assert reply["kvweave"]["way"] == "exact"
+    assert "rows" in reply["kvweave"]["why"]
+
+
+def test_what_is_not_stored_is_computed_by_vllm_and_owed(half: SchedulerHalf) -> None:
+    ids = (*PREAMBLE, *reversed(IDS[8:128]), *QUESTION)
+    request = MadeRequest("a", ids, wish())
+    half.arrived(request)
+    assert half.external_tokens(request, 0) == 0
+    reply = half.finished("a")
+    assert reply is not None
+    assert reply["kvweave"]["missing"] == 4
+    assert half.is_owed
+    (order,) = half.take_orders([], True).encode
+    assert order.preamble_ids == PREAMBLE
+    assert (len(order.in_front), len(order.behind)) == (1, 3)
+    assert half.is_owed, "until the worker has settled it"
+    again = MadeRequest("b", ids, wish())
+    half.arrived(again)
+    half.finished("b")
+    assert not half.take_orders([], True).encode, "ordered once"
+    half.heard(StepReport(settled={order.number}))
+    assert not half.is_owed
+
+
+def test_what_the_worker_made_counts_as_stored(
+    half: SchedulerHalf, identity: ModelIdentity
+) -> None:
+    ids = (*PREAMBLE, *[i + 1 for i in IDS[8:128]], *QUESTION)
+    names = identity.names(PREAMBLE, "")
+    keys = [names.key(ids[start:end]) for start, end in SPANS]
+    half.heard(StepReport(made=list(keys)))
+    request = MadeRequest("a", ids, wish())
+    half.arrived(request)
+    assert half.external_tokens(request, 0) == len(ids) - 1
+
+
+def test_a_tenant_finds_its_own_chunks_alone(half: SchedulerHalf, stored: None) -> None:
+    request = MadeRequest("a", IDS, wish(tenant="them"))
+    half.arrived(request)
+    assert half.external_tokens(request, 0) == 0
+
+
+def test_blocks_that_another_writes_in_this_step_are_not_read(
+    half: SchedulerHalf, stored: None
+) -> None:
+    request = MadeRequest("a", IDS, wish())
+    half.arrived(request)
+    num_external = half.external_tokens(request, 2 * BLOCK)
+    half.allocated(request, range(9), num_external)
+    (order,) = half.take_orders([("a", [8]), ("other", [1, 40])], False).fuse
+    assert not order.is_local_ready
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lora_request": object()}, "LoRA"),
+        ({"mm_features": [1]}, "images"),
+        ({"prompt_embeds": object()}, "embeddings"),
+        ({"resumable": True}, "session"),
+        ({"prompt_token_ids": None}, "no token ids"),
+        ({"kv_transfer_params": {"kvweave": {"chunks": [[0, 5000]]}}}, "question"),
+        ({"kv_transfer_params": {"kvweave": None}}, "null"),
+    ],
+)
+@pytest.mark.usefixtures("stored")
+def test_what_cannot_be_fused_is_answered_and_said(
+    half: SchedulerHalf, change: dict[str, Any], words: str
+) -> None:
+    request = MadeRequest("a", IDS, wish())
+    for name, value in change.items():
+        setattr(request, name, value)
+    before = list(request.block_hashes)
+    half.arrived(request)
+    assert half.external_tokens(request, 0) == 0
+    assert request.block_hashes == before
+    reply = half.finished("a")
+    assert reply is not None
+    assert reply["kvweave"]["way"] == "refused"
+    assert words in reply["kvweave"]["why"]
