@@ -25,7 +25,7 @@ LETTERS = {State.EXACT: "e", State.REUSED: "r", State.RECOMPUTED: "n", State.COM
 DIGITS = 6  # of a score: more tells nothing
 
 
-class PromptPart(NamedTuple):
+class PartSpan(NamedTuple):
     """A run of the prompt's tokens, [start, end)."""
 
     name: str  # preamble, history, chunk or question
@@ -71,7 +71,7 @@ class AnswerDetails:
     texts: list[str]  # what each token of the prompt adds; control tokens by their names
     states: str  # a letter for each token, see LETTERS
     scores: list[float | None]  # of each token that was up for recomputation; None: it was not
-    parts: list[PromptPart]
+    parts: list[PartSpan]
     layers: list[LayerDetail]  # of a fused pass; else none
     selection: SelectionDetail | None  # None: nothing was to choose
     timeline: list[TimelineEntry]  # by start
@@ -120,18 +120,18 @@ def _scores(num_tokens: int, fused: PassTrace | None) -> list[float | None]:
     return scores
 
 
-def _parts(prompt: Prompt, sources: set[ChunkId]) -> Iterator[PromptPart]:
+def _parts(prompt: Prompt, sources: set[ChunkId]) -> Iterator[PartSpan]:
     at = len(prompt.preamble)
     if at:
-        yield PromptPart("preamble", 0, at)
+        yield PartSpan("preamble", 0, at)
     for ids in prompt.history:
         chunk = make_chunk_id(ids)
-        yield PromptPart("history", at, at + len(ids), chunk if chunk in sources else None)
+        yield PartSpan("history", at, at + len(ids), chunk if chunk in sources else None)
         at += len(ids)
     for ids in prompt.chunks:
-        yield PromptPart("chunk", at, at + len(ids), make_chunk_id(ids))
+        yield PartSpan("chunk", at, at + len(ids), make_chunk_id(ids))
         at += len(ids)
-    yield PromptPart("question", at, at + len(prompt.question))
+    yield PartSpan("question", at, at + len(prompt.question))
 
 
 def _layers(fused: PassTrace, arrived_s: float) -> Iterator[LayerDetail]:
