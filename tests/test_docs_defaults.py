@@ -336,7 +336,7 @@ QUOTED = [
             "app.libraries.saved_conversations:MOST_BYTES >> 20",
         ),
         (
-            "for longer than {:g} s; `Retry-After`",
+            "for longer than {:g} s; nothing was changed",
             "app.libraries.libraries:LibrariesConfig().wait_s",
         ),
         ("http://{}:{}/v1", "config:ServerSettings().host", "config:ServerSettings().port"),
