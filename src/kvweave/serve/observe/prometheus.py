@@ -117,7 +117,7 @@ class ServerMetrics:
         """`with_names`: tenants and knowledge bases are told apart, by their names; without, what
         is counted of them is added up."""
         state = None if self._state is None else self._state.collect(with_names)
-        return generate_latest(_Page(self._registry, state or ()))  # type: ignore[arg-type]
+        return generate_latest(_Page(self._registry, state or ()))
 
 
 class _Page(NamedTuple):
