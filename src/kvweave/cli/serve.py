@@ -159,10 +159,10 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
     origins = make_origins(server_config)
     places = make_places(config, folders)
-    warn_if_open(server_config.host, has_keys=bool(keys))
     check_store(config.store)
     # before the model: a taken port should not cost a load
     with listen(server_config.host, server_config.port) as listener:
+        warn_if_open(server_config.host, has_keys=bool(keys))
         weave = open_weave(config=config)
         weave.check_strategy(places.usual.reuse, places.usual.ratio)
         libraries = Libraries(weave, places)
