@@ -125,6 +125,8 @@ def test_a_stored_prompt_is_filled_up_to_its_last_token(half: SchedulerHalf) -> 
     assert order.token_ids == IDS
     assert not set(request.block_hashes) & set(plain.block_hashes), "no block may be found as exact"
     half.heard(StepReport(fused={"a": {"reused": 7}}))
+    assert half.take_counts() == {"way fused": 1, "state reused": 7}
+    assert half.take_counts() == {}
     assert half.finished("a") == {
         "kvweave": {"way": "fused", "stored": 4, "missing": 0, "reused": 7}
     }

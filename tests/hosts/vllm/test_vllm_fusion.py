@@ -1,5 +1,6 @@
 """Inside a real vLLM: fused prompts against its own cold ones and against kvweave's own pass."""
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -193,9 +194,13 @@ def test_many_requests_at_once_get_what_each_gets_alone(
         assert apart(one.top, other.top) < SAME
 
 
-def test_what_cannot_be_meant_is_said_and_answered(vllm: VllmServer, tokenizer: Tokenizer) -> None:
+def test_what_cannot_be_meant_is_said_answered_and_counted(vllm: VllmServer, tokenizer: Tokenizer) -> None:
     prompt = valley_prompt(tokenizer, QUESTIONS[0], (0, 1))
     reply = vllm.ask(prompt.token_ids, {"chunks": [[5, 100_000]]})
     assert reply.told["way"] == "refused"
     assert "question" in reply.told["why"]
+    vllm.ask(prompt.token_ids, wish_of(prompt, reuse="reuse", missing="encode"))
+    series = vllm.http.get("/metrics").text
+    assert re.search(r'^vllm:kvweave_requests_total\{.*way="refused"\} [1-9]', series, re.M)
+    assert re.search(r'^vllm:kvweave_tokens_total\{.*state="reused"\} [1-9]', series, re.M)
     assert apart(reply.top, cold(vllm, prompt, "refused").top) < SAME

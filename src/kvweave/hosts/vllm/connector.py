@@ -27,6 +27,7 @@ from kvweave.hosts.vllm.models import find_model
 from kvweave.hosts.vllm.orders import StepOrders, StepReport
 from kvweave.hosts.vllm.scheduler_half import SchedulerHalf
 from kvweave.hosts.vllm.settings import read_settings
+from kvweave.hosts.vllm.stats import FusionMetrics, FusionStats
 from kvweave.hosts.vllm.worker_half import WorkerHalf
 from kvweave.kv.store import KVStore
 
@@ -119,6 +120,18 @@ class KvweaveConnector(KVConnectorBase_V1):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self._half.finished(request.request_id)
+
+    def get_kv_connector_stats(self) -> FusionStats | None:
+        counts = {} if self._scheduler is None else self._scheduler.take_counts()
+        return FusionStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FusionStats:
+        return FusionStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> FusionMetrics:
+        return FusionMetrics(*args)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.is_owed

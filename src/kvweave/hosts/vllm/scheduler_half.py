@@ -13,11 +13,13 @@ engine. Looking into the store may wait for a tier, at most `locate_deadline_s` 
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from kvweave.errors import KVWeaveError
+from kvweave.fuse.request import State
 from kvweave.hosts.vllm.identity import ModelIdentity
 from kvweave.hosts.vllm.orders import EncodeOrder, FuseOrder, StepOrders, StepReport
 from kvweave.hosts.vllm.salted_hashes import salt_blocks
@@ -84,6 +86,7 @@ class SchedulerHalf:
         self._orders = StepOrders()
         self._owed: dict[int, list[ChunkKey]] = {}  # encode orders that are not settled
         self._next_order = 0
+        self._counts: Counter[str] = Counter()  # since they were last taken
         self._made: dict[bytes, None] = {}  # what the worker saved: host memory is not seen here
 
     def look_at_cache(self, is_cached: Callable[[Any], bool]) -> None:
@@ -108,6 +111,8 @@ class SchedulerHalf:
             log.warning("request %s is not fused: %s", request.request_id, plan.why)
         elif plan.way == "fused":
             salt_blocks(request, self._num_cached(request), plan.salt)
+        if plan.way != "fused":  # that is counted when it is done
+            self._counts[f"way {plan.way}"] += 1
         self._plans[request.request_id] = plan
 
     def external_tokens(self, request: ServedRequest, num_local: int) -> int:
@@ -142,6 +147,11 @@ class SchedulerHalf:
         told = {"way": plan.way, "why": plan.why} if plan.why else {"way": plan.way}
         return {NAME: {**told, **plan.counts, **report}}
 
+    def take_counts(self) -> dict[str, int]:
+        """Requests by way and tokens of fused ones by state, since this was last asked."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
     # ---- a step
 
     def take_orders(self, writes: Iterable[tuple[str, Iterable[int]]], is_idle: bool) -> StepOrders:
@@ -162,6 +172,10 @@ class SchedulerHalf:
         for request_id, each in report.fused.items():
             if request_id in self._plans:
                 self._reports[request_id] = each
+            self._counts[f"way {each.get('way', 'fused')}"] += 1
+            for state in State:
+                if tokens := each.get(str(state)):
+                    self._counts[f"state {state}"] += tokens
         for number in report.settled:
             self._owed.pop(number, None)
         self._made.update(dict.fromkeys(report.made))
