@@ -16,9 +16,9 @@ only one question found stands for what nobody asked before: it is another cold 
 A replica computes one prompt after the other; decode is charged at its share of a full batch. It
 has a host tier (least recently used goes first); all share a store that has the chunk KV of the
 knowledge bases asked for most, as many as fit; a request takes the cheaper of loading and
-computing, as the planner does. Routing is the gateway's (gateway/fleet.py): least work left, then most chunks
-held, among replicas within --load-factor of the mean load, else by the hash of the first chunk;
-beside it round robin.
+computing, as the planner does. Routing is the gateway's (gateway/fleet.py): least work left, then
+most chunks held, among replicas within --load-factor of the mean load, else by the hash of the
+first chunk; beside it round robin.
 
 Large fleets are simulated at 1/F of their chunks, host tiers and store alike, with all replicas and
 all traffic: `scale` says F. `--check-scale` runs a cell at two scales. Where the simulator can be

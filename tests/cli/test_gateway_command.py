@@ -38,19 +38,22 @@ def test_it_greets_answers_and_stops_in_order(
     chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
-    with make_weave(chat_model_folder) as weave, serving(weave) as engine:
-        with started("--upstream", engine, "--tokenizer", chat_model_folder) as (process, lines):
-            address = re.search(r"http://127\.0\.0\.1:\d+", lines[0])
-            assert address is not None
-            assert lines[0].startswith("kvweave serves tiny at ")
-            assert lines[2] == "1 upstream, prompts go as token ids; chunk KV is reused there"
-            body = {"messages": user("Hi"), "max_tokens": 3, "temperature": 0}
-            reply = httpx.post(f"{address[0]}/v1/chat/completions", json=body, timeout=60)
-            assert reply.status_code == 200
-            process.send_signal(signal.SIGTERM)
-            out, err = process.communicate(timeout=60)
-            assert (process.returncode, out) == (0, "")
-            assert "stopped" in err
+    with (
+        make_weave(chat_model_folder) as weave,
+        serving(weave) as engine,
+        started("--upstream", engine, "--tokenizer", chat_model_folder) as (process, lines),
+    ):
+        address = re.search(r"http://127\.0\.0\.1:\d+", lines[0])
+        assert address is not None
+        assert lines[0].startswith("kvweave serves tiny at ")
+        assert lines[2] == "1 upstream, prompts go as token ids; chunk KV is reused there"
+        body = {"messages": user("Hi"), "max_tokens": 3, "temperature": 0}
+        reply = httpx.post(f"{address[0]}/v1/chat/completions", json=body, timeout=60)
+        assert reply.status_code == 200
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "")
+        assert "stopped" in err
 
 
 @pytest.mark.parametrize(
