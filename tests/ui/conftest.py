@@ -5,6 +5,7 @@ Two servers: `tiny`, a random model that babbles at once, for everything that ne
 """
 
 import importlib.util
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ import pytest
 
 from kvweave.app.library.library_kv import BackgroundKV
 from worlds.browsing import PATIENCE_MS, Visiting, running_browser, visiting
-from worlds.page_servers import SHOWN, RealServer, answered
+from worlds.page_servers import NOTES, SHOWN, RealServer, answered, bring
 from worlds.serving import KbServer, make_libraries, make_weave, serving
 from worlds.tiny_models import make_chat_model_folder
 
@@ -100,7 +101,8 @@ def sampled(real: RealServer) -> RealServer:
     deadline = time.monotonic() + 240
     for question in SHOWN:
         asked = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
-        sources = answered(real.url, kb="demo", **asked)["sources"]
+        # "full" leaves nothing behind that would make the walks' answers exact
+        sources = answered(real.url, kb="demo", reuse="full", **asked)["sources"]
         assert len(sources) == 5
         for source in sources:
             chunk = f"{real.url}/v1/kb/demo/chunks/{source['chunk']}"
@@ -108,3 +110,41 @@ def sampled(real: RealServer) -> RealServer:
                 assert time.monotonic() < deadline, f"the KV of {source['title']} is not made"
                 time.sleep(0.3)
     return real
+
+
+@pytest.fixture
+def empty(tiny: KbServer, tmp_path: Path) -> Iterator[KbServer]:
+    """A server of its own over the same model, with no knowledge base."""
+    libraries = make_libraries(tiny.weave, tmp_path / "kbs", BackgroundKV())
+    with serving(tiny.weave, libraries=libraries) as address:
+        yield KbServer(address, tiny.weave, libraries, tmp_path / "kbs")
+    libraries.close()
+
+
+@pytest.fixture(scope="session")
+def notes(tiny: KbServer) -> str:
+    """The knowledge base `notes` of `tiny`: three documents, with KV."""
+    for title, text in NOTES.items():
+        bring(tiny.url, "notes", title, text)
+    return "notes"
+
+
+@pytest.fixture(scope="session")
+def fused(tiny: KbServer, notes: str) -> str:
+    """The id of an answer by fusion of the chunks of `notes`."""
+    reuse = {"strategy": "weave", "ratio": 0.3}
+    return str(answered(tiny.url, kb=notes, k=3, reuse=reuse)["id"])
+
+
+@pytest.fixture(scope="session")
+def long_answer(tiny: KbServer) -> str:
+    """The id of an answer to a prompt of more than 4,000 tokens, most of them reused."""
+    words = " ".join(NOTES.values()).split()
+    draw = random.Random(0)
+    for number in range(24):
+        text = " ".join(draw.choices(words, k=130))
+        bring(tiny.url, "long", f"Passage {number}", f"{text}.")
+    reuse = {"strategy": "weave", "ratio": 0.15}
+    reply = answered(tiny.url, kb="long", k=24, reuse=reuse, max_tokens=4)
+    assert reply["usage"]["prompt_tokens"] >= 4000, reply["usage"]
+    return str(reply["id"])

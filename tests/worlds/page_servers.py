@@ -19,8 +19,8 @@ NOTES = {
 }
 
 SHOWN = (  # questions about the sample corpus, for the walks
-    "How many lanterns are on the Lantern Bridge?",
     "What was Jorun Pask's boat called?",
+    "How wide is the track of the Vale Railway?",
 )
 
 

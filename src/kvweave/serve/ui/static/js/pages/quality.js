@@ -73,7 +73,8 @@ function Gate({ gate, bound }) {
       class="small quiet">The gate depends on how chunk KV is stored: choose a knowledge base in the
         chat to see it.</p>`
       : html`<div class="scroll-x" tabindex="0" role="group" aria-label="Gate">
-      <table class="small"><thead><tr><th>Strategy</th><th class="end">From</th><th>Now</th><th>Why</th></tr></thead>
+      <table class="small"><thead><tr><th>Strategy</th><th class="end">From</th><th>Now</th>
+        <th>Why</th></tr></thead>
       <tbody>
       ${gate.map((each) => html`<tr><td>${each.strategy}</td><td class="end num">
         ${each.ratio === null || each.ratio === undefined ? "–" : percent(each.ratio)}</td><td>
@@ -90,7 +91,8 @@ function Audit({ audit }) {
         nobody waits.</p>`
       : html`<div class="scroll-x" tabindex="0" role="group" aria-label="Audit">
       <table class="small num"><thead><tr><th>Strategy</th><th class="end">Audited</th>
-        <th class="end">KL</th><th class="end">95 % interval</th><th class="end">First token differed</th></tr></thead>
+        <th class="end">KL</th><th class="end">95 % interval</th>
+        <th class="end">First token differed</th></tr></thead>
       <tbody>${audit.map((each) => html`<tr><td>${each.strategy} ${percent(each.ratio)}</td>
         <td class="end">${count(each.total)}</td><td class="end">${nats(each.kl)}</td>
         <td class="end">${each.kl_low === null ? "–"
