@@ -87,6 +87,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
         server_config = replace(server_config, running=running)
     places = serve.make_places(config, folders)
     with serve.listen(server_config.host, server_config.port) as listener:
+        serve.warn_if_open(server_config.host, has_keys=bool(keys))
         configure_logs(server_config.log_format)
         gateway = Gateway(
             upstreams,
