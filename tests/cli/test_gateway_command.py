@@ -46,7 +46,7 @@ def test_it_greets_answers_and_stops_in_order(
         address = re.search(r"http://127\.0\.0\.1:\d+", lines[0])
         assert address is not None
         assert lines[0].startswith("kvweave serves tiny at ")
-        assert lines[2] == "1 upstream, prompts go as token ids; chunk KV is reused there"
+        assert lines[3] == "1 upstream, prompts go as token ids; chunk KV is reused there"
         body = {"messages": user("Hi"), "max_tokens": 3, "temperature": 0}
         reply = httpx.post(f"{address[0]}/v1/chat/completions", json=body, timeout=60)
         assert reply.status_code == 200

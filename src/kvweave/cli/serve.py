@@ -404,6 +404,7 @@ def greet(model: str, words: str, url: str, root: Path | None, *, with_key: bool
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     say(f"kvweave serves {model} at {url}/v1", "bold green")
+    say(f"web page: {url}/", "bold")
     if root is None:
         say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
     else:
