@@ -322,6 +322,7 @@ def greet(weave: "Weave", url: str, root: Path | None, *, with_key: bool) -> Non
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     say(f"kvweave serves {weave.model_name} at {url}/v1", "bold green")
+    say(f"web page: {url}/", "green")
     if root is None:
         say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
     else:
