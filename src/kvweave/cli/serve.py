@@ -322,11 +322,11 @@ def greet(weave: "Weave", url: str, root: Path | None, *, with_key: bool) -> Non
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     say(f"kvweave serves {weave.model_name} at {url}/v1", "bold green")
-    say(f"web page: {url}/", "green")
     if root is None:
         say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
     else:
         say(f"knowledge bases: {root} (an upload makes one)", "dim")
+    say(f"web page: {url}/", "dim")
     say(weave.weights_words, "dim")
     say("Ctrl-C stops it. Try it from another terminal:", "dim")
     say()
