@@ -404,11 +404,11 @@ def greet(model: str, words: str, url: str, root: Path | None, *, with_key: bool
         console.print(text, style=style, markup=False, soft_wrap=True)
 
     say(f"kvweave serves {model} at {url}/v1", "bold green")
-    say(f"web page: {url}/", "bold")
     if root is None:
         say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
     else:
         say(f"knowledge bases: {root} (an upload makes one)", "dim")
+    say(f"web page: {url}/", "dim")
     say(words, "dim")
     say("Ctrl-C stops it. Try it from another terminal:", "dim")
     say()
