@@ -208,6 +208,7 @@ class ServerSettings(ConfigSection):
     allowed_hosts: tuple[str, ...] | None = unset("its address alone")
     allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
+    slow_s: Seconds | None = unset("none is")  # a request that takes longer is logged as slow
     running: Count = 64  # answers computed at once
     waiting: Count0 = 128  # answers that may queue behind them
     body_bytes: Bytes = 8 << 20  # of a request

@@ -202,6 +202,7 @@ def make_limits(server: ServerSettings) -> "Limits":
         upload_bytes=server.upload_bytes,
         request_s=server.request_s,
         connections=min(server.connections, _room_for_connections()),
+        slow_s=server.slow_s,
         tenant_answers=server.tenant_answers,
         tenant_kbs=server.tenant_kbs,
         tenant_bytes=server.tenant_bytes,

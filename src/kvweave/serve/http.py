@@ -80,5 +80,6 @@ def build_http(context: Context, door: Door | None = None) -> FastAPI:
         )
     if context.tracer is not None:
         http.add_middleware(Spans, tracer=context.tracer)
-    http.add_middleware(RequestLog, count=context.metrics.request)
+    slow_s = context.limits.slow_s
+    http.add_middleware(RequestLog, count=context.metrics.request, slow_s=slow_s)
     return http

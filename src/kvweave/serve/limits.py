@@ -24,10 +24,18 @@ class Limits:
     tenant_answers: int | None = None  # of one tenant, running or waiting; None: as many as fit
     tenant_kbs: int | None = None  # knowledge bases of one tenant; None: any number
     tenant_bytes: int | None = None  # of their documents on the disk; None: any number
+    slow_s: float | None = None  # a request that takes longer is told of in the log; None: none is
     request_s: float = 600.0  # for a whole answer; beyond that, 504, and the work is given up
 
     def __post_init__(self) -> None:
-        least = {"waiting": 0, "waiting_tasks": 0, "body_s": 0.0, "body_rate": 0, "request_s": 0.0}
+        least = {
+            "waiting": 0,
+            "waiting_tasks": 0,
+            "body_s": 0.0,
+            "body_rate": 0,
+            "request_s": 0.0,
+            "slow_s": 0.0,
+        }
         for name in self.__slots__:
             value = getattr(self, name)
             if value is not None and value < least.get(name, 1):

@@ -15,9 +15,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvweave.app.weave import Weave
 from kvweave.metrics import Sample
 from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
+from kvweave.serve.limits import Limits
 from kvweave.serve.observe.logs import HumanLines, JsonLines
 from kvweave.serve.observe.prometheus import families_of
 from kvweave.serve.server import Server, ServerLifecycle
@@ -292,3 +294,12 @@ def test_without_a_configured_provider_there_is_no_tracer() -> None:
     from kvweave.serve.observe.spans import find_tracer
 
     assert find_tracer() is None
+
+
+def test_a_slow_request_is_told_of(weave: Weave, caplog: pytest.LogCaptureFixture) -> None:
+    for slow_s, told in ((0.0, True), (600.0, False), (None, False)):
+        caplog.clear()
+        with serving(weave, Limits(slow_s=slow_s)) as url:
+            assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 200
+        slow = [r for r in caplog.records if r.getMessage() == "slow: GET /v1/models"]
+        assert [r.levelname for r in slow] == ["WARNING"] * told

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import secrets
 import sys
@@ -31,10 +32,14 @@ class RequestLog:
     A client's own x-request-id is kept if it is sane, and sent back either way.
     """
 
-    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
-        """`count` hears route and status of every request."""
+    def __init__(
+        self, app: ASGIApp, count: Callable[[str, int], None], slow_s: float | None = None
+    ) -> None:
+        """`count` hears route and status of every request. One that takes longer than `slow_s` is a
+        warning, which is written whether requests are logged or not; None: none is."""
         self._app = app
         self._count = count
+        self._slow_ms = math.inf if slow_s is None else slow_s * 1e3
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,7 +77,8 @@ class RequestLog:
             "ms": round(ms, 1),
             "tenant": tenant_of(scope),
         }
-        log.info("%s %s", scope["method"], scope["path"], extra={"fields": fields})
+        level, words = (logging.INFO, "") if ms <= self._slow_ms else (logging.WARNING, "slow: ")
+        log.log(level, "%s%s %s", words, scope["method"], scope["path"], extra={"fields": fields})
 
 
 class JsonLines(logging.Formatter):
