@@ -103,6 +103,14 @@ class EngineClient:
         if engine is not None:
             engine.close()
 
+    def stats(self) -> Mapping[str, float]:
+        """What the engine counts, once it is closed as well."""
+        with self._lock:
+            closed = self._engine if self._closed else None
+            if self._closed and closed is None:
+                return {}
+        return (closed or self.engine).stats()
+
     def run_alone(self, job: Callable[[], T]) -> T:
         """Run a job that needs the decoder between two steps of the engine; give its result."""
         return self.engine.run_alone(job)

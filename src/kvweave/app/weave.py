@@ -461,7 +461,7 @@ class Weave:
 
     def samples(self) -> Iterator[Sample]:
         """What the engine counts."""
-        for name, value in self.engine.stats().items():
+        for name, value in self._runtime.client.stats().items():
             yield Sample(f"engine_{name}", (), value, is_counter=False)
 
     @property
