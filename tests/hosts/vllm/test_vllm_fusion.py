@@ -194,7 +194,9 @@ def test_many_requests_at_once_get_what_each_gets_alone(
         assert apart(one.top, other.top) < SAME
 
 
-def test_what_cannot_be_meant_is_said_answered_and_counted(vllm: VllmServer, tokenizer: Tokenizer) -> None:
+def test_what_cannot_be_meant_is_said_answered_and_counted(
+    vllm: VllmServer, tokenizer: Tokenizer
+) -> None:
     prompt = valley_prompt(tokenizer, QUESTIONS[0], (0, 1))
     reply = vllm.ask(prompt.token_ids, {"chunks": [[5, 100_000]]})
     assert reply.told["way"] == "refused"
