@@ -101,7 +101,7 @@ def test_4000_tokens_stay_smooth(
         page.locator(".tokens").focus()
         for key in ("ArrowDown", "ArrowRight", "ArrowDown"):
             page.keyboard.press(key)
-        expect(page.locator(".inspector")).to_contain_text("#23")
+        expect(page.locator(".inspector")).to_contain_text("#24")
         for step in ("0", "1", "2", "3", "4"):
             page.get_by_label("Step of the replay").fill(step)
         longest = longest_task_ms(browser.stop_tracing())
