@@ -6,7 +6,6 @@ Two servers: `tiny`, a random model that babbles at once, for everything that ne
 
 import importlib.util
 import random
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -17,8 +16,9 @@ import httpx
 import pytest
 
 from kvweave.app.library.library_kv import BackgroundKV
+from kvweave.demo import PASSAGES
 from worlds.browsing import PATIENCE_MS, Visiting, running_browser, visiting
-from worlds.page_servers import NOTES, SHOWN, RealServer, answered, bring
+from worlds.page_servers import NOTES, VALLEY, RealServer, answered, bring
 from worlds.serving import KbServer, make_libraries, make_weave, serving
 from worlds.tiny_models import make_chat_model_folder
 
@@ -95,20 +95,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="session")
 def sampled(real: RealServer) -> RealServer:
-    """The real server with the sample corpus, and the KV of what SHOWN draws on: chunks that were
-    asked for come first, and nobody has to wait for the others."""
-    httpx.post(f"{real.url}/v1/demo", timeout=300).raise_for_status()
-    deadline = time.monotonic() + 240
-    for question in SHOWN:
-        asked = {"messages": [{"role": "user", "content": question}], "max_tokens": 1}
-        # "full" leaves nothing behind that would make the walks' answers exact
-        sources = answered(real.url, kb="demo", reuse="full", **asked)["sources"]
-        assert len(sources) == 5
-        for source in sources:
-            chunk = f"{real.url}/v1/kb/demo/chunks/{source['chunk']}"
-            while not httpx.get(chunk, timeout=60).json()["kv"]:
-                assert time.monotonic() < deadline, f"the KV of {source['title']} is not made"
-                time.sleep(0.3)
+    """The real server with a few passages of the sample as the knowledge base `valley`, and their
+    KV."""
+    files = [("file", (f"{name}.md", (PASSAGES / f"{name}.md").read_bytes())) for name in VALLEY]
+    url, wait = f"{real.url}/v1/kb/valley/documents", {"wait_for_kv": True}
+    httpx.post(url, files=files, params=wait, timeout=280).raise_for_status()
     return real
 
 

@@ -22,7 +22,7 @@ def test_upload_ask_and_open_details(visit: Visiting, empty: KbServer, tmp_path:
     with visit(empty.url) as v:
         page = v.go("documents/handbook")
         page.locator("input[type=file]").set_input_files(file)
-        expect(page.get_by_text("1 document added")).to_be_visible()
+        expect(page.locator(".upload")).to_contain_text("1 document added")
         page.get_by_role("link", name="Chat", exact=True).click()
         expect(page.get_by_label("Knowledge base")).to_have_value("handbook")
         ask(page, "how do I drain a node?")

@@ -1,14 +1,14 @@
 """Details of an answer: every token, the replay, smooth at 4,000 tokens."""
 
+import json
 import re
 
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
 from worlds.browsing import Visiting
 from worlds.serving import KbServer
 
 LONGEST_TASK_MS = 200
-TRIES = 3  # others may be on the machine
 
 
 def test_every_token_has_its_state_and_says_why(
@@ -56,37 +56,58 @@ def test_the_replay_steps_through_the_layers(visit: Visiting, tiny: KbServer, fu
         expect(page.locator(".replay-words")).to_contain_text("Layer 2")
 
 
-def test_4000_tokens_stay_smooth(visit: Visiting, tiny: KbServer, long_answer: str) -> None:
-    """No task over 200 ms while the token view is filled, scrolled from end to end and replayed."""
-    watch = """() => { window.tasks = []; new PerformanceObserver((list) => {
-        for (const task of list.getEntries()) window.tasks.push(task.duration);
-      }).observe({ type: "longtask", buffered: false }); }"""
-    scroll = """async () => {
-        window.tasks.length = 0;
-        const box = document.querySelector(".tokens");
-        for (let at = 0; at < box.scrollHeight; at += 400) {
-          box.scrollTop = at;
-          await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
-        }
-        return { tasks: window.tasks, seen: box.scrollTop };
-      }"""
+SCROLL = """async () => {
+    const box = document.querySelector(".tokens");
+    for (let at = 0; at < box.scrollHeight; at += 400) {
+      box.scrollTop = at;
+      await new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
+    }
+    return box.scrollTop;
+  }"""
+
+
+def longest_task_ms(trace: bytes) -> float:
+    """The longest task of a page's main thread by its own time on a core: what others on this
+    machine take does not count."""
+    events = json.loads(trace)["traceEvents"]
+    mains = {
+        (each["pid"], each["tid"])
+        for each in events
+        if each["name"] == "thread_name" and each["args"]["name"] == "CrRendererMain"
+    }
+    tasks = [
+        each["tdur"] / 1000
+        for each in events
+        if each["name"] == "ThreadControllerImpl::RunTask"
+        and (each["pid"], each["tid"]) in mains
+        and "tdur" in each
+    ]
+    assert len(tasks) > 100, "nothing was traced"
+    return max(tasks)
+
+
+def test_4000_tokens_stay_smooth(
+    visit: Visiting, browser: Browser, tiny: KbServer, long_answer: str
+) -> None:
+    """No task over 200 ms while 4,000 tokens are laid out, scrolled from end to end, stepped
+    through and replayed."""
     with visit(tiny.url) as v:
+        v.go("system")
+        browser.start_tracing(page=v.page, categories=["toplevel"])
         page = v.go(f"answer/{long_answer}")
         expect(page.locator(".tokens[data-filled]")).to_be_visible()
         assert page.locator(".tokens .t").count() >= 4000
-        page.evaluate(watch)
-        slowest = []
-        for _ in range(TRIES):
-            told = page.evaluate(scroll)
-            assert told["seen"] > 2000, "it did scroll"
-            page.get_by_label("Step of the replay").fill("2")
-            page.get_by_label("Step of the replay").fill("3")
-            page.wait_for_timeout(300)
-            slowest.append(max([0, *page.evaluate("window.tasks")]))
-            if slowest[-1] <= LONGEST_TASK_MS:
-                break
-        assert min(slowest) <= LONGEST_TASK_MS, slowest
+        assert page.evaluate(SCROLL) > 2000, "it did scroll"
+        page.locator(".tokens").focus()
+        for key in ("ArrowDown", "ArrowRight", "ArrowDown"):
+            page.keyboard.press(key)
+        expect(page.locator(".inspector")).to_contain_text("#24")
+        for step in ("0", "1", "2", "3", "4"):
+            page.get_by_label("Step of the replay").fill(step)
+        longest = longest_task_ms(browser.stop_tracing())
         v.keep("details-long")
+        print(f"longest task: {longest:.0f} ms")
+        assert 0 < longest <= LONGEST_TASK_MS
 
 
 def test_an_answer_that_is_gone_says_so(visit: Visiting, tiny: KbServer) -> None:

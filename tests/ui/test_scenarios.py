@@ -1,4 +1,4 @@
-"""The two scenarios of the QCFuse demonstration, as walks over the sample corpus with a real model.
+"""The two scenarios of the QCFuse demonstration, as walks over the sample with a real model.
 
 1. Chat: look at the chunks that are stored, bring a document of one's own, choose how, ask, choose
    another way, compare.
@@ -22,7 +22,7 @@ def test_scenario_1_chat(visit: Visiting, sampled: RealServer, tmp_path: Path) -
     own.write_text("Zorbs\n\nA zorb is a small round tool of the valley. It is 14 cm wide.\n")
     with visit(sampled.url) as v:
         page = v.go("chat/new")
-        page.get_by_label("Knowledge base").select_option("demo")
+        page.get_by_label("Knowledge base").select_option("valley")
         # 1. every chunk can be looked at before anything is asked
         page.get_by_role("button", name="Library").click()
         page.locator(".library-row").filter(has_text="Vale Railway").click()
@@ -58,7 +58,7 @@ def test_scenario_1_chat(visit: Visiting, sampled: RealServer, tmp_path: Path) -
 def test_scenario_2_details(visit: Visiting, sampled: RealServer) -> None:
     with visit(sampled.url) as v:
         page = v.go("chat/new")
-        page.get_by_label("Knowledge base").select_option("demo")
+        page.get_by_label("Knowledge base").select_option("valley")
         page.get_by_role("radio", name="fast", exact=True).check()
         page.get_by_label("Your question").fill(SHOWN[1])
         page.keyboard.press("Enter")

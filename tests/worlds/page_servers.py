@@ -18,7 +18,11 @@ NOTES = {
     "Taints": "A taint keeps pods from a node unless they tolerate it. Taints have three effects.",
 }
 
-SHOWN = (  # questions about the sample corpus, for the walks
+VALLEY = (  # passages of the sample
+    *("jorun-pask", "great-flood", "ostrey", "hathersby", "vale-railway", "quarrow"),
+    *("slate-quarry", "lantern-bridge"),
+)
+SHOWN = (  # questions about them, for the walks
     "What was Jorun Pask's boat called?",
     "How wide is the track of the Vale Railway?",
 )

@@ -19,7 +19,19 @@ export function marked(text, base) {
     if (last && (last.differs === differs || (!word.trim() && !last.differs))) last.text += word;
     else pieces.push({ text: word, differs });
   }
-  return pieces;
+  return joined(pieces);
+}
+
+/** A space between two words that differ belongs to them. */
+function joined(pieces) {
+  const out = [];
+  pieces.forEach((piece, at) => {
+    const gap = !piece.text.trim() && pieces[at - 1]?.differs && pieces[at + 1]?.differs;
+    const differs = piece.differs || Boolean(gap);
+    if (out.at(-1)?.differs === differs) out.at(-1).text += piece.text;
+    else out.push({ text: piece.text, differs });
+  });
+  return out;
 }
 
 /** For each word of `a`, whether it is in the longest common subsequence with `b`. */
