@@ -94,5 +94,5 @@ def make_context(
     )
 
 
-def _is_never_gone(chunk_id: ChunkId, as_of: int, tenant: str = "") -> bool:
+def _is_never_gone(chunk_id: ChunkId, as_of: int, tenant: str) -> bool:
     return False

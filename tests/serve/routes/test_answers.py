@@ -175,6 +175,22 @@ def test_a_tenant_sees_its_own_answers_alone(guarded: str) -> None:
         assert get(f"{path}/{reply['id']}", key).status_code == 404
 
 
+def test_deletions_of_one_tenant_hide_its_own_answers_alone(guarded: str) -> None:
+    note = {"title": "Secret", "text": "The merger with Umbra closes on the tenth of May."}
+    asked: dict[str, dict[str, Any]] = {}
+    for key in ("sk-acme-1", "sk-other"):
+        headers = {"Authorization": f"Bearer {key}"}
+        base = f"{guarded}/v1/kb/gone/documents"
+        assert httpx.post(base, json=note, headers=headers, timeout=60).status_code == 200
+        asked[key] = ask(guarded, "When is the merger?", key=key, kb="gone")
+    document = asked["sk-acme-1"]["sources"][0]["document"]
+    headers = {"Authorization": "Bearer sk-acme-1"}
+    httpx.delete(f"{base}/{document}", headers=headers, timeout=60).raise_for_status()
+    path = f"{guarded}/v1/answers"
+    assert get(f"{path}/{asked['sk-acme-1']['id']}", "sk-acme-1").status_code == 404
+    assert get(f"{path}/{asked['sk-other']['id']}", "sk-other").status_code == 200
+
+
 def test_only_the_last_ones_are_kept(guarded: str) -> None:
     ids = [ask(guarded, f"Number {i}?", key="sk-other")["id"] for i in range(3)]
     listed = get(f"{guarded}/v1/answers", "sk-other").json()["answers"]
