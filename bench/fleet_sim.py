@@ -18,7 +18,8 @@ has a host tier (least recently used goes first); all share a store that has the
 knowledge bases asked for most, as many as fit; a request takes the cheaper of loading and
 computing, as the planner does. Routing is the gateway's (gateway/fleet.py): least work left, then
 most chunks held, among replicas within --load-factor of the mean load, else by the hash of the
-first chunk; beside it round robin.
+first chunk; beside it round robin. Of replicas that hold nothing it looks at the first on a ring
+that has room, where the gateway looks at all: waiting times by content are rather too long.
 
 Large fleets are simulated at 1/F of their chunks, host tiers and store alike, with all replicas and
 all traffic: `scale` says F. `--check-scale` runs a cell at two scales. Where the simulator can be
