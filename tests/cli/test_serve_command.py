@@ -71,6 +71,8 @@ def test_without_a_flag_uploads_make_knowledge_bases_where_the_greeting_says(
     with started(*args) as (process, address, lines):
         root = tmp_path / "home" / "kbs"
         assert lines[1] == f"knowledge bases: {root} (an upload makes one)"
+        assert lines[2] == f"web page: {address.removesuffix('v1')}"
+        assert httpx.get(address.removesuffix("v1")).status_code == 200
         assert not root.exists(), "made on demand"
         (upload,) = (line for line in lines if "/documents" in line)
         (tmp_path / "README.md").write_text("# Nodes\n\nTo drain a node, cordon it first.\n")

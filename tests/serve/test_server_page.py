@@ -19,7 +19,7 @@ COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
     replies = []
     for command in COMMANDS:
         ran = subprocess.run(
@@ -38,11 +38,13 @@ def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
     assert told.keys() == shown.keys()
     assert told["kv"]["chunks_total"] >= 2, "both documents are there"
     assert replies[5].rstrip().endswith("data: [DONE]")
+    assert replies[6].count('"quality"') == 3
+    assert replies[6].rstrip().endswith("data: [DONE]")
 
 
 def test_every_route_is_on_the_page(weave: Weave) -> None:
     for path, operations in build_http(make_context(weave)).openapi()["paths"].items():
-        shown = path.replace("{document_id}", "{id}")
+        shown = re.sub(r"{\w+_id}", "{id}", path)
         for method in operations:
             assert f"`{method.upper()} {shown}`" in PAGE, f"{method} {path}"
 
@@ -56,6 +58,6 @@ def test_every_metric_of_the_server_is_on_the_page(kb_server: KbServer) -> None:
         assert not own or name in PAGE, name
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 408, 413, 415, 429, 500, 503, 504])
+@pytest.mark.parametrize("status", [400, 401, 404, 408, 409, 413, 415, 429, 500, 503, 504])
 def test_every_refusal_is_on_the_page(status: int) -> None:
     assert f"\n| {status} | " in PAGE

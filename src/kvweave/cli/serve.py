@@ -326,6 +326,7 @@ def greet(weave: "Weave", url: str, root: Path | None, *, with_key: bool) -> Non
         say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
     else:
         say(f"knowledge bases: {root} (an upload makes one)", "dim")
+    say(f"web page: {url}/", "dim")
     say(weave.weights_words, "dim")
     say("Ctrl-C stops it. Try it from another terminal:", "dim")
     say()
