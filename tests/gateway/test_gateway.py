@@ -1,5 +1,6 @@
 """A gateway answers as the engine behind it does: chat, documents, knowledge bases, streams."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,21 @@ def test_a_stream_has_the_same_text_in_pieces(filled: GatewayWorld) -> None:
     assert len([piece for piece in pieces if piece]) > 1, "not all at once"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_an_answer_that_is_closed_between_two_pieces_leaves_nothing_behind(
+    front: GatewayWorld,
+) -> None:
+    (replica,) = front.gateway.fleet.replicas
+    gc.disable()  # nothing is left for it to tidy up
+    try:
+        answer = front.gateway.chat(user("Say much."), sampling=front.gateway.sampling())
+        assert next(iter(answer)).text is not None
+        assert replica.load == 1
+        answer.close()
+        assert (replica.load, replica.exchanges) == (0, set())
+    finally:
+        gc.enable()
 
 
 def test_completions_and_logprobs_are_passed_on(front: GatewayWorld, engine: KbServer) -> None:

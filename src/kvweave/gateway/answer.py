@@ -7,7 +7,7 @@ holds up to the very end of the answer.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.app.answer.answer_stream import Answer, Piece
@@ -66,6 +66,7 @@ class RoutedAnswer:
 
     def close(self) -> None:
         self.abort()
+        self._pieces.close()  # it may wait between two pieces, with a lease and a connection
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
@@ -80,7 +81,7 @@ class RoutedAnswer:
         if exchange is not None and self.answer is None:
             exchange.cut()
 
-    def _make(self) -> Iterator[Piece]:
+    def _make(self) -> Generator[Piece, None, None]:
         fleet, most = self._fleet, self._fleet.cfg.retry.most
         fleet.budget.asked()
         if self._story.wait is not None:
