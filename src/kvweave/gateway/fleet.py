@@ -57,17 +57,14 @@ class ReplicaLease:
     ) -> None:
         self._fleet = fleet
         self.replica = replica
+        assert replica.card is not None, "a replica without a card takes no requests"
+        self.card: UpstreamCard = replica.card  # as it was: the replica's goes where that dies
         self.match = match
         self.to_compute = to_compute  # tokens, as far as is known
         self._is_prefilling = True
         self._is_back = False
         self._is_told = False  # the breaker knows how it went
         self._leased_s = time.perf_counter()
-
-    @property
-    def card(self) -> UpstreamCard:
-        assert self.replica.card is not None, "a replica without a card takes no requests"
-        return self.replica.card
 
     @property
     def held_s(self) -> float:
