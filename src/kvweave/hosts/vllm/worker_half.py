@@ -9,6 +9,7 @@ On the worker's one thread, but for what the store and the maker do on theirs.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from typing import Any
@@ -48,6 +49,7 @@ class WorkerHalf:
         self._turns = Turns()
         self._maker = ChunkMaker(self._encode)
         self._encoders: OrderedDict[tuple[tuple[int, ...], str], ChunkEncoder] = OrderedDict()
+        self._encoders_lock = threading.Lock()  # the maker's thread asks for them too
         self._buffer: SequenceKV | None = None
         self._report = StepReport()
         self._failed_blocks: set[int] = set()
@@ -160,22 +162,19 @@ class WorkerHalf:
 
     def _encoder(self, preamble_ids: tuple[int, ...], tenant: str) -> ChunkEncoder:
         """One that was used lately, or another that has computed nothing yet."""
-        key = (preamble_ids, tenant)
-        if key in self._encoders:
-            self._encoders.move_to_end(key)
-            return self._encoders[key]
-        identity = self._identity
-        made = ChunkEncoder(
-            self._decoder,
-            self._store,
-            identity.names(preamble_ids, tenant).context,
-            identity.preparation,
-            identity.texts,
-            run_alone=self._turns.run,
-        )
-        self._encoders[key] = made
-        while len(self._encoders) > KEPT_ENCODERS:
-            self._encoders.popitem(last=False)
+        key, identity = (preamble_ids, tenant), self._identity
+        with self._encoders_lock:
+            made = self._encoders.pop(key, None) or ChunkEncoder(
+                self._decoder,
+                self._store,
+                identity.names(preamble_ids, tenant).context,
+                identity.preparation,
+                identity.texts,
+                run_alone=self._turns.run,
+            )
+            self._encoders[key] = made
+            while len(self._encoders) > KEPT_ENCODERS:
+                self._encoders.popitem(last=False)
         return made
 
 
