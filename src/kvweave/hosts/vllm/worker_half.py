@@ -18,7 +18,7 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import NEVER, PromptFrame, StoredPrompt
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.fuse.request import PromptChunk
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
 from kvweave.hosts.vllm.identity import ModelIdentity
@@ -125,6 +125,11 @@ class WorkerHalf:
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
             _, record = stored.prefill(self._decoder, frame, kv, wish.ratio)
         self._write(order, kv)
+        lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
+        for part in parts:
+            if part.start in lost:
+                name = names.exact_key if wish.stands_in_front(part) else names.key
+                self._report.lost.append(name(ids[part.start : part.end]))
         return record
 
     def _exact(self, order: FuseOrder, encoder: ChunkEncoder) -> tuple[Prefix, int]:
@@ -189,9 +194,14 @@ def _all_of(order: FuseOrder) -> EncodeOrder:
     return EncodeOrder(0, ids[: wish.preamble], wish.tenant, tuple(front), tuple(behind))
 
 
+def _is_lost(chunk: ChunkRecord) -> bool:
+    """Whether its bytes were wanted and did not come."""
+    return chunk.why not in (None, GAP, HAD)
+
+
 def _told(record: FuseRecord, took_ms: float) -> dict[str, Any]:
     """What a reply says of a fused prompt."""
-    lost = [chunk.why for chunk in record.chunks if chunk.why not in (None, GAP, HAD)]
+    lost = [chunk.why for chunk in record.chunks if _is_lost(chunk)]
     told: dict[str, Any] = {
         "reuse": record.strategy,
         "ratio": record.ratio,
