@@ -168,6 +168,8 @@ class _Attempt:
             retrieve_ms=story.retrieve_ms,
             ordered_by=story.ordered_by,
             told=end.told,
+            # a vLLM counts what was fused as cached, and in a stream says no more
+            may_be_fused=self.lease.card.fuses and bool(prompt.chunks),
         )
         return Answer(
             text="".join(piece.text for piece in self._given),
