@@ -224,6 +224,15 @@ def test_what_an_engine_refuses_is_refused_in_its_words(front: GatewayWorld) -> 
     assert "tokens" in reply.json()["error"]["message"]
 
 
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(
+    front: GatewayWorld,
+) -> None:
+    body = {"messages": user("Why?"), "documents": ["x" * 33 * 512], **GREEDY}
+    reply = httpx.post(f"{front.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "characters, the model's context holds 512" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -34,6 +34,7 @@ from kvweave.plan.retrieval import (
     retrieve,
 )
 from kvweave.plan.search_pace import MAX_STAGES
+from kvweave.text.length import refuse_long
 from kvweave.text.prompt import Document, PastMessage, chunk_text, past_messages
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId, Hit
@@ -94,7 +95,11 @@ class RoutedAnswerer:
         """The answer to a question, searched for. Nothing is sent for it yet, but guesses."""
         usual = self._settings.usual
         asked = asked.filled(usual)
-        self.check_reuse(asked.reuse)
+        try:
+            self.check_reuse(asked.reuse)
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+        self._refuse_long(asked)
         talk = self._talk(asked)
         texts = self._texts_of(talk.messages)
         story = AnswerStory(called_s)
@@ -232,7 +237,18 @@ class RoutedAnswerer:
             asked.ratio,
             asked.bound,
         )
-        return MadeRequest(request, tuple(ordered.chunks), len(held), ordered.by)
+        return MadeRequest(request, tuple(ordered.chunks), tuple(retrieved), len(held), ordered.by)
+
+    def _refuse_long(self, asked: Question) -> None:
+        """What no context could hold is not tokenised here, where the model's tokenizer is."""
+        most = self._up.max_context
+        if most is None or self._up.prompts.needs_texts:
+            return
+        texts = [asked.question, asked.system or ""]
+        texts += [str(message.get("content")) for message in asked.history]
+        for each in asked.documents or ():
+            texts.append(each if isinstance(each, str) else each.title + each.text)
+        refuse_long(self._up.tokenizer, texts, most)
 
     def _given(self, asked: Question, texts: dict[ChunkIds, str]) -> list[ChunkIds]:
         """The documents of a request as chunks."""
