@@ -84,9 +84,9 @@ class RoutedAnswerer:
         self._speculation = settings.speculation or SpeculationConfig()
 
     def check_reuse(self, reuse: str | None) -> None:
-        """Raise RequestError for a strategy that no upstream has."""
+        """Raise ConfigError for a strategy that no upstream has."""
         if reuse not in (None, *PLAIN_REUSES) and not self._fleet.can_fuse():
-            raise RequestError(
+            raise ConfigError(
                 f"reuse {reuse!r} needs chunk KV, and no upstream reuses it; leave it out, or run "
                 "upstreams with kvweave's connector"
             )
