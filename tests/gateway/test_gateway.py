@@ -71,6 +71,31 @@ def test_an_answer_from_a_knowledge_base_is_the_engines_own(
     assert again["explain"]["upstream"]["matched_tokens"] > 0
 
 
+def test_a_reply_names_its_sources_as_the_engine_does(
+    filled: GatewayWorld, engine: KbServer
+) -> None:
+    asked = {"kb": "cluster", "k": 2, "reuse": "prefix"}
+    through, direct = (
+        chat(url, "How is a probe drained?", **asked)["sources"] for url in (filled.url, engine.url)
+    )
+    assert len(through) == 2
+    unknown = {"document": None, "tier": None, "fate": None}  # documents have ids of their own
+    assert [{**s, **unknown} for s in through] == [{**s, **unknown} for s in direct]
+    assert [s["fate"] for s in through] == [None, None]
+    documents = httpx.get(f"{filled.url}/v1/kb/cluster/documents", timeout=60).json()["data"]
+    titles = {document["id"]: document["title"] for document in documents}
+    assert [titles[s["document"]] for s in through] == [s["title"] for s in through]
+    (brought,) = chat(filled.url, "Why?", documents=[NOTES[0]["text"]])["sources"]
+    assert (brought["document"], brought["score"], brought["cited_as"]) == (None, None, 1)
+    body = {"messages": user("Why?"), "kb": "cluster", "k": 1, "stream": True, **GREEDY}
+    reply = httpx.post(f"{filled.url}/v1/chat/completions", json=body, timeout=60).text
+    events = [json.loads(e[6:]) for e in reply.split("\n\n") if e.startswith("data: {")]
+    (told,) = [event["sources"] for event in events if "sources" in event]
+    assert told[0]["document"] in titles
+    where = f"{filled.url}/v1/kb/cluster/chunks/{through[0]['chunk']}"
+    assert httpx.get(where, timeout=60).json()["asked"] > 0, "it was in a prompt"
+
+
 def test_documents_without_a_knowledge_base_go_through(
     front: GatewayWorld, engine: KbServer
 ) -> None:
@@ -201,6 +226,7 @@ def test_without_the_models_tokenizer_prompts_go_as_text(
         reply = chat(world.url, "How do I drain a node?", kb="cluster", k=2)
         assert said(reply)
         assert reply["usage"]["prompt_tokens"] > 60, "with the passages"
+        assert [source["span"] for source in reply["sources"]] == [None, None]
         turns = [*user("How?"), {"role": "assistant", "content": "So."}, *user("Why?")]
         asked = {"messages": turns, "kb": "cluster", "k": 2, "conversation_id": "t"}
         assert chat(world.url, "", **asked)["choices"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.notes import UpstreamNote
 from kvweave.errors import UpstreamError, UpstreamRefusal
 from kvweave.gateway.bodies import UpstreamRequest, body_of
@@ -29,6 +30,7 @@ class AnswerStory:
     retrieve_ms: float = 0.0
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     ordered_by: str = "given"
+    sources: tuple[AnswerSource, ...] = ()
     first: Replica | None = None  # to be asked before others: it has the prompt already
     wait: Callable[[], None] | None = None  # for that prompt to be computed there
     on_first: Callable[[ReplicaLease], None] | None = None  # hears of the first token
@@ -181,6 +183,7 @@ class _Attempt:
             logprobs=tuple(p.logprob for p in self._given if p.logprob is not None),
             speculation=story.speculation(),
             stopped_because=end.stopped_because,
+            sources=story.sources,
             upstream=note,
         )
 

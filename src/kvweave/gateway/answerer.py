@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
 from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.sources import RetrievedChunk, routed_sources
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.question import AUTO, PLAIN_REUSES, Question
 from kvweave.app.sampling_defaults import SamplingDefaults
@@ -62,6 +63,7 @@ class MadeRequest(NamedTuple):
 
     request: UpstreamRequest
     chunks: tuple[ChunkIds, ...]  # in front of the question, in the order they are sent in
+    retrieved: tuple[RetrievedChunk, ...]  # for the question: found, or brought
     left_out: int  # chunks that the history holds
     ordered_by: str
 
@@ -112,9 +114,11 @@ class RoutedAnswerer:
 
         def heard(lease: ReplicaLease) -> None:
             self._learn(lease, made, story)
+            self._settings.uses.saw([c.id for c in made.retrieved if c.id is not None])
             talk.sent(asked.question, made.chunks)
 
         story.on_first = heard
+        story.sources = routed_sources(made.retrieved, made.request.prompt.places)
         story.left_out, story.ordered_by = made.left_out, made.ordered_by
         return RoutedAnswer(self._fleet, made.request, story)
 
@@ -132,7 +136,7 @@ class RoutedAnswerer:
 
         def made(hits: Sequence[Hit]) -> MadeRequest:
             texts.update({hit.chunk.token_ids: hit.chunk.text for hit in hits})
-            return self._made(asked, talk, [hit.chunk.token_ids for hit in hits], texts)
+            return self._made(asked, talk, [RetrievedChunk.found(hit) for hit in hits], texts)
 
         num_stages = self._num_stages(asked)
         if num_stages == 1:
@@ -211,10 +215,11 @@ class RoutedAnswerer:
         self,
         asked: Question,
         talk: Talk,
-        chunks: Sequence[ChunkIds],
+        retrieved: Sequence[RetrievedChunk],
         texts: dict[ChunkIds, str],
     ) -> MadeRequest:
         """The question behind its history and the chunks that the history does not hold."""
+        chunks = [chunk.token_ids for chunk in retrieved]
         held = talk.held(chunks)
         new = [ids for ids in dict.fromkeys(chunks) if ids not in held]
         system = self._settings.system if asked.system is None else asked.system
@@ -250,13 +255,15 @@ class RoutedAnswerer:
             texts.append(each if isinstance(each, str) else each.title + each.text)
         refuse_long(self._up.tokenizer, texts, most)
 
-    def _given(self, asked: Question, texts: dict[ChunkIds, str]) -> list[ChunkIds]:
+    def _given(self, asked: Question, texts: dict[ChunkIds, str]) -> list[RetrievedChunk]:
         """The documents of a request as chunks."""
         chunks = []
         for each in asked.documents or ():
-            text = chunk_text(Document(each) if isinstance(each, str) else each)
-            chunks.append(tuple(self._up.tokenizer.encode_text(text)))
-            texts[chunks[-1]] = text
+            document = Document(each) if isinstance(each, str) else each
+            text = chunk_text(document)
+            ids = tuple(self._up.tokenizer.encode_text(text))
+            chunks.append(RetrievedChunk.brought(document, ids))
+            texts[ids] = text
         return chunks
 
     def _talk(self, asked: Question) -> Talk:

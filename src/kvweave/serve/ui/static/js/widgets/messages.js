@@ -81,10 +81,11 @@ function Ending({ meta, content, retry, busy }) {
 function Sources({ sources, open }) {
   return html`<ol class="plain sources" aria-label="Sources">
     ${sources.map((source) => html`<li><button class="source" onClick=${() => open(source)}
-    title=${`${source.title} · score ${score(source)} · ${source.fate}${source.tier
-    ? ` from ${source.tier}` : ""}`}>
-    <span class=${`dot ${source.fate}`}></span><span class="num">${source.cited_as}</span>
-      <span class="cut">${source.title || "Untitled"}</span><span class="sr">, ${source.fate}
+    title=${`${source.title} · score ${score(source)}${source.fate ? ` · ${source.fate}` : ""}${
+    source.tier ? ` from ${source.tier}` : ""}`}>
+    <span class=${`dot ${source.fate ?? ""}`}></span><span class="num">${source.cited_as}</span>
+      <span class="cut">${source.title || "Untitled"}</span><span class="sr">${source.fate
+    ? `, ${source.fate}` : ""}
       </span></button></li>`)}</ol>`;
 }
 
