@@ -194,6 +194,27 @@ def test_a_replica_that_refuses_work_is_draining_and_none_is_sent(
         assert ask(world.url, "Say it.").status_code == 200
 
 
+def test_the_page_starts_where_no_upstream_reuses_chunk_kv(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as only,
+        gateway_over([only.url], tmp_path, tokenizer=chat_model_folder, wait_s=0.2) as world,
+    ):
+        told = httpx.get(f"{world.url}/v1/info", timeout=60).json()
+        assert (told["engine"], told["kept_answers"]) == (False, 0)
+        assert [each["name"] for each in told["dial"]] == ["exact", "auto", "fast", "fastest"]
+        only.close()
+        wait_until(lambda: world.gateway.fleet.replicas[0].health is ReplicaHealth.DOWN)
+        reply = httpx.get(f"{world.url}/v1/info", timeout=60)
+        assert reply.status_code == 200, reply.text
+        assert [each["name"] for each in reply.json()["dial"]] == ["exact", "auto"]
+        assert "reuse" not in [each["name"] for each in reply.json()["strategies"]]
+        refused = ask(world.url, "Why?", documents=["a text"], reuse="reuse")
+        assert refused.status_code == 400
+        assert "no upstream reuses it" in refused.json()["error"]["message"]
+
+
 @pytest.mark.slow
 def test_killing_a_replica_in_mid_traffic_loses_no_accepted_request(
     chat_model_folder: Path, tmp_path: Path

@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from kvweave.engine.sampling import Sampling
 from kvweave.errors import UpstreamError
+from kvweave.gateway.bodies import UpstreamRequest, body_of
 from kvweave.gateway.cards import UpstreamCard, UpstreamKind
+from kvweave.gateway.connections import UpstreamFailed
 from kvweave.gateway.fleet import Fleet, ReplicaLease, RoutedPrompt
 from kvweave.gateway.mirror import PromptPart
+from kvweave.gateway.prompts import COMPLETIONS, UpstreamPrompt
 from kvweave.gateway.replica import ReplicaHealth
 from worlds.gateways import QUICK
 
@@ -132,3 +136,30 @@ def test_a_closed_fleet_takes_nothing() -> None:
     fleet.close()
     with pytest.raises(UpstreamError, match="stopping"):
         fleet.lease(prompt("a"))
+
+
+@pytest.mark.parametrize("status", [429, None])
+def test_a_probe_that_tells_nothing_leaves_the_next_one_to_another(status: int | None) -> None:
+    fleet = make_fleet(1, breaker_failures=1, breaker_rest_s=0.0)
+    lease = fleet.lease(prompt("a"))
+    lease.failed(UpstreamFailed("broken", 500))
+    lease.give_back()
+    probe = fleet.lease(prompt("a"))
+    with pytest.raises(UpstreamError, match="resting"):
+        fleet.lease(prompt("a"))
+    if status is not None:  # else its client left
+        probe.failed(UpstreamFailed("busy", status))
+    probe.give_back()
+    ask(fleet, prompt("a"))
+    assert not fleet.replicas[0].breaker.is_open
+
+
+def test_a_replica_that_dies_right_after_it_was_chosen_fails_as_one_that_does_not_answer() -> None:
+    fleet = make_fleet(1)
+    content = UpstreamPrompt(COMPLETIONS, {"prompt": [1]}, prompt("a"), 1)
+    lease = fleet.lease(content.routed)
+    fleet.replicas[0].card = None  # a look found it dead
+    body = body_of(UpstreamRequest(content, Sampling()), lease.card)
+    assert body["model"] == "m"
+    with pytest.raises(UpstreamFailed):
+        lease.exchange(COMPLETIONS, body).begin(1.0)

@@ -1,5 +1,6 @@
 """A gateway answers as the engine behind it does: chat, documents, knowledge bases, streams."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,31 @@ def test_an_answer_from_a_knowledge_base_is_the_engines_own(
     assert again["explain"]["upstream"]["matched_tokens"] > 0
 
 
+def test_a_reply_names_its_sources_as_the_engine_does(
+    filled: GatewayWorld, engine: KbServer
+) -> None:
+    asked = {"kb": "cluster", "k": 2, "reuse": "prefix"}
+    through, direct = (
+        chat(url, "How is a probe drained?", **asked)["sources"] for url in (filled.url, engine.url)
+    )
+    assert len(through) == 2
+    unknown = {"document": None, "tier": None, "fate": None}  # documents have ids of their own
+    assert [{**s, **unknown} for s in through] == [{**s, **unknown} for s in direct]
+    assert [s["fate"] for s in through] == [None, None]
+    documents = httpx.get(f"{filled.url}/v1/kb/cluster/documents", timeout=60).json()["data"]
+    titles = {document["id"]: document["title"] for document in documents}
+    assert [titles[s["document"]] for s in through] == [s["title"] for s in through]
+    (brought,) = chat(filled.url, "Why?", documents=[NOTES[0]["text"]])["sources"]
+    assert (brought["document"], brought["score"], brought["cited_as"]) == (None, None, 1)
+    body = {"messages": user("Why?"), "kb": "cluster", "k": 1, "stream": True, **GREEDY}
+    reply = httpx.post(f"{filled.url}/v1/chat/completions", json=body, timeout=60).text
+    events = [json.loads(e[6:]) for e in reply.split("\n\n") if e.startswith("data: {")]
+    (told,) = [event["sources"] for event in events if "sources" in event]
+    assert told[0]["document"] in titles
+    where = f"{filled.url}/v1/kb/cluster/chunks/{through[0]['chunk']}"
+    assert httpx.get(where, timeout=60).json()["asked"] > 0, "it was in a prompt"
+
+
 def test_documents_without_a_knowledge_base_go_through(
     front: GatewayWorld, engine: KbServer
 ) -> None:
@@ -99,6 +125,21 @@ def test_a_stream_has_the_same_text_in_pieces(filled: GatewayWorld) -> None:
     assert len([piece for piece in pieces if piece]) > 1, "not all at once"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_an_answer_that_is_closed_between_two_pieces_leaves_nothing_behind(
+    front: GatewayWorld,
+) -> None:
+    (replica,) = front.gateway.fleet.replicas
+    gc.disable()  # nothing is left for it to tidy up
+    try:
+        answer = front.gateway.chat(user("Say much."), sampling=front.gateway.sampling())
+        assert next(iter(answer)).text is not None
+        assert replica.load == 1
+        answer.close()
+        assert (replica.load, replica.exchanges) == (0, set())
+    finally:
+        gc.enable()
 
 
 def test_completions_and_logprobs_are_passed_on(front: GatewayWorld, engine: KbServer) -> None:
@@ -185,6 +226,7 @@ def test_without_the_models_tokenizer_prompts_go_as_text(
         reply = chat(world.url, "How do I drain a node?", kb="cluster", k=2)
         assert said(reply)
         assert reply["usage"]["prompt_tokens"] > 60, "with the passages"
+        assert [source["span"] for source in reply["sources"]] == [None, None]
         turns = [*user("How?"), {"role": "assistant", "content": "So."}, *user("Why?")]
         asked = {"messages": turns, "kb": "cluster", "k": 2, "conversation_id": "t"}
         assert chat(world.url, "", **asked)["choices"]
@@ -206,6 +248,15 @@ def test_what_an_engine_refuses_is_refused_in_its_words(front: GatewayWorld) -> 
     reply = httpx.post(f"{front.url}/v1/chat/completions", json=body, timeout=60)
     assert reply.status_code == 400
     assert "tokens" in reply.json()["error"]["message"]
+
+
+def test_a_text_that_no_context_holds_is_refused_before_it_is_tokenised(
+    front: GatewayWorld,
+) -> None:
+    body = {"messages": user("Why?"), "documents": ["x" * 33 * 512], **GREEDY}
+    reply = httpx.post(f"{front.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "characters, the model's context holds 512" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """One dial from exact to fastest, in plain words, for those who do not know strategies by name."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvweave.app.hosts import ModelHost
@@ -68,3 +69,14 @@ def offered_ways(weave: ModelHost) -> list[OfferedWay]:
         return True
 
     return [OfferedWay(name, default_ratio(name)) for name in REUSES if is_ready(name)]
+
+
+def offered_dial(ways: Sequence[OfferedWay]) -> list[DialPosition]:
+    """The positions that can be asked for."""
+    names = {way.name for way in ways}
+    return [each for each in DIAL if _strategy(each) in names]
+
+
+def _strategy(position: DialPosition) -> str:
+    reuse = position.reuse
+    return reuse if isinstance(reuse, str) else str(reuse["strategy"])

@@ -67,6 +67,15 @@ class UpstreamNote:
     ordered_by: str = "given"  # what the chunks were moved for
     # what the upstream says it did: way, strategy, exact, reused, recomputed, computed, why, …
     told: Mapping[str, Any] = field(default_factory=dict)
+    may_be_fused: bool = False  # of what it held some may be chunk KV, not exact: it fuses
+
+    def tokens(self, num_tokens: int) -> dict[str, int]:
+        """Of the prompt, by what became of them; empty: not known."""
+        states = ("exact", "reused", "recomputed", "computed")
+        told = {each: self.told[each] for each in states if isinstance(self.told.get(each), int)}
+        if told or self.cached_tokens is None or self.may_be_fused:
+            return told
+        return {"exact": self.cached_tokens, "computed": num_tokens - self.cached_tokens}
 
     def document(self) -> dict[str, Any]:
         """For JSON."""

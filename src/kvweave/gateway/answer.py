@@ -7,10 +7,11 @@ holds up to the very end of the answer.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.notes import UpstreamNote
 from kvweave.errors import UpstreamError, UpstreamRefusal
 from kvweave.gateway.bodies import UpstreamRequest, body_of
@@ -29,6 +30,7 @@ class AnswerStory:
     retrieve_ms: float = 0.0
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     ordered_by: str = "given"
+    sources: tuple[AnswerSource, ...] = ()
     first: Replica | None = None  # to be asked before others: it has the prompt already
     wait: Callable[[], None] | None = None  # for that prompt to be computed there
     on_first: Callable[[ReplicaLease], None] | None = None  # hears of the first token
@@ -66,6 +68,7 @@ class RoutedAnswer:
 
     def close(self) -> None:
         self.abort()
+        self._pieces.close()  # it may wait between two pieces, with a lease and a connection
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
@@ -80,7 +83,7 @@ class RoutedAnswer:
         if exchange is not None and self.answer is None:
             exchange.cut()
 
-    def _make(self) -> Iterator[Piece]:
+    def _make(self) -> Generator[Piece, None, None]:
         fleet, most = self._fleet, self._fleet.cfg.retry.most
         fleet.budget.asked()
         if self._story.wait is not None:
@@ -167,6 +170,8 @@ class _Attempt:
             retrieve_ms=story.retrieve_ms,
             ordered_by=story.ordered_by,
             told=end.told,
+            # a vLLM counts what was fused as cached, and in a stream says no more
+            may_be_fused=self.lease.card.fuses and bool(prompt.chunks),
         )
         return Answer(
             text="".join(piece.text for piece in self._given),
@@ -178,6 +183,7 @@ class _Attempt:
             logprobs=tuple(p.logprob for p in self._given if p.logprob is not None),
             speculation=story.speculation(),
             stopped_because=end.stopped_because,
+            sources=story.sources,
             upstream=note,
         )
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
 from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.sources import RetrievedChunk, routed_sources
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.question import AUTO, PLAIN_REUSES, Question
 from kvweave.app.sampling_defaults import SamplingDefaults
@@ -34,6 +35,7 @@ from kvweave.plan.retrieval import (
     retrieve,
 )
 from kvweave.plan.search_pace import MAX_STAGES
+from kvweave.text.length import refuse_long
 from kvweave.text.prompt import Document, PastMessage, chunk_text, past_messages
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId, Hit
@@ -61,6 +63,7 @@ class MadeRequest(NamedTuple):
 
     request: UpstreamRequest
     chunks: tuple[ChunkIds, ...]  # in front of the question, in the order they are sent in
+    retrieved: tuple[RetrievedChunk, ...]  # for the question: found, or brought
     left_out: int  # chunks that the history holds
     ordered_by: str
 
@@ -83,9 +86,9 @@ class RoutedAnswerer:
         self._speculation = settings.speculation or SpeculationConfig()
 
     def check_reuse(self, reuse: str | None) -> None:
-        """Raise RequestError for a strategy that no upstream has."""
+        """Raise ConfigError for a strategy that no upstream has."""
         if reuse not in (None, *PLAIN_REUSES) and not self._fleet.can_fuse():
-            raise RequestError(
+            raise ConfigError(
                 f"reuse {reuse!r} needs chunk KV, and no upstream reuses it; leave it out, or run "
                 "upstreams with kvweave's connector"
             )
@@ -94,7 +97,11 @@ class RoutedAnswerer:
         """The answer to a question, searched for. Nothing is sent for it yet, but guesses."""
         usual = self._settings.usual
         asked = asked.filled(usual)
-        self.check_reuse(asked.reuse)
+        try:
+            self.check_reuse(asked.reuse)
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+        self._refuse_long(asked)
         talk = self._talk(asked)
         texts = self._texts_of(talk.messages)
         story = AnswerStory(called_s)
@@ -107,9 +114,11 @@ class RoutedAnswerer:
 
         def heard(lease: ReplicaLease) -> None:
             self._learn(lease, made, story)
+            self._settings.uses.saw([c.id for c in made.retrieved if c.id is not None])
             talk.sent(asked.question, made.chunks)
 
         story.on_first = heard
+        story.sources = routed_sources(made.retrieved, made.request.prompt.places)
         story.left_out, story.ordered_by = made.left_out, made.ordered_by
         return RoutedAnswer(self._fleet, made.request, story)
 
@@ -127,7 +136,7 @@ class RoutedAnswerer:
 
         def made(hits: Sequence[Hit]) -> MadeRequest:
             texts.update({hit.chunk.token_ids: hit.chunk.text for hit in hits})
-            return self._made(asked, talk, [hit.chunk.token_ids for hit in hits], texts)
+            return self._made(asked, talk, [RetrievedChunk.found(hit) for hit in hits], texts)
 
         num_stages = self._num_stages(asked)
         if num_stages == 1:
@@ -206,10 +215,11 @@ class RoutedAnswerer:
         self,
         asked: Question,
         talk: Talk,
-        chunks: Sequence[ChunkIds],
+        retrieved: Sequence[RetrievedChunk],
         texts: dict[ChunkIds, str],
     ) -> MadeRequest:
         """The question behind its history and the chunks that the history does not hold."""
+        chunks = [chunk.token_ids for chunk in retrieved]
         held = talk.held(chunks)
         new = [ids for ids in dict.fromkeys(chunks) if ids not in held]
         system = self._settings.system if asked.system is None else asked.system
@@ -232,15 +242,28 @@ class RoutedAnswerer:
             asked.ratio,
             asked.bound,
         )
-        return MadeRequest(request, tuple(ordered.chunks), len(held), ordered.by)
+        return MadeRequest(request, tuple(ordered.chunks), tuple(retrieved), len(held), ordered.by)
 
-    def _given(self, asked: Question, texts: dict[ChunkIds, str]) -> list[ChunkIds]:
+    def _refuse_long(self, asked: Question) -> None:
+        """What no context could hold is not tokenised here, where the model's tokenizer is."""
+        most = self._up.max_context
+        if most is None or self._up.prompts.needs_texts:
+            return
+        texts = [asked.question, asked.system or ""]
+        texts += [str(message.get("content")) for message in asked.history]
+        for each in asked.documents or ():
+            texts.append(each if isinstance(each, str) else each.title + each.text)
+        refuse_long(self._up.tokenizer, texts, most)
+
+    def _given(self, asked: Question, texts: dict[ChunkIds, str]) -> list[RetrievedChunk]:
         """The documents of a request as chunks."""
         chunks = []
         for each in asked.documents or ():
-            text = chunk_text(Document(each) if isinstance(each, str) else each)
-            chunks.append(tuple(self._up.tokenizer.encode_text(text)))
-            texts[chunks[-1]] = text
+            document = Document(each) if isinstance(each, str) else each
+            text = chunk_text(document)
+            ids = tuple(self._up.tokenizer.encode_text(text))
+            chunks.append(RetrievedChunk.brought(document, ids))
+            texts[ids] = text
         return chunks
 
     def _talk(self, asked: Question) -> Talk:

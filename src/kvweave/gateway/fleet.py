@@ -57,16 +57,14 @@ class ReplicaLease:
     ) -> None:
         self._fleet = fleet
         self.replica = replica
+        assert replica.card is not None, "a replica without a card takes no requests"
+        self.card: UpstreamCard = replica.card  # as it was: the replica's goes where that dies
         self.match = match
         self.to_compute = to_compute  # tokens, as far as is known
         self._is_prefilling = True
         self._is_back = False
+        self._is_told = False  # the breaker knows how it went
         self._leased_s = time.perf_counter()
-
-    @property
-    def card(self) -> UpstreamCard:
-        assert self.replica.card is not None, "a replica without a card takes no requests"
-        return self.replica.card
 
     @property
     def held_s(self) -> float:
@@ -84,12 +82,14 @@ class ReplicaLease:
         self._fleet.prefilled(self)
 
     def succeeded(self) -> None:
+        self._is_told = True
         self.replica.breaker.succeeded()
         self._fleet.count("answered", self.replica)
 
     def failed(self, failure: UpstreamFailed) -> None:
         """It did not answer. A replica that is busy or stopping is not broken."""
         if failure.status not in (429, 503):
+            self._is_told = True
             self.replica.breaker.failed(str(failure))
         self._fleet.count("failed", self.replica)
 
@@ -105,6 +105,8 @@ class ReplicaLease:
     def end(self) -> bool:
         """Likewise, of the lease."""
         was, self._is_back = self._is_back, True
+        if not was and not self._is_told:
+            self.replica.breaker.undecided()  # or a replica whose probe was cut would rest for ever
         return not was
 
 

@@ -10,6 +10,7 @@ stands.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from kvweave.corpus.chunker import make_chunk_id
@@ -17,6 +18,7 @@ from kvweave.gateway.fleet import RoutedPrompt
 from kvweave.gateway.mirror import PromptPart
 from kvweave.text.prompt import LABEL, PastMessage, Prompt, lay_out
 from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import ChunkId
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHARS_PER_TOKEN = 4  # of a text whose tokenizer is not here: a guess for routing alone
@@ -36,6 +38,18 @@ class UpstreamPrompt:
     chunks: tuple[tuple[int, int], ...] = ()  # half-open spans of token ids
     preamble: int = 0  # tokens of it
     asked: tuple[int, int] | None = None  # what the user wrote
+
+    @property
+    def places(self) -> dict[ChunkId, tuple[int, int]]:
+        """Where each chunk stands, the history's too; empty where the upstream tokenises."""
+        if self.path == CHAT:
+            return {}
+        ends = accumulate(part.num_tokens for part in self.routed.parts)
+        return {
+            ChunkId(part.key.decode()): (end - part.num_tokens, end)
+            for part, end in zip(self.routed.parts, ends, strict=True)
+            if part.is_chunk
+        }
 
 
 class PromptWords(NamedTuple):

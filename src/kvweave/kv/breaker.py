@@ -49,7 +49,7 @@ class Breaker:
 
     def allows(self) -> bool:
         """Whether to try now. When a rest is over, exactly one caller gets True as the probe and
-        owes a `succeeded` or `failed`."""
+        owes a `succeeded`, a `failed` or an `undecided`."""
         with self._lock:
             if self._open_until is None:
                 return True
@@ -65,6 +65,12 @@ class Breaker:
             self._rest_s = self._first_rest_s
         if was_open:
             log.warning("%s work again", self._what)
+
+    def undecided(self) -> None:
+        """A call ended and told nothing: it was cancelled, or refused for another reason. If it was
+        the probe, the next caller is."""
+        with self._lock:
+            self._probing = False
 
     def failed(self, reason: str, *, at_once: bool = False) -> None:
         """One failure. `at_once` opens without waiting for more: for calls that never returned."""

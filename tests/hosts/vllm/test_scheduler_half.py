@@ -205,6 +205,22 @@ def test_what_the_worker_made_counts_as_stored(
     assert half.external_tokens(request, 0) == len(ids) - 1
 
 
+def test_what_the_worker_lost_is_looked_for_and_made_again(
+    half: SchedulerHalf, identity: ModelIdentity
+) -> None:
+    ids = (*PREAMBLE, *[i + 2 for i in IDS[8:128]], *QUESTION)
+    names = identity.names(PREAMBLE, "")
+    keys = [names.exact_key(ids[8:38]), *(names.key(ids[start:end]) for start, end in SPANS[1:])]
+    half.heard(StepReport(made=list(keys)))
+    half.heard(StepReport(lost=keys[1:2]))
+    half.arrived(MadeRequest("a", ids, wish()))
+    told = half.finished("a")
+    assert told is not None
+    assert (told["kvweave"]["stored"], told["kvweave"]["missing"]) == (3, 1)
+    (order,) = half.take_orders((), is_idle=True).encode
+    assert (order.in_front, order.behind) == ((), (ids[38:68],))
+
+
 def test_a_tenant_finds_its_own_chunks_alone(half: SchedulerHalf, stored: None) -> None:
     request = MadeRequest("a", IDS, wish(tenant="them"))
     half.arrived(request)

@@ -3,8 +3,11 @@
 kvweave's own decoder stands in for vLLM's modules; what is computed is the same.
 """
 
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +168,39 @@ def test_what_cannot_be_filled_is_reported_with_all_that_lean_on_it(
     worker.fill(StepOrders([order("a")]))
     assert "way" not in worker.take_report().fused["a"]
     assert not worker.take_failed_blocks()
+
+
+def test_what_the_store_has_lost_is_reported_by_its_key(
+    worker: WorkerHalf, blocks: Blocks, identity: ModelIdentity
+) -> None:
+    names, wanted = identity.names(IDS[:8], ""), order(ratio=0.2)
+    worker.fill(StepOrders([wanted]))  # stores all three
+    assert worker.take_report().lost == []
+    worker._store.delete([names.key(IDS[38:70])])
+    later = replace(wanted, request_id="b", wish=replace(wanted.wish, is_encoded_first=False))
+    worker.fill(StepOrders([later]))
+    report = worker.take_report()
+    assert report.lost == [names.key(IDS[38:70])]
+    assert len(report.fused["b"]["lost"]) == 1
+
+
+def test_encoders_are_had_from_two_threads(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.hosts.vllm.worker_half.KEPT_ENCODERS", 1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def have(number: int) -> None:
+        for turn in range(300):
+            worker._encoder((turn % 2,), str(number % 2))
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(have, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(worker._encoders) == 1
 
 
 def test_chunks_are_made_in_idle_steps(worker: WorkerHalf, identity: ModelIdentity) -> None:

@@ -20,7 +20,7 @@ def test_the_first_page_hears_all_it_needs_in_one_call(kb_server: KbServer) -> N
     assert (told["model"], told["context"]) == ("tiny", kb_server.weave.max_context)
     assert told["version"] == kvweave.__version__
     assert (told["keys"], told["kb_root"], told["conversations"]) == (False, True, False)
-    assert (told["kept_answers"], told["tenant"]) == (64, "")
+    assert (told["kept_answers"], told["tenant"], told["engine"]) == (64, "", True)
 
 
 def test_each_position_of_the_dial_can_be_asked_for(kb_server: KbServer) -> None:

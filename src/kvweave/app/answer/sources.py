@@ -1,6 +1,6 @@
 """What an answer was given to answer from, chunk by chunk, and what became of each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -41,14 +41,17 @@ class AnswerSource:
     title: str
     chunk: ChunkId
     score: float | None  # of the search; None: the caller brought it
-    span: tuple[int, int]  # its tokens in the prompt, [start, end)
-    tier: str | None  # where its KV came from; None: it was computed
-    fate: str  # exact, reused (some of it may be recomputed) or computed
+    # its tokens in the prompt, [start, end); None: the prompt was tokenised elsewhere
+    span: tuple[int, int] | None
+    tier: str | None  # where its KV came from; None: it was computed, or elsewhere
+    # exact, reused (some of it may be recomputed) or computed; None: an upstream knows
+    fate: str | None
 
     def as_json(self) -> dict[str, Any]:
         """For JSON."""
         score = None if self.score is None else round(self.score, 6)
-        return {**asdict(self), "span": list(self.span), "score": score}
+        span = None if self.span is None else list(self.span)
+        return {**asdict(self), "span": span, "score": score}
 
 
 def sources_of(
@@ -68,6 +71,29 @@ def sources_of(
         assert free, "every chunk that was retrieved is in the prompt"
         start = free.pop(0) if len(free) > 1 else free[0]  # brought twice, it stands there twice
         sources.append(_source(number, chunk, start, records.get(start)))
+    return tuple(sources)
+
+
+def routed_sources(
+    retrieved: Sequence[RetrievedChunk], spans: Mapping[ChunkId, tuple[int, int]]
+) -> tuple[AnswerSource, ...]:
+    """Of an answer that is computed elsewhere, given where its chunks stand, as far as that is
+    known. What becomes of each is not."""
+    sources = []
+    for number, chunk in enumerate(retrieved, 1):
+        name = chunk.id or make_chunk_id(chunk.token_ids)
+        sources.append(
+            AnswerSource(
+                cited_as=number,
+                document=chunk.document,
+                title=chunk.title,
+                chunk=name,
+                score=chunk.score,
+                span=spans.get(name),
+                tier=None,
+                fate=None,
+            )
+        )
     return tuple(sources)
 
 

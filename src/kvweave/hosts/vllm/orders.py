@@ -45,11 +45,13 @@ class StepReport:
     fused: dict[str, dict[str, Any]] = field(default_factory=dict)  # by request: what was done
     settled: set[int] = field(default_factory=set)  # encode orders that are done with
     made: list[bytes] = field(default_factory=list)  # keys that were saved
+    lost: list[bytes] = field(default_factory=list)  # keys that no tier had, or gave
 
     def __bool__(self) -> bool:
-        return bool(self.fused or self.settled or self.made)
+        return bool(self.fused or self.settled or self.made or self.lost)
 
     def add(self, other: "StepReport") -> None:
         self.fused.update(other.fused)
         self.settled |= other.settled
         self.made += other.made
+        self.lost += other.lost

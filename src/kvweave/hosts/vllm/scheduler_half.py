@@ -179,6 +179,8 @@ class SchedulerHalf:
         for number in report.settled:
             self._owed.pop(number, None)
         self._made.update(dict.fromkeys(report.made))
+        for key in report.lost:  # evicted since, or never saved: looked for again, and made again
+            self._made.pop(key, None)
         while len(self._made) > MOST_MADE:
             del self._made[next(iter(self._made))]
 

@@ -9,6 +9,7 @@ On the worker's one thread, but for what the store and the maker do on theirs.
 """
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from typing import Any
@@ -17,7 +18,7 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import NEVER, PromptFrame, StoredPrompt
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.fuse.request import PromptChunk
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
 from kvweave.hosts.vllm.identity import ModelIdentity
@@ -48,6 +49,7 @@ class WorkerHalf:
         self._turns = Turns()
         self._maker = ChunkMaker(self._encode)
         self._encoders: OrderedDict[tuple[tuple[int, ...], str], ChunkEncoder] = OrderedDict()
+        self._encoders_lock = threading.Lock()  # the maker's thread asks for them too
         self._buffer: SequenceKV | None = None
         self._report = StepReport()
         self._failed_blocks: set[int] = set()
@@ -123,6 +125,11 @@ class WorkerHalf:
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
             _, record = stored.prefill(self._decoder, frame, kv, wish.ratio)
         self._write(order, kv)
+        lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
+        for part in parts:
+            if part.start in lost:
+                name = names.exact_key if wish.stands_in_front(part) else names.key
+                self._report.lost.append(name(ids[part.start : part.end]))
         return record
 
     def _exact(self, order: FuseOrder, encoder: ChunkEncoder) -> tuple[Prefix, int]:
@@ -160,22 +167,19 @@ class WorkerHalf:
 
     def _encoder(self, preamble_ids: tuple[int, ...], tenant: str) -> ChunkEncoder:
         """One that was used lately, or another that has computed nothing yet."""
-        key = (preamble_ids, tenant)
-        if key in self._encoders:
-            self._encoders.move_to_end(key)
-            return self._encoders[key]
-        identity = self._identity
-        made = ChunkEncoder(
-            self._decoder,
-            self._store,
-            identity.names(preamble_ids, tenant).context,
-            identity.preparation,
-            identity.texts,
-            run_alone=self._turns.run,
-        )
-        self._encoders[key] = made
-        while len(self._encoders) > KEPT_ENCODERS:
-            self._encoders.popitem(last=False)
+        key, identity = (preamble_ids, tenant), self._identity
+        with self._encoders_lock:
+            made = self._encoders.pop(key, None) or ChunkEncoder(
+                self._decoder,
+                self._store,
+                identity.names(preamble_ids, tenant).context,
+                identity.preparation,
+                identity.texts,
+                run_alone=self._turns.run,
+            )
+            self._encoders[key] = made
+            while len(self._encoders) > KEPT_ENCODERS:
+                self._encoders.popitem(last=False)
         return made
 
 
@@ -190,9 +194,14 @@ def _all_of(order: FuseOrder) -> EncodeOrder:
     return EncodeOrder(0, ids[: wish.preamble], wish.tenant, tuple(front), tuple(behind))
 
 
+def _is_lost(chunk: ChunkRecord) -> bool:
+    """Whether its bytes were wanted and did not come."""
+    return chunk.why not in (None, GAP, HAD)
+
+
 def _told(record: FuseRecord, took_ms: float) -> dict[str, Any]:
     """What a reply says of a fused prompt."""
-    lost = [chunk.why for chunk in record.chunks if chunk.why not in (None, GAP, HAD)]
+    lost = [chunk.why for chunk in record.chunks if _is_lost(chunk)]
     told: dict[str, Any] = {
         "reuse": record.strategy,
         "ratio": record.ratio,

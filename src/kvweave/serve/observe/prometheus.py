@@ -113,11 +113,7 @@ class ServerMetrics:
         self._left_out.inc(note.left_out)
         if note.ordered_by != "given":
             self._ordered.labels(note.ordered_by).inc()
-        sources = ("exact", "reused", "recomputed", "computed")
-        counts = {source: told[source] for source in sources if isinstance(told.get(source), int)}
-        if not counts:
-            cached = note.cached_tokens or 0
-            counts = {"exact": cached, "computed": answer.prompt_tokens - cached}
+        counts = note.tokens(answer.prompt_tokens) or {"unknown": answer.prompt_tokens}
         for source, count in counts.items():
             self._prompt.labels(source).inc(count)
 

@@ -5,7 +5,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from kvweave import __version__
-from kvweave.app.dial import DIAL, offered_ways
+from kvweave.app.dial import offered_dial, offered_ways
 from kvweave.app.libraries.libraries import (
     ENDINGS,
     IngestProgress,
@@ -31,6 +31,7 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
 
     @routes.get("/info")
     async def info(request: Request) -> InfoOut:
+        ways = offered_ways(weave)
         return InfoOut(
             model=weave.model_name,
             context=weave.max_context,
@@ -40,8 +41,9 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
             kept_answers=context.page.kept_answers,
             conversations=has_keys and context.page.conversations is not None,
             tenant=tenant_of(request.scope),
-            dial=[DialOut.model_validate(position._asdict()) for position in DIAL],
-            strategies=[WayOut(name=name, ratio=ratio) for name, ratio in offered_ways(weave)],
+            dial=[DialOut.model_validate(each._asdict()) for each in offered_dial(ways)],
+            strategies=[WayOut(name=name, ratio=ratio) for name, ratio in ways],
+            engine=context.local is not None,
             k=TOP_K,
             formats=list(ENDINGS),
         )

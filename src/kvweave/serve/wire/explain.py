@@ -130,11 +130,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
 def _routed(answer: Answer, note: UpstreamNote, queue_s: float) -> Explain:
     """Of an answer that came through a gateway: what the upstream says, no more."""
     told, num_tokens = note.told, answer.prompt_tokens
-    states = ("exact", "reused", "recomputed", "computed")
-    tokens = {state: int(told[state]) for state in states if isinstance(told.get(state), int)}
-    why = told.get("why")
-    if not tokens and note.cached_tokens is not None:
-        tokens = {"exact": note.cached_tokens, "computed": num_tokens - note.cached_tokens}
+    tokens, why = note.tokens(num_tokens), told.get("why")
     if not tokens:
         why = "the upstream does not say what it had to compute"
     computed = tokens.get("computed", num_tokens) + tokens.get("recomputed", 0)

@@ -33,6 +33,7 @@ class InfoOut(Outgoing):
     tenant: str  # whose key it is; "": of none
     dial: list[DialOut]
     strategies: list[WayOut]  # what can be compared
+    engine: bool  # is in this process, and can be looked at; false: this is a gateway
     k: int  # chunks in front of a question, where none is said
     formats: list[str]  # endings of files that uploads take
 

@@ -14,9 +14,10 @@ class SourceOut(Outgoing):
     title: str
     chunk: str  # id
     score: float | None  # of the search; null: the request brought it
-    span: tuple[int, int]  # its tokens in the prompt, [start, end)
-    tier: str | None  # where its KV came from; null: it was computed
-    fate: Literal["exact", "reused", "computed"]  # of a reused one some may be recomputed
+    span: tuple[int, int] | None  # its tokens in the prompt, [start, end); null: not known
+    tier: str | None  # where its KV came from; null: it was computed, or an upstream knows
+    # of a reused one some may be recomputed; null: through a gateway, an upstream knows
+    fate: Literal["exact", "reused", "computed"] | None
 
 
 def sources_out(sources: tuple[AnswerSource, ...]) -> list[SourceOut]:

@@ -3,6 +3,7 @@ import { html, useEffect, useRef, useState } from "../html.js";
 import { count, ms, percent, times } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
+import { info } from "../session.js";
 import { Copy } from "./copy.js";
 import { Icon } from "./icons.js";
 import { TokensBar } from "./tokens_bar.js";
@@ -54,7 +55,7 @@ export function AnswerMessage({ message, busy, retry, open }) {
     ${!running && html`<div class="actions">${content && html`<${Copy} text=${content} />`}
       <button class="bare small" disabled=${busy} onClick=${retry}>
         <${Icon} name="retry" />Retry</button>
-      ${meta.answer && meta.state === "done" && html`<a class="button bare small"
+      ${meta.answer && meta.state === "done" && info.get()?.kept_answers > 0 && html`<a class="button bare small"
         href=${link("answer", meta.answer)}><${Icon} name="details" />Details</a>`}</div>`}
   </article>`;
 }
@@ -80,10 +81,11 @@ function Ending({ meta, content, retry, busy }) {
 function Sources({ sources, open }) {
   return html`<ol class="plain sources" aria-label="Sources">
     ${sources.map((source) => html`<li><button class="source" onClick=${() => open(source)}
-    title=${`${source.title} · score ${score(source)} · ${source.fate}${source.tier
-    ? ` from ${source.tier}` : ""}`}>
-    <span class=${`dot ${source.fate}`}></span><span class="num">${source.cited_as}</span>
-      <span class="cut">${source.title || "Untitled"}</span><span class="sr">, ${source.fate}
+    title=${`${source.title} · score ${score(source)}${source.fate ? ` · ${source.fate}` : ""}${
+    source.tier ? ` from ${source.tier}` : ""}`}>
+    <span class=${`dot ${source.fate ?? ""}`}></span><span class="num">${source.cited_as}</span>
+      <span class="cut">${source.title || "Untitled"}</span><span class="sr">${source.fate
+    ? `, ${source.fate}` : ""}
       </span></button></li>`)}</ol>`;
 }
 

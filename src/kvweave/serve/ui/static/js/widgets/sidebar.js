@@ -13,15 +13,18 @@ const PLACES = [
   ["chat", "Chat"], ["compare", "Compare"], ["documents", "Documents"], ["cache", "Cache"],
     ["quality", "Quality"], ["system", "System"],
 ];
+const OF_ENGINES = ["compare", "cache", "quality", "system"]; // a gateway has none to look at
 const THEMES = [["system", "screen", "As the system"], ["light", "sun", "Light"],
   ["dark", "moon", "Dark"]];
 
 export function Sidebar({ page, current, close }) {
+  const places = useStore(info)?.engine ? PLACES : PLACES.filter(
+    ([name]) => !OF_ENGINES.includes(name));
   return html`<aside id="sidebar" class="sidebar" aria-label="Navigation and conversations">
     <a class="brand" href=${link("chat")} onClick=${close}>
       <img src="ui/icon.svg" width="28" height="28" alt="" />
       <span class="brand-word">kvweave</span></a>
-    <nav aria-label="Pages"><ul class="plain">${PLACES.map(([name, words]) => html`<li>
+    <nav aria-label="Pages"><ul class="plain">${places.map(([name, words]) => html`<li>
       <a href=${link(name)} aria-current=${(page === "answer" ? "chat" : page) === name ? "page"
         : undefined} onClick=${close}><${Icon} name=${name} />${words}</a></li>`)}</ul></nav>
     <${Conversations} page=${page} current=${current} close=${close} />
