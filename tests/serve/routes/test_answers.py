@@ -175,6 +175,21 @@ def test_a_tenant_sees_its_own_answers_alone(guarded: str) -> None:
         assert get(f"{path}/{reply['id']}", key).status_code == 404
 
 
+def test_a_tenants_answer_from_a_deleted_document_is_no_longer_told(guarded: str) -> None:
+    headers = {"Authorization": "Bearer sk-acme-1"}
+    base = f"{guarded}/v1/kb/gone/documents"
+    note = {"title": "Secret", "text": "The merger with Umbra closes on the ninth of May."}
+    assert httpx.post(base, json=note, headers=headers, timeout=60).status_code == 200
+    reply = ask(guarded, "When is the merger?", key="sk-acme-1", kb="gone")
+    path = f"{guarded}/v1/answers/{reply['id']}"
+    assert get(path, "sk-acme-1").status_code == 200
+    document = reply["sources"][0]["document"]
+    httpx.delete(f"{base}/{document}", headers=headers, timeout=60).raise_for_status()
+    assert get(path, "sk-acme-1").status_code == 404
+    listed = get(f"{guarded}/v1/answers", "sk-acme-1").json()["answers"]
+    assert reply["id"] not in {a["id"] for a in listed}
+
+
 def test_only_the_last_ones_are_kept(guarded: str) -> None:
     ids = [ask(guarded, f"Number {i}?", key="sk-other")["id"] for i in range(3)]
     listed = get(f"{guarded}/v1/answers", "sk-other").json()["answers"]

@@ -8,15 +8,19 @@ deleted since is no longer given: its prompt would show the text.
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvweave.app.answer.answer_stream import Answer
-from kvweave.app.library.kv_maker import IsGone
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.errors import RequestError
+from kvweave.types import ChunkId
 
 KEPT = 64  # of one tenant
 TENANTS = 16  # that may have so many at a time; beyond that, whose last answer is oldest has fewer
+
+# whether a chunk that a tenant found then was deleted since
+IsGoneFor = Callable[[ChunkId, int, str], bool]
 
 
 class NoSuchAnswer(RequestError):
@@ -41,7 +45,7 @@ class KeptAnswer:
 class KeptAnswers:
     """See the module. Any thread; nothing here waits."""
 
-    def __init__(self, most: int, is_gone: IsGone) -> None:
+    def __init__(self, most: int, is_gone: IsGoneFor) -> None:
         """`most` of each tenant; 0 keeps none."""
         self._most = most
         self._is_gone = is_gone
@@ -109,4 +113,4 @@ class KeptAnswers:
             return False
         prompt, as_of = trace.prompt, trace.prompt.as_of
         parts = (*prompt.history, *prompt.chunks)
-        return any(self._is_gone(make_chunk_id(ids), as_of) for ids in parts)
+        return any(self._is_gone(make_chunk_id(ids), as_of, prompt.tenant) for ids in parts)
