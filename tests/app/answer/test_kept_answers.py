@@ -9,7 +9,7 @@ from kvweave.text.prompt import plain_prompt
 
 
 def test_what_a_comparison_watched_is_not_kept() -> None:
-    """A float per word of the vocabulary and token: 64 answers of each tenant would be gigabytes."""
+    """A float per word and token: 64 answers of each tenant would be gigabytes."""
     watched = WatchedTokens((1,), (torch.zeros(151_936),))
     trace = AnswerTrace("Why?", plain_prompt((1, 2, 3)), 0.0, 0.1, 0.2, None, ())
     answer = Answer("So.", "stop", 3, 1, 100.0, 200.0, watched=watched, trace=trace)
