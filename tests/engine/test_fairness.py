@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.fair_ranks import FairRanks
+from kvweave.engine.fair_ranks import FairRanks, share_of
 from kvweave.engine.scheduler import Progress, Scheduler
 
 CFG = EngineConfig(page_tokens=4, max_running=4, step_rows=8, alone_rows=16, background_rows=3)
@@ -191,3 +191,8 @@ def test_one_that_was_away_gains_nothing_by_it() -> None:
         ranks.began(ranks.rank("busy", 10))
     late = [ranks.rank("late", 10) for _ in range(3)]
     assert late == [90.0, 100.0, 110.0], "from where the other is now, not from the beginning"
+
+
+def test_names_that_a_client_invents_are_one_share() -> None:
+    assert [share_of(n) for n in ("acme", "acme/x", "acme/y/z")] == ["acme"] * 3
+    assert [share_of(n) for n in ("", "/x", "/y")] == ["", "/x", "/y"]

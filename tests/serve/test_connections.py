@@ -130,6 +130,8 @@ def test_a_tenant_has_no_more_than_its_quota(weave: Weave, tmp_path: Path) -> No
             assert refused.status_code == 403
             assert refused.json()["error"]["code"] == "quota_exceeded"
             assert words in refused.json()["error"]["message"]
+        sample = httpx.post(f"{url}/v1/demo", headers=one, timeout=60)
+        assert sample.status_code == 403, "the sample is an upload too"
         assert upload("a", two).status_code == 200, "a quota is each tenant's own"
         body = {"messages": user("hi"), "max_tokens": 1, "n": 3}
         many = httpx.post(f"{url}/v1/chat/completions", json=body, headers=one, timeout=60)

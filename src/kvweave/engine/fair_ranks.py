@@ -10,6 +10,13 @@ tenant it is the order of arrival. (Start-time fair queueing.)
 MOST = 1024  # tenants that are remembered before those without requests are forgotten
 
 
+def share_of(namespace: str) -> str:
+    """Whose share a request counts against. A client may name tenants of its own behind the one
+    whose key it has (`acme/x`, see `KVTransfer`): those are one, or each name would be another
+    share. A gateway without a tenant (`/x`) speaks for tenants that are strangers to each other."""
+    return namespace.partition("/")[0] or namespace
+
+
 class FairRanks:
     """For the engine thread."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kvweave.engine.fair_ranks import share_of
 from kvweave.engine.fused_step import (
     ChunkLoader,
     LoadedPrompt,
@@ -97,9 +98,10 @@ class Lifecycle:
         ids = request.prompt_ids
         self._arrivals += 1
         own_step = request.fused is not None
+        share = share_of(request.namespace)
         rank: float = self._arrivals  # in the background all wait in one line
         if not request.background:
-            rank = self._scheduler.ranks.rank(request.namespace, len(ids))
+            rank = self._scheduler.ranks.rank(share, len(ids))
         sequence = EngineSequence(
             progress=Progress(
                 rank,
@@ -107,7 +109,7 @@ class Lifecycle:
                 ticket.is_held,
                 own_step=own_step,
                 background=request.background,
-                tenant=request.namespace,
+                tenant=share,
             ),
             request=request,
             ticket=ticket,

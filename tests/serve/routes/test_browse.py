@@ -250,3 +250,22 @@ def test_a_tenant_looks_at_and_deletes_its_own_alone(guarded: str) -> None:
     assert gone.status_code == 200
     assert get(guarded, "notes/documents", "sk-acme-1").status_code == 404
     assert len(get(guarded, "notes/documents", "sk-other").json()["data"]) == 1
+
+
+def test_exact_kv_of_a_deleted_knowledge_base_goes_with_its_tenant_alone(guarded: str) -> None:
+    text = "The bridge over the Liss opens to carts in the week behind the harvest."
+
+    def state(key: str) -> set[str]:
+        body = {"messages": user("bridge?"), "kb": "bridges", "reuse": "prefix", **GREEDY}
+        chat, own = f"{guarded}/v1/chat/completions", bearer(key)
+        reply = httpx.post(chat, json={**body, "explain": True}, headers=own, timeout=60).json()
+        return {chunk["state"] for chunk in reply["explain"]["chunks"]}
+
+    for key in ("sk-nobody", "sk-acme-1"):
+        upload(guarded, "bridges", "Bridge", text, kv=False, key=key)
+        assert (state(key), state(key)) == ({"computed"}, {"exact"})
+    gone = httpx.delete(f"{guarded}/v1/kb/bridges", headers=bearer("sk-acme-1"), timeout=60)
+    assert gone.status_code == 200
+    upload(guarded, "bridges", "Bridge", text, kv=False, key="sk-acme-1")
+    assert state("sk-acme-1") == {"computed"}, "nothing is left of what was deleted"
+    assert state("sk-nobody") == {"exact"}, "what one deletes is there for another"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvweave.app.answer.answer_stream import Answer
 from kvweave.corpus.chunker import make_chunk_id
@@ -20,6 +20,9 @@ from kvweave.types import ChunkId
 IsGoneFor = Callable[[ChunkId, int, str], bool]
 KEPT = 64  # of one tenant
 TENANTS = 16  # that may have so many at a time; beyond that, whose last answer is oldest has fewer
+
+# whether a chunk that a tenant found then was deleted since
+IsGoneFor = Callable[[ChunkId, int, str], bool]
 
 
 class NoSuchAnswer(RequestError):
@@ -54,6 +57,8 @@ class KeptAnswers:
     def add(self, tenant: str, kept: KeptAnswer) -> None:
         if not self._most or kept.answer.trace is None:
             return
+        # a float per word of the vocabulary for each watched token: megabytes, read by nobody here
+        kept = replace(kept, answer=replace(kept.answer, watched=None))
         with self._lock:
             own = self._by_tenant.setdefault(tenant, OrderedDict())
             own[kept.id] = kept

@@ -197,7 +197,7 @@ class Library:
         """Remove every document, and all chunk KV. False: a remote tier could not be told; it is,
         once it answers, while this knowledge base is open."""
         ids = [document.id for document in self.kb.documents()]
-        sync = self.kv.sync(SyncJob(forgotten=self._client.forget))
+        sync = self.kv.sync(SyncJob(forgotten=self._forget))
         remove_documents(self.kb, ids, sync)
         self.store.clear()  # what requests brought, and what was stored behind other preambles
         return not sync.is_owing

@@ -1,5 +1,6 @@
 """GET /v1/info, and the sample corpus: GET and POST /v1/demo."""
 
+import asyncio
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -15,9 +16,10 @@ from kvweave.app.libraries.libraries import (
 )
 from kvweave.app.libraries.sample import NAME, sample_documents, sample_questions
 from kvweave.app.question import TOP_K
-from kvweave.serve.auth import tenant_of
+from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
+from kvweave.serve.routes.kb import refuse_over_quota
 from kvweave.serve.uploads.ingest_job import IngestJob
 from kvweave.serve.wire.info import DemoLoaded, DemoOut, DialOut, InfoOut, WayOut
 from kvweave.serve.wire.kb import report_out
@@ -63,8 +65,9 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
         if libraries.config.root is None and NAME not in libraries.names(tenant):
             message = f"no knowledge base {NAME!r} here, and none can be made without --kb-root"
             raise ApiError(404, message)
+        await asyncio.to_thread(refuse_over_quota, context, tenant, NAME)
         ingest = partial(_ingest, context, tenant)
-        admission = context.writing.admit()
+        admission = context.writing.admit(client_of(request.scope))
         work = IngestJob(admission, ingest, lambda: None, turn=(tenant, NAME))
         if "text/event-stream" in request.headers.get("accept", ""):
             return EventStream(as_events(work.events(), HEARTBEAT_S), on_close=lambda: None)

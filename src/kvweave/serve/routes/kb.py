@@ -69,7 +69,7 @@ def kb_routes(context: Context) -> APIRouter:
             message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
             raise ApiError(404, message)
         check_name(name)
-        await asyncio.to_thread(_refuse_over_quota, context, tenant, name)
+        await asyncio.to_thread(refuse_over_quota, context, tenant, name)
         # before anything of the body is read
         admission = context.writing.admit(client_of(request.scope))
         try:
@@ -122,7 +122,7 @@ def kb_routes(context: Context) -> APIRouter:
     return routes
 
 
-def _refuse_over_quota(context: Context, tenant: str, name: str) -> None:
+def refuse_over_quota(context: Context, tenant: str, name: str) -> None:
     """Raises a 403 for an upload of a tenant that has all it may have."""
     limits, libraries = context.limits, context.libraries
     if limits.tenant_kbs is not None:
