@@ -44,7 +44,8 @@ WAYS: dict[str, Mapping[str, Any] | None] = {
     "prefix": None,
     "fused_0": {"reuse": "reuse"},
     "fused_15": {"reuse": "weave", "ratio": 0.15},
-    "fused_100": {"reuse": "weave", "ratio": 1.0},
+    # left to itself the connector hands a prompt that is computed as a whole to vLLM
+    "fused_100": {"reuse": "weave", "ratio": 1.0, "missing": "encode"},
     "repeat": None,
 }
 QUESTIONS = [
