@@ -21,9 +21,6 @@ IsGoneFor = Callable[[ChunkId, int, str], bool]
 KEPT = 64  # of one tenant
 TENANTS = 16  # that may have so many at a time; beyond that, whose last answer is oldest has fewer
 
-# whether a chunk that a tenant found then was deleted since
-IsGoneFor = Callable[[ChunkId, int, str], bool]
-
 
 class NoSuchAnswer(RequestError):
     """It is not kept, or no longer."""
