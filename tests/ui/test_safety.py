@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from kvweave.serve.auth import parse_keys
+from kvweave.serve.ui.config import PageConfig
 from worlds.browsing import Visiting
 from worlds.serving import KbServer, make_libraries, serving
 
@@ -187,4 +188,27 @@ def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
         page.get_by_role("button", name="Sign out").click()
         expect(page.get_by_role("heading", name="Sign in to kvweave")).to_be_visible()
         assert page.evaluate("sessionStorage.getItem('kvweave.key')") is None
+    libraries.close()
+
+
+def test_who_signs_in_behind_another_tenant_sees_nothing_of_it(
+    visit: Visiting, tiny: KbServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    keys = parse_keys(["sk-first-one:acme", "sk-second-one:other"])
+    libraries = make_libraries(tiny.weave, tmp_path_factory.mktemp("shared"))
+    config = PageConfig(conversations=tmp_path_factory.mktemp("said"))
+    said = {"title": "The merger with Umbra", "messages": [], "updated": 1.0}
+    with serving(tiny.weave, libraries=libraries, keys=keys, page=config) as url, visit(url) as v:
+        own = {"Authorization": "Bearer sk-first-one"}
+        httpx.put(f"{url}/v1/conversations/one", json=said, headers=own).raise_for_status()
+        page = v.go()
+        page.get_by_label("API key").fill("sk-first-one")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_text("The merger with Umbra")).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        page.get_by_label("API key").fill("sk-second-one")
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+        page.wait_for_load_state("networkidle")
+        expect(page.get_by_text("The merger with Umbra")).to_have_count(0)
     libraries.close()

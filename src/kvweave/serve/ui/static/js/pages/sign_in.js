@@ -1,7 +1,7 @@
 // The server has API keys: ask for one. It is kept in this tab's session storage and nowhere else.
 import { html, useState } from "../html.js";
 import { greet } from "../api.js";
-import { connection, key } from "../session.js";
+import { connection, info, key } from "../session.js";
 import { Icon } from "../widgets/icons.js";
 
 export function SignIn() {
@@ -13,8 +13,11 @@ export function SignIn() {
     setBusy(true);
     setError(null);
     key.set(typed.trim());
+    const before = info.get()?.tenant;
     try {
       await greet();
+      // what another tenant had open here is not for this one, nor to be saved as this one's
+      if (before !== undefined && before !== info.get().tenant) location.reload();
     } catch (failed) {
       key.set(null);
       connection.set("unauthorised");
