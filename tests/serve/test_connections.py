@@ -69,7 +69,10 @@ def test_a_head_that_comes_letter_by_letter_is_not_waited_for(small: str) -> Non
 def test_a_second_head_is_not_waited_for_either(small: str) -> None:
     with connect(small) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        reply = connection.recv(65536)
+        while not reply.endswith(b"}"):  # its body may come by itself
+            reply += connection.recv(65536)
+        assert reply.startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /heal")
         assert is_closed_within(connection, 10.0)
 

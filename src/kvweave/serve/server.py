@@ -114,7 +114,10 @@ class Server(uvicorn.Server):
         if self._loop is None or self._life.lame_s <= 0:
             self.should_exit = True
         else:
-            self._loop.call_soon_threadsafe(self._loop.call_later, self._life.lame_s, self._exit)
+            with suppress(RuntimeError):  # it has stopped by itself meanwhile
+                self._loop.call_soon_threadsafe(
+                    self._loop.call_later, self._life.lame_s, self._exit
+                )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal. The second one does not wait."""

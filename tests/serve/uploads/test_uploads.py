@@ -186,7 +186,7 @@ def test_uploads_that_wait_are_on_the_disk_and_not_in_memory(weave: Weave, tmp_p
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    limits = Limits(tasks=1, waiting_tasks=many, upload_bytes=2 * size)
+    limits = Limits(tasks=1, waiting_tasks=2 * many, upload_bytes=2 * size)
     with holding(weave, tmp_path, limits) as held, ThreadPoolExecutor(many + 1) as clients:
         assert upload() == 400  # no parser: nothing is taken in
         held.embedder.go_on.clear()
