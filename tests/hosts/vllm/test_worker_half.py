@@ -3,12 +3,13 @@
 kvweave's own decoder stands in for vLLM's modules; what is computed is the same.
 """
 
-import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,19 +188,23 @@ def test_what_the_store_has_lost_is_reported_by_its_key(
 def test_encoders_are_had_from_two_threads(
     worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Slow(OrderedDict[Any, Any]):
+        """Another thread has its turn after every look."""
+
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            time.sleep(0.001)
+            return found
+
     monkeypatch.setattr("kvweave.hosts.vllm.worker_half.KEPT_ENCODERS", 1)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    monkeypatch.setattr(worker, "_encoders", Slow())
 
     def have(number: int) -> None:
-        for turn in range(300):
-            worker._encoder((turn % 2,), str(number % 2))
+        for _ in range(100):
+            worker._encoder((0,), str(number))
 
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(have, range(4)))
-    finally:
-        sys.setswitchinterval(before)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(have, range(4)))
     assert len(worker._encoders) == 1
 
 
