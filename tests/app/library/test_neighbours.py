@@ -718,7 +718,6 @@ def test_the_command_line_encodes_asks_refreshes_and_removes(
     assert asked.code == 0, asked.err
     explain = json.loads(asked.out)["explain"]
     assert explain["encoding"] == f"neighbours:{SIZE}"
-    # in front it is computed: a process that ends with its answer makes no isolated KV
     assert [chunk["state"] for chunk in explain["chunks"]] == ["computed", *["reused"] * 3]
     assert run(*ingest, "--kv", "--refresh-neighbours").code == 0  # the encoding is remembered
     removed = run("docs", "rm", docs / "evict.txt", *where)
@@ -730,4 +729,6 @@ def test_the_command_line_encodes_asks_refreshes_and_removes(
     assert run(*ingest, "--kv").code == 0
     asked = run(*ask, "--reuse", "reuse", "--json", "--chunks", "4")
     states = [chunk["state"] for chunk in json.loads(asked.out)["explain"]["chunks"]]
-    assert states == ["computed", *["reused"] * 3]
+    # exact where an earlier process made isolated KV of the chunk in front before it ended
+    assert states[0] in {"computed", "exact"}
+    assert states[1:] == ["reused"] * 3
