@@ -114,9 +114,7 @@ class Question:
             raise RequestError(
                 f"bound {self.bound:g} is no number of nats from 0 on; give one such as 0.02"
             )
-        if self.order is not None and self.order not in list(OrderPermission):
-            known = ", ".join(OrderPermission)
-            raise RequestError(f"order {self.order!r} is unknown; known: {known}")
+        check_order(self.order)
         if self.speculate not in (None, *get_args(SpeculationMode)):
             known = ", ".join(get_args(SpeculationMode))
             raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
@@ -145,13 +143,16 @@ class Question:
         """Nats per token that reuse may cost."""
         return BOUND if self.bound is None else self.bound
 
-    def filled(self, usual: "QuestionDefaults") -> "Question":
-        """The same, with what it leaves open as is usual."""
+    def filled(self, usual: "QuestionDefaults", kb_order: str | None = None) -> "Question":
+        """The same, with what it leaves open as is usual: in its knowledge base (`kb_order`), or
+        else as configured."""
         reuse, ratio = self.reuse, self.ratio
         if reuse is None and ratio is None:
             reuse, ratio = usual.reuse, usual.ratio
         bound = usual.bound if self.bound is None else self.bound
-        order = usual.order if self.order is None else self.order
+        order = next(o for o in (self.order, kb_order, usual.order) if o is not None)
+        if self.order is None and reuse == "full":  # which gains nothing by another order
+            order = OrderPermission.AS_FOUND
         return replace(
             self,
             reuse=reuse,
@@ -180,6 +181,12 @@ class QuestionDefaults:
         quality, sampling = config.quality, given(config.sampling)
         reuse, ratio = parse_reuse(quality.reuse)
         return cls(reuse, ratio, quality.bound, quality.order, config.library.k, sampling)
+
+
+def check_order(order: str | None) -> None:
+    """Raises RequestError where this is no OrderPermission."""
+    if order is not None and order not in list(OrderPermission):
+        raise RequestError(f"order {order!r} is unknown; known: {', '.join(OrderPermission)}")
 
 
 def parse_reuse(text: str | None) -> tuple[str | None, float | None]:

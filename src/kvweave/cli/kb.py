@@ -1,4 +1,4 @@
-"""`kvweave kb`: check, back up, restore and remove whole knowledge bases."""
+"""`kvweave kb`: check, back up, restore, change and remove whole knowledge bases."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from kvweave.errors import CorpusError
 
 @click.group()
 def command() -> None:
-    """Check, back up, restore and remove knowledge bases."""
+    """Check, back up, restore, change and remove knowledge bases."""
 
 
 @command.command("check")
@@ -74,6 +74,25 @@ def restore_command(file: Path, kb_folder: Path, as_json: bool) -> None:
         click.echo(json.dumps({"folder": str(kb_folder), **done._asdict()}))
         return
     click.echo(f"{done.num_documents:,} documents, {done.num_chunks:,} chunks in {kb_folder}")
+
+
+@command.command("set")
+@kb_option
+@click.option(
+    "--order",
+    required=True,
+    type=click.Choice(["as_found", "free", "auto", "configured"]),
+    help="Whether chunks may move, for questions that do not say it; configured: as anywhere else.",
+)
+def set_command(kb_folder: Path, order: str) -> None:
+    """Change what is usual for the questions to a knowledge base. A server that has it open sees it
+    when it opens it again; over HTTP: PATCH /v1/kb/NAME."""
+    from kvweave.corpus.knowledge_base import KnowledgeBase
+
+    check_knowledge_base(kb_folder)
+    with KnowledgeBase.open(kb_folder) as kb:
+        kb.set_order(None if order == "configured" else order)
+    click.echo(f"{kb_folder}: order {order}")
 
 
 @command.command("rm")

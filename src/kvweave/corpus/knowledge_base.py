@@ -102,6 +102,13 @@ class KnowledgeBase:
                 write_settings(folder, settings)
         return cls(folder, settings, tokenizer=tokenizer, embedder=embedder, api_key=api_key)
 
+    def set_order(self, order: str | None) -> None:
+        """Whether chunks may move in the prompts of questions that do not say it; None: as is
+        configured. Other processes see it when they open it again."""
+        with writer_lock(self.folder):
+            self.settings = replace(read_settings(self.folder) or self.settings, order=order)
+            write_settings(self.folder, self.settings)
+
     def close(self) -> None:
         self.catalogue.close()
 

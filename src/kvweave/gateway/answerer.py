@@ -96,7 +96,7 @@ class RoutedAnswerer:
     def answer(self, asked: Question, called_s: float) -> RoutedAnswer:
         """The answer to a question, searched for. Nothing is sent for it yet, but guesses."""
         usual = self._settings.usual
-        asked = asked.filled(usual)
+        asked = asked.filled(usual, None if self._kb is None else self._kb.settings.order)
         try:
             self.check_reuse(asked.reuse)
         except ConfigError as error:

@@ -272,7 +272,8 @@ class Answerer:
         texts += [d.title + d.text for d in _documents(asked.documents or ())]
         refuse_long(self._tokenizer, texts, self._max_context)
         sampling = asked.sampling or self.sampling.sampling()
-        return replace(asked.filled(self._settings.usual), sampling=sampling)
+        kb_order = None if self._library is None else self._library.kb.settings.order
+        return replace(asked.filled(self._settings.usual, kb_order), sampling=sampling)
 
     def _catch_up(self) -> None:
         """Other processes may have removed documents."""

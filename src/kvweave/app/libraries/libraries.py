@@ -30,7 +30,7 @@ from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, QuestionDefaults
+from kvweave.app.question import AskOptions, QuestionDefaults, check_order
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -105,6 +105,7 @@ class LibraryStatus(NamedTuple):
     totals: Totals
     kv: KVProgress
     problem: str | None = None  # what is wrong with it, in words that name no path
+    order: str | None = None  # of chunks, for questions that do not say it
 
 
 class LibraryKey(NamedTuple):
@@ -332,7 +333,10 @@ class Libraries:
         """Counts of a knowledge base, how far its chunk KV is, and what is wrong with it, if it
         cannot be opened. Never raises for that: others are asked about in the same breath."""
         try:
-            return LibraryStatus(self.totals(tenant, name), self.kv_progress(tenant, name))
+            totals, kv = self.totals(tenant, name), self.kv_progress(tenant, name)
+            folder = self._folder(LibraryKey(tenant, check_name(name)))
+            settings = None if folder is None else read_settings(folder)
+            return LibraryStatus(totals, kv, order=settings.order if settings else None)
         except (CorpusError, sqlite3.Error, OSError) as error:
             log.warning("knowledge base %r cannot be looked into: %s", name, error)
             progress = KVProgress("failed", 0, 0, 0, why="the knowledge base cannot be opened")
@@ -381,6 +385,13 @@ class Libraries:
             if not any(d.id == document_id for d in weave.kb.documents()):
                 raise NoSuchKnowledgeBase(f"{name!r} has no document {document_id!r}")
             return weave.remove(document_id)
+
+    def set_order(self, tenant: str, name: str, order: str | None) -> None:
+        """Whether chunks may move in its prompts, for questions that do not say it; None: as is
+        configured."""
+        check_order(order)
+        with self._writer(tenant, name) as weave:
+            weave.kb.set_order(order)
 
     def delete(self, tenant: str, name: str) -> None:
         """Delete a knowledge base: documents, vectors, chunk KV in every tier, its folder. Waits a

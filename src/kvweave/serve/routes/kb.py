@@ -27,6 +27,7 @@ from kvweave.serve.wire.kb import (
     HitList,
     HitOut,
     IngestOut,
+    KnowledgeBaseChange,
     KnowledgeBaseList,
     KnowledgeBaseOut,
     KnowledgeBaseRemoved,
@@ -96,6 +97,20 @@ def kb_routes(context: Context) -> APIRouter:
         remove = partial(libraries.remove, tenant, name, document_id)
         removed = await context.writing.run(remove, turn=(tenant, name))
         return RemovedOut(id=document_id, chunks=removed)
+
+    @routes.patch("/{name}")
+    async def change_knowledge_base(
+        request: Request, body: KnowledgeBaseChange, name: str = Name
+    ) -> KnowledgeBaseOut:
+        """Change what is usual for its questions."""
+        tenant = tenant_of(request.scope)
+        order = None if body.order == "configured" else body.order
+        change = partial(libraries.set_order, tenant, name, order)
+        await context.writing.run(change, turn=(tenant, name), client=client_of(request.scope))
+        return await tasks.run(
+            partial(_one_knowledge_base, libraries, tenant, name),
+            client=client_of(request.scope),
+        )
 
     @routes.delete("/{name}")
     async def delete_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseRemoved:
@@ -177,6 +192,7 @@ def _knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBa
         tokens=status.totals.num_tokens,
         kv=kv_out(status.kv),
         problem=status.problem,
+        order=status.order,
     )
 
 

@@ -5,6 +5,8 @@ from typing import Literal
 from kvweave.app.libraries.libraries import IngestProgress, IngestReport, KVProgress
 from kvweave.serve.wire.base import Incoming, Outgoing, Text
 
+OrderName = Literal["as_found", "free", "auto"]
+
 
 class TextIn(Incoming):
     """The JSON body of POST /v1/kb/{name}/documents."""
@@ -40,6 +42,14 @@ class KnowledgeBaseOut(Outgoing):
     tokens: int  # of distinct chunks
     kv: KVOut
     problem: str | None = None  # it cannot be used: what is wrong; its counts are 0 then
+    # whether chunks may move in the prompts of questions that do not say it; None: as configured
+    order: str | None = None
+
+
+class KnowledgeBaseChange(Incoming):
+    """What may be changed of a knowledge base."""
+
+    order: OrderName | Literal["configured"]
 
 
 class KnowledgeBaseList(Outgoing):
