@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LLAMACPP := .venv-llamacpp
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# modules are compiled when they are first imported: most of what torch brings never is
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 PORT ?= 8321
 MODEL ?=
 
