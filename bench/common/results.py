@@ -69,17 +69,19 @@ def write_results(results: Mapping[str, Any], out: Path) -> None:
 
 
 def _run_text(run: Mapping[str, Any]) -> str:
-    fields = []
-    for name, value in run.items():
-        text = json.dumps(value)
-        if isinstance(value, list) and len(text) > 200:
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-        elif isinstance(value, dict) and isinstance(value.get("rows"), list):
-            rows = ",\n   ".join(map(json.dumps, value["rows"]))
-            rest = json.dumps({**value, "rows": []}).replace('"rows": []', f'"rows": [\n   {rows}]')
-            text = rest if value["rows"] else text
-        fields.append(f" {json.dumps(name)}: {text}")
+    fields = [f" {json.dumps(name)}: {_value_text(value, '  ')}" for name, value in run.items()]
     return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _value_text(value: Any, indent: str) -> str:
+    text = json.dumps(value)
+    if isinstance(value, list) and len(text) > 200:
+        lines = map(json.dumps, value)
+        return f"[\n{indent}" + f",\n{indent}".join(lines) + f"\n{indent[:-1]}]"
+    if isinstance(value, dict) and "rows" in value and len(text) > 4000:  # a part of a bench
+        lines = (f"{json.dumps(k)}: {_value_text(v, indent + ' ')}" for k, v in value.items())
+        return f"{{\n{indent}" + f",\n{indent}".join(lines) + f"\n{indent[:-1]}}}"
+    return text
 
 
 def result_header(bench: str, device: str) -> dict[str, Any]:

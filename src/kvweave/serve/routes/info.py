@@ -52,7 +52,9 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
 
     @routes.get("/demo")
     async def demo(request: Request) -> DemoOut:
-        return await tasks.run(partial(_demo, libraries, tenant_of(request.scope)))
+        return await tasks.run(
+            partial(_demo, libraries, tenant_of(request.scope)), client=client_of(request.scope)
+        )
 
     @routes.post(
         "/demo",

@@ -48,12 +48,16 @@ def kb_routes(context: Context) -> APIRouter:
     @routes.get("")
     async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_knowledge_bases, libraries, tenant))
+        return await tasks.run(
+            partial(_knowledge_bases, libraries, tenant), client=client_of(request.scope)
+        )
 
     @routes.get("/{name}")
     async def get_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseOut:
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_one_knowledge_base, libraries, tenant, name))
+        return await tasks.run(
+            partial(_one_knowledge_base, libraries, tenant, name), client=client_of(request.scope)
+        )
 
     @routes.post(
         "/{name}/documents",
@@ -94,7 +98,9 @@ def kb_routes(context: Context) -> APIRouter:
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
         tenant = tenant_of(request.scope)
         remove = partial(libraries.remove, tenant, name, document_id)
-        removed = await context.writing.run(remove, turn=(tenant, name))
+        removed = await context.writing.run(
+            remove, turn=(tenant, name), client=client_of(request.scope)
+        )
         return RemovedOut(id=document_id, chunks=removed)
 
     @routes.delete("/{name}")
@@ -102,7 +108,9 @@ def kb_routes(context: Context) -> APIRouter:
         """Delete a knowledge base with all its documents and chunk KV."""
         tenant = tenant_of(request.scope)
         delete = partial(libraries.delete, tenant, name)
-        await context.writing.run(delete, turn=(tenant, name))
+        await context.writing.run(
+            delete, turn=(tenant, name), client=client_of(request.scope)
+        )
         context.kept.forget_kb(tenant, name)
         return KnowledgeBaseRemoved(name=name)
 
