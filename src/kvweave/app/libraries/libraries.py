@@ -382,6 +382,11 @@ class Libraries:
             return found
         return found._replace(state=made.state, why=made.why)
 
+    def catch_up(self, tenant: str, name: str) -> None:
+        """Hear of what other processes have removed from it; it is opened for that."""
+        with self.use(tenant, name) as weave:
+            weave.catch_up()
+
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""
         with self._writer(tenant, name) as weave:

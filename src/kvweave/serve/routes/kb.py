@@ -73,18 +73,18 @@ def kb_routes(context: Context) -> APIRouter:
             message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
             raise ApiError(404, message)
         check_name(name)
-        await asyncio.to_thread(refuse_over_quota, context, tenant, name)
-        # before anything of the body is read
-        admission = context.writing.admit(client_of(request.scope))
-        try:
-            with ExitStack() as spooled:
-                spool = spooled.enter_context(closing(Spool()))
-                sources = await uploads.read(request, spool)
-                ingest = partial(_ingest, context, tenant, name, sources, wait_for_kv)
-                work = IngestJob(admission, ingest, spool.close, turn=(tenant, name))
-                spooled.pop_all()  # from here on it goes when the work is over
-        finally:
-            admission.leave()
+        num_bytes = int(request.headers.get("content-length") or 0)
+        let_go = await asyncio.to_thread(context.quotas.hold, tenant, name, num_bytes)
+        with ExitStack() as held:
+            held.callback(let_go)
+            # before anything of the body is read
+            admission = context.writing.admit(client_of(request.scope))
+            held.callback(admission.leave)
+            spool = held.enter_context(closing(Spool()))
+            sources = await uploads.read(request, spool)
+            ingest = partial(_ingest, context, tenant, name, sources, wait_for_kv)
+            over = held.pop_all()  # from here on it goes when the work is over
+            work = IngestJob(admission, ingest, over.close, turn=(tenant, name))
         if "text/event-stream" in request.headers.get("accept", ""):
             events = as_events(work.events(), HEARTBEAT_S)
             return EventStream(events, on_close=lambda: None)
@@ -128,24 +128,6 @@ def kb_routes(context: Context) -> APIRouter:
         return await tasks.run(look, client=client_of(request.scope))
 
     return routes
-
-
-def refuse_over_quota(context: Context, tenant: str, name: str) -> None:
-    """Raises a 403 for an upload of a tenant that has all it may have."""
-    limits, libraries = context.limits, context.libraries
-    if limits.tenant_kbs is not None:
-        names = libraries.names(tenant)
-        if name not in names and len(names) >= limits.tenant_kbs:
-            raise _over_quota(f"you may have {limits.tenant_kbs} knowledge bases, and have them")
-    if limits.tenant_bytes is not None:
-        used = libraries.document_bytes(tenant)
-        if used >= limits.tenant_bytes:
-            most = limits.tenant_bytes / 2**20
-            raise _over_quota(f"your documents take {used / 2**20:,.1f} MiB of {most:,.1f} MiB")
-
-
-def _over_quota(what: str) -> ApiError:
-    return ApiError(403, f"{what}; delete some first", code="quota_exceeded")
 
 
 def _ingest(
