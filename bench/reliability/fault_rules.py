@@ -66,7 +66,8 @@ class Strikes:
         with self._lock:
             self._rule = None
             self._released.set()
-            return self._fired
+            fired, self._fired = self._fired, 0
+            return fired
 
     @property
     def fired(self) -> int:

@@ -169,7 +169,7 @@ class FaultServer:
             "k": k,
             "reuse": reuse,
             "explain": True,
-            "max_tokens": 8,
+            "max_tokens": 4,
             "temperature": 0,
             "logprobs": True,
             **more,

@@ -15,9 +15,9 @@ from common.files import REPO
 from reliability.fault_server import FaultServer, Reply
 
 LAYERS = 8
-HEADS, HEAD_DIM = 8, 128  # 8 KiB of KV per token and layer
+HEADS, HEAD_DIM = 4, 128  # 4 KiB of KV per token and layer
 BASE = 8  # documents that stay
-SPARES = 24  # that come and go
+SPARES = 10  # that come and go
 TOLERANCE = 0.02  # between two log probabilities of one token, computed in another batch
 K = 2  # chunks of a prompt: the first is exact where it is loaded, the second is not
 
@@ -93,10 +93,10 @@ def make_world(folder: Path, seed: int = 0) -> FaultWorld:
 
 
 def make_document(number: int, seed: int) -> Document:
-    """One chunk about four things that no other document is about."""
+    """One chunk about three things that no other document is about."""
     rng = random.Random(f"{seed} {number}")  # noqa: S311
-    own = TOPICS[4 * number : 4 * number + 4]
-    words = [w for n in range(14) for w in (own[n % 4], *rng.sample(COMMON, 2))]
+    own = TOPICS[3 * number : 3 * number + 3]
+    words = [w for n in range(14) for w in (own[n % 3], *rng.sample(COMMON, 2))]
     kind = "Base" if number < BASE else "Spare"
     text = " ".join(own) + ". " + " ".join(words) + "."
     return Document(f"{kind} {number}", text, " ".join(own) + "?")
