@@ -41,6 +41,7 @@ class Reply(NamedTuple):
     tiers: tuple[str | None, ...] = ()  # by chunk
     whys: tuple[str, ...] = ()
     error: str = ""
+    sources: tuple[str, ...] = ()  # titles of the documents it was made from
 
 
 class Ended(Exception):
@@ -197,6 +198,7 @@ class FaultServer:
             tuple(each["logprob"] for each in (choice["logprobs"] or {"content": []})["content"]),
             tuple(chunk["tier"] for chunk in chunks),
             tuple(chunk["why"] for chunk in chunks if chunk["why"]),
+            sources=tuple(each["title"] for each in found.get("sources", [])),
         )
 
     def upload(self, title: str, text: str, *, wait_for_kv: bool = True) -> Reply:

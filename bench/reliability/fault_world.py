@@ -99,7 +99,7 @@ def make_document(number: int, seed: int) -> Document:
     words = [w for n in range(14) for w in (own[n % 3], *rng.sample(COMMON, 2))]
     kind = "Base" if number < BASE else "Spare"
     text = " ".join(own) + ". " + " ".join(words) + "."
-    return Document(f"{kind} {number}", text, " ".join(own) + "?")
+    return Document(f"{kind} {number}", text, text[:140])  # as much as the embedder reads
 
 
 def learn_truths(world: FaultWorld, server: FaultServer) -> None:
@@ -116,6 +116,8 @@ def learn_truths(world: FaultWorld, server: FaultServer) -> None:
 
 def _truth(server: FaultServer, document: Document, k: int) -> Truth:
     full = must(server.ask(document.question, k, "full"))
+    if document.title not in full.sources:
+        raise RuntimeError(f"{document.title} is not found by its own words, but {full.sources}")
     return Truth(full, must(server.ask(document.question, k)))
 
 

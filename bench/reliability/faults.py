@@ -259,7 +259,7 @@ class Lane:
         row.fired = self.clear()
         cleared_s = time.monotonic()
         self._note(row, reply, "delete", None)
-        if asked.status == 200 and self.world.truths[document.title].judge(asked) != "wrong":
+        if asked.status == 200 and document.title in asked.sources:
             row.problems.append("a deleted document was answered from")
         if reply.status == 200 and document.title in self.server.documents():
             row.problems.append("the deleted document is still listed")
