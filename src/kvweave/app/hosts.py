@@ -96,6 +96,10 @@ class LibraryHost(Protocol):
         """Chunk KV that some lease holds. Does not block."""
         ...
 
+    def catch_up(self) -> None:
+        """Hear of what other processes have removed. Microseconds if there is nothing new."""
+        ...
+
     def is_at_rest(self) -> bool:
         """Nothing that was begun with it still holds its chunk KV."""
         ...

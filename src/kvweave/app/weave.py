@@ -459,6 +459,11 @@ class Weave:
         """Chunk KV of the open knowledge base that some lease holds."""
         return 0 if self._library is None else self._library.store.num_pinned()
 
+    def catch_up(self) -> None:
+        """Hear of what other processes have removed from the open knowledge base."""
+        if self._library is not None:
+            self._library.catch_up()
+
     def samples(self) -> Iterator[Sample]:
         """What the engine counts."""
         for name, value in self._runtime.client.stats().items():

@@ -44,7 +44,8 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests 
 MOST_FILES = 65_536  # that a process is allowed to open, if the system lets it
 OTHER_FILES = 512  # of those that are no connections: catalogues, tiers, indexes
 BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
-CLOSE_S = 10.0  # for closing in order then
+END_S = 30.0  # for all of it to end then
+CLOSE_S = 10.0  # and for closing in order, once nothing is served any more
 
 
 def _mib(amount: float) -> int:
@@ -187,6 +188,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
                 lame_s=server_config.lame_s,
                 patience_s=server_config.grace_s,
                 stuck_s=server_config.engine_s,
+                on_broken=lambda why: end_by_force(END_S),
             ),
         )
         run_server(server, weave, libraries, listener)
@@ -367,10 +369,16 @@ def _leave_broken(why: str) -> None:
     """End with a code of its own, for whoever watches to start another. In order if that can be
     done: what the engine held up may never end."""
     click.echo(f"Error: {why}; start it again", err=True)
-    late = threading.Timer(CLOSE_S, os._exit, (BROKEN_CODE,))
+    end_by_force(CLOSE_S)
+    raise click.exceptions.Exit(BROKEN_CODE)
+
+
+def end_by_force(seconds: float) -> None:
+    """End the process so many seconds from now, if it has not ended by then: connections and what
+    the engine holds up may keep it for ever."""
+    late = threading.Timer(seconds, os._exit, (BROKEN_CODE,))
     late.daemon = True
     late.start()
-    raise click.exceptions.Exit(BROKEN_CODE)
 
 
 class Closable(Protocol):

@@ -252,11 +252,17 @@ class KVStore:
         ]
         return all(flushed)
 
+    def writes_hang(self) -> bool:
+        """Whether a write to some tier has taken longer than it may: what waits behind it may never
+        be written."""
+        return any(writer.hangs() for writer in self._saver.writers.values())
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish accepted writes for at most `timeout_s` per tier, then let go of everything."""
         for writer in self._saver.writers.values():
             writer.close(timeout_s)
         self._locator.close()
+        self.remover.close()
         for slot in self.inventory.slots:
             slot.pool.close(1.0)
             slot.tier.close()

@@ -14,6 +14,7 @@ from kvweave.serve.observe.spans import AnswerSpans, find_tracer
 from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.readiness import Readiness
 from kvweave.serve.ui.config import PageConfig
+from kvweave.serve.uploads.quotas import TenantQuotas
 from kvweave.serve.workers.answer_pool import AnswerPool
 from kvweave.serve.workers.task_pool import TaskPool
 from kvweave.types import ChunkId
@@ -33,6 +34,7 @@ class Context:
     answers: AnswerPool
     tasks: TaskPool  # searches, lists, embeddings
     writing: TaskPool  # uploads and deletions
+    quotas: TenantQuotas  # whether a tenant may upload more
     metrics: ServerMetrics
     tracer: "Tracer | None"  # of OpenTelemetry; None: no spans
     sampling: Mapping[str, Any]  # fields of `Sampling`, for requests that leave them out
@@ -85,6 +87,7 @@ def make_context(
         answers,
         tasks=TaskPool(limits, "searches or embeddings"),
         writing=TaskPool(limits, "uploads"),
+        quotas=TenantQuotas(limits, libraries),
         metrics=metrics,
         tracer=tracer,
         sampling=sampling or {},

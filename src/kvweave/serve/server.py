@@ -53,6 +53,8 @@ class ServerLifecycle:
     lame_s: float = 0.0  # connections are taken for this long after the signal
     patience_s: float = 10.0  # and then answers may go on for this long
     stuck_s: float = 120.0  # a step of the engine that takes longer hangs; 0: none does
+    # hears that the engine is lost, and why, on the watch's thread: `run` should return soon
+    on_broken: Callable[[str], None] | None = None
 
 
 class Server(uvicorn.Server):
@@ -100,6 +102,8 @@ class Server(uvicorn.Server):
     def _on_broken(self, why: str) -> None:
         """The engine is gone for good: say so, and end. On the watch's thread."""
         self._readiness.broken = why
+        if self._life.on_broken is not None:
+            self._life.on_broken(why)
         if self._loop is not None:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(self._give_up_broken)

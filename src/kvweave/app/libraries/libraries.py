@@ -40,7 +40,10 @@ from kvweave.corpus.search import Mode
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import (
     ConfigError,
+    CorpusBusy,
     CorpusError,
+    CorpusFull,
+    CorpusReadOnly,
     EngineClosed,
     KVWeaveError,
     RequestError,
@@ -97,6 +100,10 @@ PROBLEMS = {
     "CorpusReadOnly": "in a folder that the server may not use",
     "": "not to be opened; the server's log says why",
 }
+
+
+# Trouble that passes: a knowledge base is not given up for it
+PASSING = (AllInUse, InUse, NoSuchKnowledgeBase, CorpusBusy, CorpusFull, CorpusReadOnly)
 
 
 class LibraryStatus(NamedTuple):
@@ -379,6 +386,11 @@ class Libraries:
             return found
         return found._replace(state=made.state, why=made.why)
 
+    def catch_up(self, tenant: str, name: str) -> None:
+        """Hear of what other processes have removed from it; it is opened for that."""
+        with self.use(tenant, name) as weave:
+            weave.catch_up()
+
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""
         with self._writer(tenant, name) as weave:
@@ -399,7 +411,7 @@ class Libraries:
         folder was named when the server was started."""
         place = LibraryKey(tenant, check_name(name))
         folder = self._folder(place)
-        if folder is None or not read_settings(folder):
+        if folder is None or not _is_one(folder):
             known = ", ".join(self.names(tenant)[:8]) or "none yet"
             raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
         if place in self.config.folders:
@@ -415,7 +427,14 @@ class Libraries:
                     "may still hold chunk KV of them: delete the knowledge base again later"
                 )
 
-        self._open_cache.retire(place, empty, lambda: remove_folder(folder))
+        try:
+            self._open_cache.retire(place, empty, lambda: remove_folder(folder))
+        except (CorpusError, sqlite3.DatabaseError) as error:
+            if isinstance(error, PASSING):
+                raise
+            # whose chunks shared tiers hold cannot be told any more; nothing finds them, either
+            log.warning("%r does not open, its folder is deleted as it is: %s", name, error)
+            remove_folder(folder)
         self._search_paces.pop(place, None)
         self._uses.pop(place, None)
 

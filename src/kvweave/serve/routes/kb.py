@@ -49,12 +49,16 @@ def kb_routes(context: Context) -> APIRouter:
     @routes.get("")
     async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_knowledge_bases, libraries, tenant))
+        return await tasks.run(
+            partial(_knowledge_bases, libraries, tenant), client=client_of(request.scope)
+        )
 
     @routes.get("/{name}")
     async def get_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseOut:
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_one_knowledge_base, libraries, tenant, name))
+        return await tasks.run(
+            partial(_one_knowledge_base, libraries, tenant, name), client=client_of(request.scope)
+        )
 
     @routes.post(
         "/{name}/documents",
@@ -70,18 +74,18 @@ def kb_routes(context: Context) -> APIRouter:
             message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
             raise ApiError(404, message)
         check_name(name)
-        await asyncio.to_thread(refuse_over_quota, context, tenant, name)
-        # before anything of the body is read
-        admission = context.writing.admit(client_of(request.scope))
-        try:
-            with ExitStack() as spooled:
-                spool = spooled.enter_context(closing(Spool()))
-                sources = await uploads.read(request, spool)
-                ingest = partial(_ingest, context, tenant, name, sources, wait_for_kv)
-                work = IngestJob(admission, ingest, spool.close, turn=(tenant, name))
-                spooled.pop_all()  # from here on it goes when the work is over
-        finally:
-            admission.leave()
+        num_bytes = int(request.headers.get("content-length") or 0)
+        let_go = await asyncio.to_thread(context.quotas.hold, tenant, name, num_bytes)
+        with ExitStack() as held:
+            held.callback(let_go)
+            # before anything of the body is read
+            admission = context.writing.admit(client_of(request.scope))
+            held.callback(admission.leave)
+            spool = held.enter_context(closing(Spool()))
+            sources = await uploads.read(request, spool)
+            ingest = partial(_ingest, context, tenant, name, sources, wait_for_kv)
+            over = held.pop_all()  # from here on it goes when the work is over
+            work = IngestJob(admission, ingest, over.close, turn=(tenant, name))
         if "text/event-stream" in request.headers.get("accept", ""):
             events = as_events(work.events(), HEARTBEAT_S)
             return EventStream(events, on_close=lambda: None)
@@ -95,7 +99,9 @@ def kb_routes(context: Context) -> APIRouter:
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
         tenant = tenant_of(request.scope)
         remove = partial(libraries.remove, tenant, name, document_id)
-        removed = await context.writing.run(remove, turn=(tenant, name))
+        removed = await context.writing.run(
+            remove, turn=(tenant, name), client=client_of(request.scope)
+        )
         return RemovedOut(id=document_id, chunks=removed)
 
     @routes.patch("/{name}")
@@ -117,7 +123,9 @@ def kb_routes(context: Context) -> APIRouter:
         """Delete a knowledge base with all its documents and chunk KV."""
         tenant = tenant_of(request.scope)
         delete = partial(libraries.delete, tenant, name)
-        await context.writing.run(delete, turn=(tenant, name))
+        await context.writing.run(
+            delete, turn=(tenant, name), client=client_of(request.scope)
+        )
         context.kept.forget_kb(tenant, name)
         return KnowledgeBaseRemoved(name=name)
 
@@ -135,24 +143,6 @@ def kb_routes(context: Context) -> APIRouter:
         return await tasks.run(look, client=client_of(request.scope))
 
     return routes
-
-
-def refuse_over_quota(context: Context, tenant: str, name: str) -> None:
-    """Raises a 403 for an upload of a tenant that has all it may have."""
-    limits, libraries = context.limits, context.libraries
-    if limits.tenant_kbs is not None:
-        names = libraries.names(tenant)
-        if name not in names and len(names) >= limits.tenant_kbs:
-            raise _over_quota(f"you may have {limits.tenant_kbs} knowledge bases, and have them")
-    if limits.tenant_bytes is not None:
-        used = libraries.document_bytes(tenant)
-        if used >= limits.tenant_bytes:
-            most = limits.tenant_bytes / 2**20
-            raise _over_quota(f"your documents take {used / 2**20:,.1f} MiB of {most:,.1f} MiB")
-
-
-def _over_quota(what: str) -> ApiError:
-    return ApiError(403, f"{what}; delete some first", code="quota_exceeded")
 
 
 def _ingest(

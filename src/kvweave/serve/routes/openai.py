@@ -5,7 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from kvweave.serve.auth import tenant_of
+from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.chat import ChatFormat, read_chat
@@ -71,6 +71,6 @@ def openai_routes(context: Context) -> APIRouter:
 
     @routes.post("/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        return await embeddings(body, context)
+        return await embeddings(body, context, client_of(request.scope))
 
     return routes
