@@ -341,9 +341,7 @@ class Lane:
         elif self.world.truths[document.title].judge(reply) == "wrong":
             row.problems.append(f"{which} is wrong")
 
-    def _recovery(
-        self, document: Document, k: int, since_s: float, row: FaultRow
-    ) -> float | None:
+    def _recovery(self, document: Document, k: int, since_s: float, row: FaultRow) -> float | None:
         """Seconds until an answer comes from the tier again, all of it, and is right."""
         until_s = time.monotonic() + RECOVERY_S
         while time.monotonic() < until_s:
@@ -646,9 +644,7 @@ class EngineLane(DiskLane):
 
         documents = [self.world.base[(row.seed + n) % len(self.world.base)] for n in range(12)]
         with ThreadPoolExecutor(12) as pool:
-            replies = list(
-                pool.map(lambda d: self.server.ask(d.question, K, "full"), documents)
-            )
+            replies = list(pool.map(lambda d: self.server.ask(d.question, K, "full"), documents))
         for document, reply in zip(documents, replies, strict=True):
             self._note(row, reply, "ask", document)
         huge = self.server.chat(

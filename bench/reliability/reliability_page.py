@@ -138,7 +138,9 @@ def _faults(part: Json | None) -> list[str]:
     ]
     for kind in kinds_of(rows):
         more = extra(rows, kind)
-        back = sorted(r["recovered_s"] for r in rows if r["kind"] == kind and r["recovered_s"] is not None)
+        back = sorted(
+            r["recovered_s"] for r in rows if r["kind"] == kind and r["recovered_s"] is not None
+        )
         cells = [f"{_middle(more):.2f}", f"{p99(more):.2f}", f"{more[-1]:.2f}"]
         cells += [f"{_middle(back):.1f}", f"{back[-1]:.1f}"] if back else ["–", "–"]
         lines.append(f"| {kind} | {len(more)} | " + " | ".join(cells) + " |")
@@ -151,7 +153,12 @@ def _faults(part: Json | None) -> list[str]:
     lines += [f"- `{name}`: {count}" for name, count in most[:24]]
     wrong = [row for row in rows if row["problems"]]
     if wrong:
-        lines += ["", "Not as it should be:", "", "| tier | doing | what went wrong | seed | what was found |"]
+        lines += [
+            "",
+            "Not as it should be:",
+            "",
+            "| tier | doing | what went wrong | seed | what was found |",
+        ]
         lines += ["|---|---|---|---|---|"]
         lines += [
             f"| {r['tier']} | {r['op']} | {r['kind']} | {r['seed']} | {_cell('; '.join(r['problems']))} |"
@@ -193,7 +200,9 @@ def _tenants(part: Json | None) -> list[str]:
         "| about | what was tried | apart |",
         "|---|---|---|",
     ]
-    lines += [f"| {r['about']} | {r['what']} | {'yes' if r['apart'] else 'NO'} |" for r in part["rows"]]
+    lines += [
+        f"| {r['about']} | {r['what']} | {'yes' if r['apart'] else 'NO'} |" for r in part["rows"]
+    ]
     return [
         *lines,
         "",
