@@ -1,5 +1,6 @@
 """A real sentence-transformers folder, tiny and untrained."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 WORDS = [
@@ -18,9 +19,13 @@ WORDS = [
 
 
 def make_embedder_folder(
-    folder: Path, *, seed: int = 0, prompts: dict[str, str] | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    prompts: dict[str, str] | None = None,
+    words: Sequence[str] = WORDS,
 ) -> Path:
-    """One layer of width 16, mean pooling."""
+    """One layer of width 16, mean pooling. `words` is its vocabulary, special tokens first."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -29,10 +34,10 @@ def make_embedder_folder(
     torch.manual_seed(seed)
     bert = folder / "bert"
     bert.mkdir(parents=True)
-    (bert / "vocab.txt").write_text("\n".join(WORDS))
+    (bert / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(vocab=str(bert / "vocab.txt")).save_pretrained(bert)
     config = BertConfig(
-        vocab_size=len(WORDS),
+        vocab_size=len(words),
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
