@@ -24,6 +24,8 @@ START_S = 120.0  # a server that is not ready by then is a fault
 class Process(Protocol):
     """A command that runs."""
 
+    @property
+    def pid(self) -> int: ...
     def kill(self) -> None: ...
     def terminate(self) -> None: ...
     def wait(self, timeout_s: float) -> int | None: ...
@@ -42,6 +44,10 @@ class PlainProcess:
                 stderr=file,
                 env={**os.environ, **env, "PYTHONPATH": paths},
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         self._process.kill()
@@ -134,6 +140,10 @@ class CrashServer:
         self._world = world
         self.process = world.start(*world.serve_arguments(port), **options)
         self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def wait_ready(self, timeout_s: float = START_S) -> bool:
         """False: it is not ready by then. Raises RuntimeError if it ended."""
