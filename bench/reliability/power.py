@@ -18,16 +18,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from kvweave.corpus.embedder import SentenceEmbedder
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import KVWeaveError
+from kvweave.text.tokenizer import Tokenizer
 from reliability.agreement import Findings, check_folder
 from reliability.crash_world import KB, CrashServer, CrashWorld
 from reliability.disk_log import Kind, Record, Recorder
 from reliability.disk_model import DiskImage, weathers
 from reliability.kills import Tell, free_port
 from reliability.ledger import Ledger
-from reliability.load import Load
+from reliability.load import Load, Mark
 from reliability.notes import Version
 
 CHANGES = 90  # that are acknowledged while the run is recorded
+OTHER = "other"  # a knowledge base that is made and deleted as a whole
+OTHER_NOTES = (Version(100, 1), Version(101, 1))
+PROMISES = frozenset(("ack", "uploaded", "deleted"))  # marks behind which something must hold
 
 
 def run_power_cuts(
@@ -55,6 +64,7 @@ def run_power_cuts(
             image = place / "image"
             DiskImage(records, cut).write(image, weather, rng)
             here, _ = check_folder(image / KB, ledger_at(records, cut), world.embedder)
+            here.add(check_other(image / OTHER, records[:cut], world))
             shutil.rmtree(image)
             by_weather[weather.name] += 1
             found.add(here)
@@ -89,7 +99,9 @@ def record_run(world: CrashWorld, folder: Path, seed: int, changes: int) -> list
         try:
             server.wait_ready()
             load = Load(server.url, ledger, seed=seed * 100 + part, mark=recorder.mark)
+            make_and_delete(server.http, recorder.mark)
             load.run_for(changes // 2)
+            make_and_delete(server.http, recorder.mark)
             if load.wrong or load.refused:
                 raise RuntimeError(f"the run itself went wrong: {[*load.wrong, *load.refused][:3]}")
             server.process.terminate()
@@ -100,6 +112,44 @@ def record_run(world: CrashWorld, folder: Path, seed: int, changes: int) -> list
     return recorder.read()
 
 
+def make_and_delete(http: httpx.Client, mark: Mark) -> None:
+    """A whole knowledge base comes and goes."""
+    for _ in range(2):
+        mark("other upload-begun")
+        for version in OTHER_NOTES:
+            body = {"title": version.title, "text": version.text, "key": str(version.key)}
+            path = f"/v1/kb/{OTHER}/documents"
+            http.post(path, json=body, params={"wait_for_kv": True}).raise_for_status()
+        mark("other uploaded")
+        mark("other deletion-begun")
+        http.delete(f"/v1/kb/{OTHER}").raise_for_status()
+        mark("other deleted")
+
+
+def check_other(folder: Path, records: Sequence[Record], world: CrashWorld) -> Findings:
+    """The knowledge base that comes and goes is whole, gone, or on its way; never in the way."""
+    found = Findings()
+    marks = [_mark(r)[1] for r in records if r.kind is Kind.MARK and _mark(r)[0] == "other"]
+    last = marks[-1] if marks else "deleted"
+    try:
+        with KnowledgeBase.open(
+            folder,
+            tokenizer=Tokenizer(world.model),
+            embedder=SentenceEmbedder(world.embedder),
+            create=True,
+        ) as kb:
+            num = len(kb.documents())
+            found.apart += [p for p in kb.check() if "left behind" not in p]
+    except KVWeaveError as error:
+        found.apart.append(f"{OTHER} ({last}) does not open: {error}")
+        return found
+    if last == "uploaded" and num != len(OTHER_NOTES):
+        found.lost.append(f"{OTHER} has {num} documents, {len(OTHER_NOTES)} were acknowledged")
+    if last == "deleted" and num:
+        found.back.append(f"{OTHER} was deleted and has {num} documents")
+    return found
+
+
 def choose_cuts(records: Sequence[Record], cuts: int, seed: int) -> list[int]:
     """Places in the log, ascending: half of them behind an acknowledgement or up to three calls
     later, the others anywhere."""
@@ -107,7 +157,7 @@ def choose_cuts(records: Sequence[Record], cuts: int, seed: int) -> list[int]:
     promises = [
         place + 1
         for place, record in enumerate(records)
-        if record.kind is Kind.MARK and _mark(record)[0] == "ack"
+        if record.kind is Kind.MARK and not PROMISES.isdisjoint(_mark(record))
     ]
     chosen = [
         min(len(records), rng.choice(promises) + rng.randrange(4))
@@ -126,7 +176,7 @@ def ledger_at(records: Sequence[Record], cut: int) -> Ledger:
         if record.kind is not Kind.MARK:
             continue
         word, key, *number = _mark(record)
-        match word:
+        match word:  # of the other knowledge base: `check_other`
             case "begin":
                 state = None if number == ["-"] else Version(int(key), int(number[0]))
                 ledger.begin(int(key), state)
