@@ -33,6 +33,7 @@ from reliability.notes import Version
 
 KBS = 12
 OPEN = 2
+PAUSE_S = 0.05  # of a client between two requests
 # of the middle third, as a share and outright: what the last third may have more
 GROWTH = {"rss_mb": (1.05, 16.0), "threads": (1.0, 4.0), "handles": (1.10, 12.0)}
 SLOPE_MB_PER_HOUR = 30.0  # of the last two thirds, where they are at least 20 minutes
@@ -60,6 +61,7 @@ class Visitors:
             while time.monotonic() < until_s:
                 try:
                     self._act(http, rng)
+                    time.sleep(PAUSE_S)
                 except httpx.HTTPError as error:
                     self.wrong.append(f"{type(error).__name__}: {error}")
                     time.sleep(1)

@@ -59,7 +59,7 @@ EVERY = 100  # exact requests, of which one is asked of a cold engine
 CLIENTS = 6
 STRATEGIES = ("reuse", "weave", "cacheblend", "kvshare", "epic")
 # a pool for a few prompts: pages leave the tree and requests lose theirs
-SMALL = EngineConfig(page_tokens=4, pool_tokens=4 * 160, max_running=6, step_rows=16, alone_rows=64)
+SMALL = EngineConfig(page_tokens=4, pool_tokens=4 * 96, max_running=6, step_rows=16, alone_rows=64)
 Answer = list[tuple[int, ...]]  # bits of what was said, token by token
 
 
@@ -95,9 +95,11 @@ class PurityWorld:
 
     def encode_some(self, rng: random.Random) -> None:
         """Store KV of a few chunks: others are evicted for it."""
-        some = rng.sample(self.chunks, 6)
+        self.encode(rng.sample(self.chunks, 6))
+
+    def encode(self, chunks: Sequence[tuple[int, ...]]) -> None:
         with self._encoding:
-            self.encoder.encode([Chunk(ChunkId(repr(c)), "", "", c) for c in some])
+            self.encoder.encode([Chunk(ChunkId(repr(c)), "", "", c) for c in chunks])
 
     def exact(self, rng: random.Random) -> EngineRequest:
         """A path of chunks, often one that others have begun."""
@@ -167,6 +169,7 @@ class PuritySoak:
     def _compare(self, request: EngineRequest, got: Answer, rng: random.Random) -> None:
         with Engine(self._world.decoder(), SMALL) as cold:
             want = bits(list(cold.submit(request)))
+        self._world.encode([chunk.token_ids for chunk in request.chunks])
         with Engine(self._world.decoder(), SMALL) as cold:
             part = replace(self._world.fused(request, rng), use_tree=False)
             ticket = cold.submit(part)
