@@ -117,4 +117,4 @@ def _chunk_kv(kb: KnowledgeBase, findings: Findings) -> None:
         except TierError as error:
             findings.apart.append(f"chunk KV is damaged: {error}")
             strays.discard(each.key)
-    findings.back += [f"chunk KV {key.hex()[:12]} is of a chunk that is no more" for key in strays]
+    findings.back += [f"chunk KV {key.hex()[-12:]} is of a chunk that is no more" for key in strays]
