@@ -5,6 +5,7 @@ would serve. Writes what any writer does first: chunk KV of removed documents is
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from kvweave.app.library.kv_sync import sync_without_model
@@ -47,7 +48,7 @@ def check_folder(folder: Path, ledger: Ledger, embedder: Path) -> tuple[Findings
         findings.lost, findings.back = ledger.faults({})
         return findings, 0
     try:
-        with KnowledgeBase.open(folder, embedder=SentenceEmbedder(embedder)) as kb:
+        with KnowledgeBase.open(folder, embedder=open_embedder(embedder)) as kb:
             seen = _documents(kb, findings)
             findings.lost, findings.back = ledger.faults(seen)
             problems = kb.check()
@@ -58,6 +59,12 @@ def check_folder(folder: Path, ledger: Ledger, embedder: Path) -> tuple[Findings
         findings.apart.append(f"does not open: {error}")
         return findings, 0
     return findings, len(seen)
+
+
+@cache
+def open_embedder(folder: Path) -> SentenceEmbedder:
+    """Loaded once, however many folders are looked at."""
+    return SentenceEmbedder(folder)
 
 
 def _documents(kb: KnowledgeBase, findings: Findings) -> dict[int, Version]:

@@ -18,7 +18,7 @@ from reliability.fork_server import ForkServer
 from reliability.notes import WORDS
 
 KB = "crash"  # the knowledge base that is written
-START_S = 120.0  # a server that is not ready by then is a fault
+START_S = 300.0  # a server that is not ready by then is a fault
 
 
 class Process(Protocol):

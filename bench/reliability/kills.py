@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from reliability.ledger import Ledger
 from reliability.load import KEYS, Load
 from reliability.notes import Version, fault_in, versions_in
 
-SERVED_SHARE = 0.4  # of the rounds, through HTTP
+SERVED_SHARE = 0.4  # of the kills, through HTTP
 PLAIN_EVERY = 15  # rounds, of which one starts its server as a person does; the others are forked
-LOAD_S = 1.2  # the longest time under load
+MOST_CHANGES = 6  # that clients get done before a kill
+LOAD_S = 20.0  # the longest time under load
 Tell = Callable[[str], None]
 
 
@@ -43,6 +45,9 @@ class KillBook:
         self.kills: Counter[str] = Counter()  # by what was killed
         self.done: Counter[str] = Counter()  # by clients
 
+    def told(self, num_kills: int) -> str:
+        return f"{self.kills.total()} of {num_kills} kills, {len(self.failures)} failures"
+
     def note(self, found: Findings, number: int, moment: str) -> None:
         """Keep what a look found behind round `number`, whose kill came at `moment`."""
         self.findings.add(found)
@@ -54,7 +59,7 @@ class KillBook:
 def run_kills(
     rounds: int, *, seed: int = 0, folder: Path | None = None, tell: Tell = lambda _: None
 ) -> dict[str, Any]:
-    """Kill that often. The result has `kills`, `lost_documents`, `wrong_answers`, `disagreements`,
+    """Until there were so many kills. The result has `kills`, `lost_documents`, `wrong_answers`, `disagreements`,
     what clients did, and each failure with its round, seed and moment. Files go to `folder`."""
     began_s = time.monotonic()
     books = KillBook(seed), KillBook(seed)
@@ -99,8 +104,10 @@ class ServedRounds:
         self._start_s = 2.0  # how long the last start took
         self._moment = "no kill yet"
 
-    def run(self, num_rounds: int, tell: Tell) -> None:
-        for number in range(num_rounds):
+    def run(self, num_kills: int, tell: Tell) -> None:
+        for number in count():
+            if self._book.kills.total() >= num_kills:
+                break
             rng = random.Random(f"served/{self._book.seed}/{number}")
             try:
                 self._round(number, rng)
@@ -108,8 +115,8 @@ class ServedRounds:
                 found = Findings(apart=[f"the server does not serve: {error}"])
                 self._book.note(found, number, self._moment)
             if number % 10 == 9:
-                tell(f"served: {number + 1} of {num_rounds}, {len(self._book.failures)} failures")
-        self._look_over_folder(num_rounds)
+                tell(f"served: {self._book.told(num_kills)}")
+        self._look_over_folder(number)
 
     def _round(self, number: int, rng: random.Random) -> None:
         server = CrashServer(self._world, free_port(), plain=number % PLAIN_EVERY == 7)
@@ -128,9 +135,13 @@ class ServedRounds:
             self._look_through(server.http, number)
             load = Load(server.url, self._book.ledger, seed=self._book.seed * 10_000 + number)
             load.start()
-            after_s = rng.uniform(0.02, LOAD_S)
-            self._moment = f"{after_s:.3f} s under load"
-            time.sleep(after_s)
+            # a number of changes and a part of one: whatever the speed of the machine
+            num, began_s = rng.randrange(MOST_CHANGES + 1), time.monotonic()
+            load.wait_for(num, LOAD_S)
+            a_change_s = (time.monotonic() - began_s) / max(1, num)
+            more_s = rng.uniform(0, max(0.1, a_change_s))
+            self._moment = f"{more_s:.3f} s behind change {load.changes} of the load"
+            time.sleep(more_s)
             server.process.kill()
             load.stop()
             self._book.kills["server, under load"] += 1
@@ -211,13 +222,15 @@ class WrittenRounds:
         self._book = book
         self._docs = world.folder / "docs"
         self._docs.mkdir()
-        self._typical_s = {"ingest": 1.5, "ingest --kv": 2.5, "docs rm": 1.0}
+        self._typical_s = {"ingest": 0.6, "ingest --kv": 1.0, "docs rm": 0.4}
 
-    def run(self, num_rounds: int, tell: Tell) -> None:
-        for number in range(num_rounds):
+    def run(self, num_kills: int, tell: Tell) -> None:
+        for number in count():
+            if self._book.kills.total() >= num_kills:
+                break
             self._round(number, random.Random(f"written/{self._book.seed}/{number}"))
             if number % 10 == 9:
-                tell(f"written: {number + 1} of {num_rounds}, {len(self._book.failures)} failures")
+                tell(f"written: {self._book.told(num_kills)}")
 
     def _round(self, number: int, rng: random.Random) -> None:
         ledger = self._book.ledger
@@ -234,7 +247,7 @@ class WrittenRounds:
             command = ["ingest", str(self._docs), "--kb", str(self._world.kb), "--prune"]
             command += ["--model", str(self._world.model), "--embedder", str(self._world.embedder)]
             command += ["--kv", "--encoding", "isolated"] if kind == "ingest --kv" else []
-        after_s = rng.uniform(0, self._typical_s[kind] * 1.25)
+        after_s = rng.uniform(0, self._typical_s[kind])
         began_s = time.monotonic()
         process = self._world.start(*command, plain=number % (4 * PLAIN_EVERY) == 7)
         code = process.wait(after_s)
@@ -243,8 +256,9 @@ class WrittenRounds:
         if code is None:
             process.kill()
             self._book.kills[kind] += 1
+            self._typical_s[kind] *= 1.05  # else a slow spell of the machine would hide the end
         elif code == 0:
-            self._typical_s[kind] = 0.8 * self._typical_s[kind] + 0.2 * (time.monotonic() - began_s)
+            self._typical_s[kind] = 0.5 * (self._typical_s[kind] + time.monotonic() - began_s)
             for key in keys:
                 ledger.acknowledge(key)
         else:

@@ -47,6 +47,17 @@ class Load:
             thread.start()
             self._threads.append(thread)
 
+    @property
+    def changes(self) -> int:
+        """That were acknowledged."""
+        return self.done["upload"] + self.done["delete"]
+
+    def wait_for(self, num_changes: int, timeout_s: float) -> None:
+        """Until so many were acknowledged, or the time is over."""
+        give_up_s = time.monotonic() + timeout_s
+        while self.changes < num_changes and time.monotonic() < give_up_s:
+            time.sleep(0.002)
+
     def stop(self) -> None:
         """Returns when no client has anything under way."""
         self._stop.set()
@@ -57,7 +68,7 @@ class Load:
         """In this thread, until that many changes were acknowledged."""
         client = _Client(self, random.Random(f"{self._seed}/alone"), range(KEYS))
         with httpx.Client(base_url=self._url, timeout=120) as http:
-            while self.done["upload"] + self.done["delete"] < num_changes:
+            while self.changes < num_changes:
                 client.act(http)
 
     def _run(self, number: int) -> None:

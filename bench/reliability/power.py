@@ -15,16 +15,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import KVWeaveError
 from kvweave.text.tokenizer import Tokenizer
-from reliability.agreement import Findings, check_folder
+from reliability.agreement import Findings, check_folder, open_embedder
 from reliability.crash_world import KB, CrashServer, CrashWorld
 from reliability.disk_log import Kind, Record, Recorder
 from reliability.disk_model import DiskImage, weathers
@@ -126,6 +126,11 @@ def make_and_delete(http: httpx.Client, mark: Mark) -> None:
         mark("other deleted")
 
 
+@cache
+def open_tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer(model)
+
+
 def check_other(folder: Path, records: Sequence[Record], world: CrashWorld) -> Findings:
     """The knowledge base that comes and goes is whole, gone, or on its way; never in the way."""
     found = Findings()
@@ -134,8 +139,8 @@ def check_other(folder: Path, records: Sequence[Record], world: CrashWorld) -> F
     try:
         with KnowledgeBase.open(
             folder,
-            tokenizer=Tokenizer(world.model),
-            embedder=SentenceEmbedder(world.embedder),
+            tokenizer=open_tokenizer(world.model),
+            embedder=open_embedder(world.embedder),
             create=True,
         ) as kb:
             num = len(kb.documents())
