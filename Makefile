@@ -10,7 +10,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm fuzz sbom check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -35,6 +35,13 @@ test-ui: $(VENV)/.ui models  ## the web page in a real browser; screenshots go t
 
 test-vllm: $(VENV)/.dev $(VLLM)/.vllm models  ## kvweave inside a real vLLM (CPU build): starts it several times
 	$(BIN)/python -m pytest -m vllm tests/hosts
+
+MINUTES ?= 60
+fuzz: $(VENV)/.dev  ## feed foreign bytes to whatever reads them (MINUTES=60); what breaks lies in build/fuzz
+	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES)
+
+sbom: $(VENV)/.serve  ## write build/sbom.json: what is installed to serve, with versions and licences (CycloneDX)
+	$(BIN)/python .ci/sbom.py --out build/sbom.json
 
 check: $(VENV)/.dev  ## format, lint and type check
 	$(BIN)/ruff format --check src tests bench examples

@@ -126,6 +126,17 @@ def test_a_compose_file_hangs_together(path: Path) -> None:
         assert host[1] in services
 
 
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_containers_are_read_only_and_without_capabilities(path: Path) -> None:
+    for name, service in yaml.safe_load(path.read_text())["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        if service["image"] == "kvweave-vllm":
+            continue  # vLLM compiles into the home of its user
+        assert service["read_only"] is True, name
+        assert service["tmpfs"] == ["/tmp"], name  # noqa: S108 - its own
+
+
 def our_commands() -> Iterator[tuple[click.Command, list[str]]]:
     """Every command of ours that a file runs, with its options."""
     for path in COMPOSE:

@@ -1,7 +1,6 @@
 """`kvweave kb`: check, back up, restore, change and remove whole knowledge bases."""
 
 import json
-import shutil
 from pathlib import Path
 
 import click
@@ -9,7 +8,6 @@ import click
 from kvweave.cli.knowledge_bases import check_knowledge_base
 from kvweave.cli.options import json_option, kb_option, pass_config
 from kvweave.config import EffectiveConfig
-from kvweave.errors import CorpusError
 
 
 @click.group()
@@ -101,7 +99,7 @@ def set_command(kb_folder: Path, order: str) -> None:
 @pass_config
 def rm_command(kb_folder: Path, yes: bool, effective: EffectiveConfig) -> None:
     """Remove a knowledge base with its chunk KV, also what lies in remote tiers."""
-    from kvweave.corpus.kb_folder import writer_lock
+    from kvweave.corpus.kb_folder import remove_folder
     from kvweave.corpus.knowledge_base import KnowledgeBase
 
     check_knowledge_base(kb_folder)
@@ -114,11 +112,5 @@ def rm_command(kb_folder: Path, yes: bool, effective: EffectiveConfig) -> None:
             from kvweave.app.library.store_tiers import remote_tiers
 
             remove_with_kv(kb, [d.id for d in documents], remote_tiers(effective.config.store))
-    with writer_lock(kb_folder):
-        try:
-            shutil.rmtree(kb_folder)
-        except OSError as error:
-            raise CorpusError(
-                f"cannot remove all of {kb_folder}: {error.strerror}; its documents are gone"
-            ) from error
+    remove_folder(kb_folder)
     click.echo(f"removed {kb_folder} and {len(documents):,} documents")

@@ -13,6 +13,7 @@ from kvweave.app.weave import Weave
 from kvweave.serve.auth import parse_keys
 from kvweave.serve.ui.config import PageConfig
 from worlds.serving import serving
+from worlds.syncs import is_synced_behind, watched_disk
 
 KEYS = parse_keys(["sk-nobody", "sk-acme-1:acme", "sk-acme-2:acme", "sk-other:other"])
 TALK = {
@@ -144,3 +145,15 @@ def test_a_list_reads_no_file_that_has_not_changed(
     assert sorted(read) == ["a", "b", "b"]
     kept.delete("t", "a")
     assert [line.title for line in kept.all("t")] == ["new"]
+
+
+def test_what_is_kept_and_what_is_deleted_outlive_a_power_cut(tmp_path: Path) -> None:
+    saved = SavedConversations(tmp_path / "talks")
+    with watched_disk() as events:
+        saved.put("acme", "c1", TALK)
+    for folder in (tmp_path, tmp_path / "talks", tmp_path / "talks" / "@acme"):
+        assert ("sync", folder) in events, folder
+    with watched_disk() as events:
+        saved.delete("acme", "c1")
+    gone = ("unlink", tmp_path / "talks" / "@acme" / "c1.json")
+    assert is_synced_behind(events, gone, tmp_path / "talks" / "@acme", ("sync", tmp_path))

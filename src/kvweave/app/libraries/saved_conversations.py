@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvweave.corpus.durable import make_folder, sync
 from kvweave.corpus.index.files import atomic_file
 from kvweave.errors import CorpusError, RequestError
 
@@ -91,7 +92,7 @@ class SavedConversations:
             raise RequestError(f"{message} bytes; begin another one")
         with self._lock:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(path.parent)
                 with atomic_file(path) as file:
                     file.write(text)
                 for old in self._oldest_first(tenant)[: -self._most]:
@@ -101,9 +102,11 @@ class SavedConversations:
 
     def delete(self, tenant: str, name: str) -> None:
         """Raises NoSuchConversation."""
+        path = self._path(tenant, name)
         with self._lock:
             try:
-                self._path(tenant, name).unlink()
+                path.unlink()
+                sync(path.parent)  # or a power cut could bring it back
             except FileNotFoundError:
                 raise _unknown(name) from None
             except OSError as error:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvweave.corpus.durable import make_folder, sync
 from kvweave.errors import ConfigError, TierError
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import find_tagged
@@ -154,7 +155,7 @@ class KVPlaces:
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
         """What is noted, to be changed by one at a time, in any process."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             noted = self._read()
@@ -165,3 +166,4 @@ class KVPlaces:
                 file.flush()
                 os.fsync(file.fileno())  # the catalogue forgets what is noted here
             temporary.replace(self._path)
+            sync(self._path.parent)

@@ -66,7 +66,7 @@ class StoredKV:
 
     def delete(self, keys: Sequence[ChunkKey]) -> int:
         """Delete objects, and whatever else on a disk may hold bytes of them; returns how many
-        there were."""
+        there were. No power cut brings them back: who calls may note that they are gone."""
         unique = list(dict.fromkeys(keys))
         in_store = set() if self._store is None else self._store.places()
         deleted: set[ChunkKey] = set()
@@ -76,6 +76,8 @@ class StoredKV:
             if disk.place not in in_store:
                 deleted.update(key for key in unique if disk.delete(key))
         num_deleted = 0 if self._store is None else self._store.delete(unique)
+        for folder in self._disks():
+            DiskTier(DiskTierConfig(folder), sweep=False).sync_deletions(unique)
         return max(num_deleted, len(deleted))
 
     # ---- remote tiers
