@@ -19,7 +19,6 @@ of the first token's distribution at 15 % from cold, over its most likely tokens
 
 import argparse
 import math
-import os
 import random
 import statistics
 import sys
@@ -94,13 +93,13 @@ def divergence(exact: Mapping[int, float], other: Mapping[int, float]) -> float:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sys.path.insert(0, str(REPO / "tests"))
-    from worlds.vllm_server import VllmServer, wish_of
+    from worlds.vllm_server import VllmServer, usable_cores, wish_of
 
     model = locate(args.model)
     prompts = make_prompts(Tokenizer(model), args)
     flags = ["--enforce-eager"] if args.eager else []
-    cores = len(os.sched_getaffinity(0))
-    server = VllmServer(folder, model, {"disk_folder": str(folder / "kv")}, *flags, cores=cores)
+    extra = {"disk_folder": str(folder / "kv")}
+    server = VllmServer(folder, model, extra, *flags, cores=usable_cores())
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     told: list[dict[str, Any]] = []
     apart: list[float] = []
