@@ -36,6 +36,7 @@ class AskOptions(TypedDict, total=False):
     history: Sequence[Mapping[str, Any]]
     tenant: str
     speculate: SpeculationMode | None
+    model: str | None
     watched: int
     forced: Sequence[int]
     alone: bool
@@ -102,6 +103,7 @@ class Question:
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
+    model: str | None = None  # of a gateway that has several; None: the usual one
     # for measurements: what the model thought of the first so many tokens (`Answer.watched`), an
     # answer that is put into its mouth instead of a drawn one, and whether the prompt reads nothing
     # of the knowledge tree and leaves nothing there

@@ -11,7 +11,7 @@ from kvweave.app.question import AskOptions, Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError
 from kvweave.gateway.answer import RoutedAnswer
-from kvweave.gateway.answerer import RoutedAnswerer, Upstreams
+from kvweave.gateway.answerer import RoutedAnswerers, Upstreams
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
@@ -24,7 +24,7 @@ class RoutedLibrary:
     def __init__(self, kb: KnowledgeBase, upstreams: Upstreams, settings: AnswerSettings) -> None:
         self._kb = kb
         self._remotes = upstreams.remotes
-        self._answerer = RoutedAnswerer(upstreams, settings, kb)
+        self._answerers = RoutedAnswerers(upstreams, settings, kb)
 
     @property
     def local(self) -> None:
@@ -36,10 +36,11 @@ class RoutedLibrary:
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> RoutedAnswer:
         called_s = time.perf_counter()
-        return self._answerer.answer(Question(question, **options), called_s)
+        asked = Question(question, **options)
+        return self._answerers.of(asked.model).answer(asked, called_s)
 
     def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
-        self._answerer.check_reuse(reuse)
+        self._answerers.of(None).check_reuse(reuse)
 
     def ingest(
         self,

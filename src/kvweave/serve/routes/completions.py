@@ -40,7 +40,14 @@ def read_completion(request: CompletionRequest, context: Context, tenant: str) -
     transfer = transfer_of(request, context)
     tenant = tenant if transfer is None else transfer.tenant_of(tenant)
     return [
-        partial(weave.complete, prompt, sampling=sampling, tenant=tenant, transfer=transfer)
+        partial(
+            weave.complete,
+            prompt,
+            sampling=sampling,
+            tenant=tenant,
+            transfer=transfer,
+            model=request.model,
+        )
         for prompt in request.prompt
         for sampling in drawn
     ]

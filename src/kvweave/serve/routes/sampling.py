@@ -16,14 +16,19 @@ DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_lo
 
 
 def check_model(request: SamplingFields, weave: ModelHost) -> None:
-    """Raise a 404 unless the request is for the model that is served."""
-    if request.model not in (None, weave.model_name):
-        raise ApiError(
-            404,
-            f"no model {request.model!r} here; this server has {weave.model_name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    """Raise a 404 unless the request is for a model that is served."""
+    if request.model is not None:
+        find_model(request.model, weave)
+
+
+def find_model(name: str, weave: ModelHost) -> int | None:
+    """The context of a model that is served, None if it is not known; raises a 404 for others."""
+    known = weave.models()
+    if name not in known:
+        names = ", ".join(map(repr, known))
+        message = f"no model {name!r} here; this server has {names}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return known[name]
 
 
 def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
@@ -99,6 +104,7 @@ def samplings(
             "logprobs": logprobs,
         },
         built_in={"temperature": request.temperature},  # of the wire format
+        model=request.model,
     )
     return [replace(first, seed=seed) for seed in seeds(first.seed, request.n)]
 
