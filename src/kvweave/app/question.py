@@ -12,6 +12,7 @@ from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.prompt import Document
+from kvweave.types import ChunkId
 
 TOP_K = 5  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
@@ -70,6 +71,7 @@ class KVTransfer:
     bound: float | None = None
     asked: tuple[int, int] | None = None  # what the user wrote; None: all behind the chunks
     tenant: str = ""  # of the gateway: tenants share no KV
+    forget: tuple[ChunkId, ...] = ()  # chunks that are no more there: nothing is kept of them
 
     def __post_init__(self) -> None:
         at = 0

@@ -357,7 +357,8 @@ class Weave:
         model: str | None = None,
     ) -> AnswerStream:
         """Continue a text or token ids, without a chat template. As `chat` otherwise. `transfer`
-        says where chunks stand among token ids: their KV is reused as it is for documents."""
+        says where chunks stand among token ids: their KV is reused as it is for documents, and
+        chunks that it says are no more are forgotten, if requests brought them."""
         called_s = time.perf_counter()
         self._refuse_other(model)
         tokenizer = self._runtime.tokenizer
@@ -365,6 +366,8 @@ class Weave:
             refuse_long(tokenizer, [prompt], self.max_context)
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         options = PlainOptions(sampling, reuse, tenant)
+        if transfer is not None and transfer.forget:
+            self._answerer.forget_brought(transfer.forget, tenant)
         if transfer is not None and transfer.chunks:
             if isinstance(prompt, str):
                 raise RequestError("spans of chunks are spans of token ids; send the prompt as ids")

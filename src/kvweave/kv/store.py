@@ -222,7 +222,7 @@ class KVStore:
             try:
                 found.update(dict.fromkeys(slot.tier.tagged(tags)))
             except TierError as error:
-                self.metrics.count("kv_tier_errors_total", tier=slot.name, op="list")
+                self.metrics.count("kv_tier_errors_total", tier=slot.name, verb="list")
                 log.warning("chunk KV that was deleted may be left in %s: %s", slot.name, error)
         self.forget(chunk_ids)  # what is on its way, and what other loads bring
         self.delete(found)

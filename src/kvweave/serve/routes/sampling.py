@@ -10,6 +10,7 @@ from kvweave.app.weave import Answer, Sampling
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import KVTransferOut, SamplingFields, TransferOut
+from kvweave.types import ChunkId
 
 # fields of `Sampling` that a request may leave to the configuration and the model
 DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
@@ -61,10 +62,11 @@ def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
         bound=sent.bound,
         asked=None if sent.asked is None else (sent.asked[0], sent.asked[1]),
         tenant=sent.tenant,
+        forget=tuple(ChunkId(each) for each in sent.forget),
     )
 
 
-def transfer_out(answer: Answer) -> KVTransferOut:
+def transfer_out(answer: Answer, forgotten: int = 0) -> KVTransferOut:
     """What was done for a prompt that a gateway sent."""
     record = answer.explain
     counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
@@ -79,6 +81,7 @@ def transfer_out(answer: Answer) -> KVTransferOut:
         recomputed=counts["recomputed"],
         computed=counts["computed"],
         why=None if record is None else record.why,
+        forgotten=forgotten,
     )
     return KVTransferOut(kvweave=told)
 
