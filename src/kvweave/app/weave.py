@@ -411,8 +411,7 @@ class Weave:
         return {self.model_name: self.max_context}
 
     def why_unready(self) -> None:
-        """What is wrong with the engine is found by those who watch it."""
-        return None
+        """Nothing: what is wrong with the engine is found by those who watch it."""
 
     def _refuse_other(self, model: str | None) -> None:
         if model not in (None, self.model_name):

@@ -124,9 +124,9 @@ class KVPlaces:
         return frozenset(name for each in self._owed().values() for name in each.gone)
 
     def pay(self, targets: Iterable[RemovalTarget], known: Known, delete: Delete) -> bool:
-        """Delete in these places what they owe; chunks that are back by now (`known`) stay. `delete`
-        takes copies of the found from elsewhere. False: some of it is left for later, which the log
-        says."""
+        """Delete in these places what they owe; chunks that are back by now (`known`) stay.
+        `delete` takes copies of the found from elsewhere. False: some of it is left for later,
+        which the log says."""
         by_place = {each.place: each for each in targets}
         is_paid = True
         for place, owed in self._owed().items():

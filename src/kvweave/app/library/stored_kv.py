@@ -98,8 +98,8 @@ class StoredKV:
         return self._places.is_owing(self._remotes)
 
     def pay(self, known: Known) -> None:
-        """Tell the other places what went; `known` says which chunks exist. One that does not answer is
-        told later."""
+        """Tell the other places what went; `known` says which chunks exist. One that does not
+        answer is told later."""
         store = self._store
         delete = (lambda _: None) if store is None else store.delete
         if not self._places.pay(self._remotes, known, delete) and self.is_owing():
