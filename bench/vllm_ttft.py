@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--model", default="smollm2", help="safetensors: vLLM reads no GGUF")
     parser.add_argument("--tokens", type=int, default=3000, help="of chunks in a prompt")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--pool", type=int, default=40, help="chunks to choose from")
