@@ -11,7 +11,12 @@ and order of chunks, as retrieval has.
     fused_100  every row recomputed: exact, by kvweave's pass
     repeat     the very prompt again, by vLLM's prefix cache: the bound
 
-Milliseconds from the request to its first token over HTTP, medians. `kl_15` is the mean divergence
+    lmcache    LMCache's connector in another vLLM (--lmcache), its tokens in chunks of --chunk-tokens
+               and blending on, after each prompt's chunks came once in another order
+
+Milliseconds from the request to its first token over HTTP, medians. LMCache is in none of our
+environments: --lmcache names the Python of one that has it beside vLLM. Where it does not start or
+answer, `lmcache_why` is the last line of its trouble. `kl_15` is the mean divergence
 of the first token's distribution at 15 % from cold, over its most likely tokens, in nats.
 
     python bench/vllm_ttft.py --out bench/results/vllm_ttft-cpu.json
@@ -19,7 +24,9 @@ of the first token's distribution at 15 % from cold, over its most likely tokens
 
 import argparse
 import math
+import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -28,6 +35,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -145,6 +153,53 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def measure_lmcache(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The same prompts through LMCache's connector; why not, where it does not run."""
+    sys.path.insert(0, str(REPO / "tests"))
+    from worlds.vllm_server import StartFailed, VllmServer, usable_cores
+
+    model = locate(args.model)
+    tokenizer = Tokenizer(model)
+    os.environ |= {
+        "LMCACHE_CHUNK_SIZE": str(args.chunk_tokens),
+        "LMCACHE_LOCAL_CPU": "True",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "4",
+        "LMCACHE_ENABLE_BLENDING": "True",
+        "LMCACHE_USE_LAYERWISE": "True",
+        "LMCACHE_BLEND_RECOMPUTE_RATIOS": "0.15",
+        "LMCACHE_BLEND_CHECK_LAYERS": "1",
+    }
+    flags = ["--enforce-eager"] if args.eager else []
+    how: dict[str, Any] = {"connector": "LMCacheConnectorV1", "python": args.lmcache}
+    try:
+        server = VllmServer(folder, model, {}, *flags, cores=usable_cores(), **how)
+    except StartFailed as failure:
+        return {"lmcache_why": last_error(str(failure))}
+    taken, cached = [], []
+    try:
+        for i, prompt in enumerate(make_prompts(tokenizer, args)):
+            other = lay_out(tokenizer, "What else?", prompt.chunks[::-1])
+            server.ask(other.token_ids, cache_salt=f"warm {i}")
+            began_s = time.perf_counter()
+            reply = server.ask(prompt.token_ids, None, 1, cache_salt=f"asked {i}")
+            taken.append((time.perf_counter() - began_s) * 1e3)
+            cached.append(reply.cached)
+    except (AssertionError, httpx.TransportError):
+        return {"lmcache_why": last_error(server.log.read_text())}
+    finally:
+        server.close()
+    return {
+        "lmcache_ms": round(statistics.median(taken[1:] or taken), 1),
+        "lmcache_cached_tokens": round(statistics.mean(cached)),
+    }
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that names an error, without where it was logged."""
+    found = re.findall(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$", log, re.M)
+    return str(found[-1]).strip() if found else log.strip().splitlines()[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -156,10 +211,16 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lmcache", type=Path, help="Python of an environment with vLLM, LMCache")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(args, Path(folder))
+        if args.lmcache is not None:
+            measured |= measure_lmcache(args, Path(folder) / "lmcache")
+            if "lmcache_ms" in measured:
+                speedup = measured["cold_ms"] / measured["lmcache_ms"]
+                measured["lmcache_speedup"] = round(speedup, 2)
     table = Table("what", "value")
     for name, value in measured.items():
         table.add_row(name, str(value))

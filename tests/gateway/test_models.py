@@ -24,7 +24,7 @@ def other(chat_model_folder: Path) -> Iterator[str]:
 def mixed(
     engine: KbServer, other: str, chat_model_folder: Path, tmp_path: Path
 ) -> Iterator[tuple[GatewayWorld, FaultyUpstream]]:
-    """"tiny" first, "other" behind a front that can be taken away; requests take turns."""
+    """ "tiny" first, "other" behind a front that can be taken away; requests take turns."""
     away = FaultyUpstream(other)
     how: dict[str, Any] = {"routing": "round_robin", "wait_s": 0.5}
     urls = [engine.url, away.url]

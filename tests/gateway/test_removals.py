@@ -127,6 +127,7 @@ def test_what_an_engine_was_not_told_is_told_by_the_next_gateway(
 def test_tenants_forget_for_themselves_alone(engine: KbServer) -> None:
     """Straight to the engine, as a gateway speaks to it."""
     ids = engine.weave.runtime.tokenizer.encode_text(make_text(60, 7))
+
     def send(tenant: str, **more: Any) -> dict[str, Any]:
         prompt = [1, 2, 3, *ids, 4, 5]
         said = {"chunks": [[3, 3 + len(ids)]], "tenant": tenant, "reuse": "prefix", **more}

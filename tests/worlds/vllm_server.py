@@ -56,19 +56,22 @@ class VllmServer:
         *args: str,
         cores: Sequence[int] | None = None,
         port: int | None = None,
+        connector: str = "KvweaveConnector",
+        python: Path | None = None,
     ) -> None:
         """`extra` are settings of the connector. `cores` None is the last one: one waits for no
-        other, and on a busy machine that is faster than two. `port` None is a free one."""
+        other, and on a busy machine that is faster than two. `port` None is a free one; `python`
+        None that of our own environment."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "vllm.log"
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         transfer = {
-            "kv_connector": "KvweaveConnector",
+            "kv_connector": connector,
             "kv_role": "kv_both",
             "kv_connector_extra_config": dict(extra),
         }
-        command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [str(python or vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "m", "--dtype", "float32"]
         command += ["--max-model-len", str(CONTEXT), "--max-logprobs", str(TOP)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]

@@ -66,9 +66,7 @@ class Fleet:
         }
         cores = usable_cores()
         own = [cores[-1 - place % len(cores)]]
-        return VllmServer(
-            self._folder / name, self._model, extra, *FLAGS, cores=own, port=port
-        )
+        return VllmServer(self._folder / name, self._model, extra, *FLAGS, cores=own, port=port)
 
 
 @pytest.fixture(scope="module")
