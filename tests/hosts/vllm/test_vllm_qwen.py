@@ -1,4 +1,4 @@
-"""Another family inside vLLM: Qwen2, whose projections have a bias, with weights read by kvweave."""
+"""Another family inside vLLM: Qwen2, whose projections have a bias; kvweave read its weights."""
 
 from pathlib import Path
 
