@@ -10,9 +10,8 @@ and order of chunks, as retrieval has.
     fused_15   15 % of the chunk rows recomputed
     fused_100  every row recomputed: exact, by kvweave's pass
     repeat     the very prompt again, by vLLM's prefix cache: the bound
-
-    lmcache    LMCache's connector in another vLLM (--lmcache), its tokens in chunks of --chunk-tokens
-               and blending on, after each prompt's chunks came once in another order
+    lmcache    LMCache's connector in another vLLM (--lmcache), blending on, chunks of
+               --chunk-tokens, after each prompt's chunks came once in another order
 
 Milliseconds from the request to its first token over HTTP, medians. LMCache is in none of our
 environments: --lmcache names the Python of one that has it beside vLLM. Where it does not start or

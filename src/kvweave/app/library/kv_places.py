@@ -136,8 +136,8 @@ class KVPlaces:
             if target is None:
                 is_paid = False
                 log.warning(
-                    "chunk KV of %d removed chunks may be left in %s, which is not among the places "
-                    "in use; run once with its setting, or take it out of %s if it is no more",
+                    "chunk KV of %d removed chunks may be left in %s, which is not in use now; run "
+                    "once with its setting, or take it out of %s if it is no more",
                     *(len(owed.gone), place, self._path),
                 )
                 continue
