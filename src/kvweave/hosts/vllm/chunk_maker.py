@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from typing import Any, TypeVar
 
 from kvweave.corpus.chunker import make_chunk_id
@@ -114,7 +113,7 @@ class ChunkMaker:
         self._orders.put(None)
 
     def _run(self) -> None:
-        for order in iter(partial(self._orders.get), None):
+        while (order := self._orders.get()) is not None:
             keys: list[ChunkKey] = []
             try:
                 keys = self._make(order)
