@@ -92,9 +92,11 @@ class FailingDecoder(Decoder):
         return super().forward(batch)
 
 
-def make_weave(folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d) -> Weave:
+def make_weave(
+    folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d, name: str = "tiny"
+) -> Weave:
     decoder = wrap(load_decoder(folder, device="cpu"))
-    return plain_weave(decoder, Tokenizer(folder))
+    return plain_weave(decoder, Tokenizer(folder), name=name)
 
 
 @dataclass

@@ -122,6 +122,15 @@ class ModelHost(Protocol):
     def max_context(self) -> int | None:
         """Tokens that prompt and answer may have together; None: not known."""
 
+    def models(self) -> Mapping[str, int | None]:
+        """What a request may name as its `model`, the usual one first, with the context of each.
+        Does not block."""
+        ...
+
+    def why_unready(self) -> str | None:
+        """Why no request would be answered now; None: nothing is known against it. Does not
+        block."""
+
     @property
     def takes_transfer(self) -> bool:
         """`complete` takes a `KVTransfer`. A gateway makes them."""
@@ -131,8 +140,13 @@ class ModelHost(Protocol):
     def system(self) -> str: ...
 
     def sampling(
-        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
-    ) -> Sampling: ...
+        self,
+        asked: Mapping[str, Any] | None = None,
+        built_in: Mapping[str, Any] | None = None,
+        model: str | None = None,
+    ) -> Sampling:
+        """`model` is one of `models`, here and below; None: the usual one."""
+        ...
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream: ...
 
@@ -146,6 +160,7 @@ class ModelHost(Protocol):
         sampling: Sampling | None = None,
         reuse: str | None = None,
         tenant: str = "",
+        model: str | None = None,
     ) -> PieceStream: ...
 
     def complete(
@@ -156,6 +171,7 @@ class ModelHost(Protocol):
         reuse: str | None = None,
         tenant: str = "",
         transfer: KVTransfer | None = None,
+        model: str | None = None,
     ) -> PieceStream: ...
 
     def over(

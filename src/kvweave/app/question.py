@@ -12,6 +12,7 @@ from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.prompt import Document
+from kvweave.types import ChunkId
 
 TOP_K = 5  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
@@ -36,6 +37,7 @@ class AskOptions(TypedDict, total=False):
     history: Sequence[Mapping[str, Any]]
     tenant: str
     speculate: SpeculationMode | None
+    model: str | None
     watched: int
     forced: Sequence[int]
     alone: bool
@@ -69,6 +71,7 @@ class KVTransfer:
     bound: float | None = None
     asked: tuple[int, int] | None = None  # what the user wrote; None: all behind the chunks
     tenant: str = ""  # of the gateway: tenants share no KV
+    forget: tuple[ChunkId, ...] = ()  # chunks that are no more there: nothing is kept of them
 
     def __post_init__(self) -> None:
         at = 0
@@ -102,6 +105,7 @@ class Question:
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
+    model: str | None = None  # of a gateway that has several; None: the usual one
     # for measurements: what the model thought of the first so many tokens (`Answer.watched`), an
     # answer that is put into its mouth instead of a drawn one, and whether the prompt reads nothing
     # of the knowledge tree and leaves nothing there

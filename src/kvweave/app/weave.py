@@ -295,7 +295,10 @@ class Weave:
         return self.stream(question, **options).finish()
 
     def sampling(
-        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
+        self,
+        asked: Mapping[str, Any] | None = None,
+        built_in: Mapping[str, Any] | None = None,
+        model: str | None = None,
     ) -> Sampling:
         """How an answer is drawn that is `asked` to be so (fields of `Sampling`): the rest is as
         the configuration has it, then the model's generation_config.json, then `built_in`.
@@ -303,11 +306,13 @@ class Weave:
         An answer without a `sampling` is drawn by `sampling()`; a `Sampling` that a caller makes
         counts as it is.
         """
+        self._refuse_other(model)
         return self._answerer.sampling.sampling(asked, built_in)
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
+        self._refuse_other(options.get("model"))
         return self._answerer.answer(Question(question, **options), called_s)
 
     def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
@@ -326,11 +331,13 @@ class Weave:
         sampling: Sampling | None = None,
         reuse: str | None = None,
         tenant: str = "",
+        model: str | None = None,
     ) -> AnswerStream:
         """Continue a conversation of {"role", "content"} messages. What is exact of earlier turns,
         or of others of the `tenant` that began alike, is not computed again unless `reuse` is
         "full"."""
         called_s = time.perf_counter()
+        self._refuse_other(model)
         if not messages:
             raise RequestError("messages is empty; send at least one")
         tokenizer, contents = self._runtime.tokenizer, [str(m.get("content")) for m in messages]
@@ -347,15 +354,20 @@ class Weave:
         reuse: str | None = None,
         tenant: str = "",
         transfer: KVTransfer | None = None,
+        model: str | None = None,
     ) -> AnswerStream:
         """Continue a text or token ids, without a chat template. As `chat` otherwise. `transfer`
-        says where chunks stand among token ids: their KV is reused as it is for documents."""
+        says where chunks stand among token ids: their KV is reused as it is for documents, and
+        chunks that it says are no more are forgotten, if requests brought them."""
         called_s = time.perf_counter()
+        self._refuse_other(model)
         tokenizer = self._runtime.tokenizer
         if isinstance(prompt, str):
             refuse_long(tokenizer, [prompt], self.max_context)
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         options = PlainOptions(sampling, reuse, tenant)
+        if transfer is not None and transfer.forget:
+            self._answerer.forget_brought(transfer.forget, tenant)
         if transfer is not None and transfer.chunks:
             if isinstance(prompt, str):
                 raise RequestError("spans of chunks are spans of token ids; send the prompt as ids")
@@ -393,6 +405,17 @@ class Weave:
     @property
     def model_name(self) -> str:
         return self._runtime.name
+
+    def models(self) -> dict[str, int | None]:
+        """The one that is loaded, and its context. A gateway may have several."""
+        return {self.model_name: self.max_context}
+
+    def why_unready(self) -> None:
+        """Nothing: what is wrong with the engine is found by those who watch it."""
+
+    def _refuse_other(self, model: str | None) -> None:
+        if model not in (None, self.model_name):
+            raise RequestError(f"no model {model!r} here; this is {self.model_name!r}")
 
     @property
     def system(self) -> str:

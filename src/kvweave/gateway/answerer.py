@@ -4,10 +4,11 @@ history with its chunks ─► search, stage by stage ─► dedup ─► order 
                                 └► guesses.py
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
@@ -24,7 +25,7 @@ from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.chunk_order import ChunkOrder
 from kvweave.gateway.fleet import Fleet, ReplicaLease
 from kvweave.gateway.guesses import PrefillGuess, ReadyRequest
-from kvweave.gateway.prompts import ChunkIds, PromptMaker, PromptWords
+from kvweave.gateway.prompts import ChunkIds, PromptMaker, PromptWords, TextPrompts
 from kvweave.kv.config import TierConfig
 from kvweave.plan.retrieval import (
     RetrievalResult,
@@ -50,12 +51,30 @@ class Upstreams:
     """What the parts of one gateway share."""
 
     fleet: Fleet
+    model: str  # that answers
     prompts: PromptMaker
     tokenizer: Tokenizer  # the model's, or one that only cuts and counts
     sampling: SamplingDefaults
     threads: ThreadPoolExecutor  # for guesses
     max_context: int | None
     remotes: Sequence[TierConfig] = ()  # tiers that upstreams share: what is removed goes there too
+
+    def of(self, model: str | None) -> "Upstreams":
+        """The same for another model. Its tokenizer is not here, so that prompts go as text. Raises
+        RequestError where no upstream has it."""
+        if model is None or model == self.model:
+            return self
+        known = self.fleet.models()
+        if model not in known:
+            names = ", ".join(map(repr, known))
+            raise RequestError(f"no upstream has a model {model!r}; they have {names}")
+        return replace(
+            self,
+            model=model,
+            prompts=TextPrompts(),
+            sampling=SamplingDefaults(self.sampling.configured),
+            max_context=known[model],
+        )
 
 
 class MadeRequest(NamedTuple):
@@ -70,6 +89,28 @@ class MadeRequest(NamedTuple):
 
 Generation = PrefillGuess | ReadyRequest
 StartGeneration = Callable[[Sequence[Hit], bool], Generation]
+
+
+class RoutedAnswerers:
+    """One for each model that is asked for. Any thread."""
+
+    def __init__(
+        self, upstreams: Upstreams, settings: AnswerSettings, kb: KnowledgeBase | None = None
+    ) -> None:
+        self._up = upstreams
+        self._settings = settings
+        self._kb = kb
+        self._lock = threading.Lock()
+        self._made: dict[str, RoutedAnswerer] = {}
+
+    def of(self, model: str | None) -> "RoutedAnswerer":
+        """None: the usual one. Raises RequestError where no upstream has the model."""
+        upstreams = self._up.of(model)
+        with self._lock:
+            if upstreams.model not in self._made:
+                made = RoutedAnswerer(upstreams, self._settings, self._kb)
+                self._made[upstreams.model] = made
+            return self._made[upstreams.model]
 
 
 class RoutedAnswerer:
@@ -87,7 +128,7 @@ class RoutedAnswerer:
 
     def check_reuse(self, reuse: str | None) -> None:
         """Raise ConfigError for a strategy that no upstream has."""
-        if reuse not in (None, *PLAIN_REUSES) and not self._fleet.can_fuse():
+        if reuse not in (None, *PLAIN_REUSES) and not self._fleet.can_fuse(self._up.model):
             raise ConfigError(
                 f"reuse {reuse!r} needs chunk KV, and no upstream reuses it; leave it out, or run "
                 "upstreams with kvweave's connector"
@@ -159,7 +200,7 @@ class RoutedAnswerer:
         story.retrieve_ms = (time.perf_counter() - story.called_s) * 1e3
         guess = got.generation
         if isinstance(guess, PrefillGuess):
-            story.first, story.wait = guess.replica, guess.wait
+            story.guess = guess
         story.speculation = lambda: _record(got.said, guess)
         return lists[id(guess)]
 
@@ -206,7 +247,7 @@ class RoutedAnswerer:
     def _learn(self, lease: ReplicaLease, made: MadeRequest, story: AnswerStory) -> None:
         """Learn the pace of an engine from a prompt that it had not seen."""
         num_tokens = made.request.prompt.num_tokens - lease.match.exact
-        if story.first is None and lease.replica.load == 1:
+        if story.guess is None and lease.replica.load == 1:
             self._settings.paces.prefill.computed(num_tokens, lease.held_s)
 
     # ── prompts ──────────────────────────────────────────────────────────────
@@ -224,7 +265,8 @@ class RoutedAnswerer:
         new = [ids for ids in dict.fromkeys(chunks) if ids not in held]
         system = self._settings.system if asked.system is None else asked.system
         tenant = asked.tenant or self._settings.tenant
-        words = PromptWords(asked.question, new, system, talk.messages, tenant.encode())
+        salt, model = tenant.encode(), self._up.model
+        words = PromptWords(asked.question, new, system, talk.messages, salt, model)
         prompts = self._up.prompts
         ordered = self._order.choose(prompts.front(words, texts.__getitem__), new, asked.permission)
         prompt = prompts.make(words._replace(chunks=ordered.chunks), texts.__getitem__)

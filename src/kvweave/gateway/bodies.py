@@ -30,7 +30,7 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
     fields they do not know."""
     prompt, drawn = request.prompt, request.sampling
     body: dict[str, Any] = {
-        "model": card.model,
+        "model": prompt.routed.model or card.model,
         **prompt.content,
         "max_tokens": drawn.max_tokens,
         "temperature": drawn.temperature,

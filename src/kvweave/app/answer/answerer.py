@@ -5,7 +5,7 @@ question ─► prompt ─► router ─► engine ─► text
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ from kvweave.text.prompt import (
     past_messages,
     split_template,
 )
-from kvweave.types import Hit
+from kvweave.types import ChunkId, Hit
 
 if TYPE_CHECKING:
     from kvweave.plan.plan import Plan
@@ -237,6 +237,14 @@ class Answerer:
         tokens = TokenStream(self._client, made.request, made.on_first)
         num_tokens = len(prompt.token_ids)
         return AnswerStream(tokens, self._tokenizer, sampling, num_tokens, called_s, made.notes)
+
+    def forget_brought(self, chunk_ids: Collection[ChunkId], tenant: str) -> None:
+        """Whoever brought these chunks with requests of a tenant has deleted them: no exact KV of
+        theirs is found any more, and none that is stored by itself. May wait for the engine."""
+        tenant = tenant or self._settings.tenant
+        self._client.forget(chunk_ids, (tenant,))
+        if self.documents is not None:
+            self.documents.forget(chunk_ids, tenant)
 
     def plan(self, asked: Question) -> "Plan":
         """What "auto" would do for a question."""

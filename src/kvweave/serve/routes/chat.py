@@ -66,10 +66,8 @@ def read_chat(
         _refuse_without_chunks(request)
         messages = [{"role": _role(m.role), "content": m.text} for m in request.messages]
         reuse = None if request.reuse is None else request.reuse.strategy
-        return [
-            partial(weave.chat, messages, sampling=sampling, reuse=reuse, tenant=tenant)
-            for sampling in drawn
-        ]
+        chat = partial(weave.chat, messages, reuse=reuse, tenant=tenant, model=request.model)
+        return [partial(chat, sampling=sampling) for sampling in drawn]
     if request.kb is not None:
         check_name(request.kb)
         if transfer is not None:
@@ -131,6 +129,7 @@ def _over_chunks(
         "history": turns[:-1],
         "conversation_id": request.conversation_id,
         "tenant": tenant,
+        "model": request.model,
     }
     if request.reuse is not None:
         options["reuse"], options["ratio"] = request.reuse.strategy, request.reuse.ratio

@@ -40,7 +40,14 @@ def read_completion(request: CompletionRequest, context: Context, tenant: str) -
     transfer = transfer_of(request, context)
     tenant = tenant if transfer is None else transfer.tenant_of(tenant)
     return [
-        partial(weave.complete, prompt, sampling=sampling, tenant=tenant, transfer=transfer)
+        partial(
+            weave.complete,
+            prompt,
+            sampling=sampling,
+            tenant=tenant,
+            transfer=transfer,
+            model=request.model,
+        )
         for prompt in request.prompt
         for sampling in drawn
     ]
@@ -101,7 +108,8 @@ class CompletionFormat:
 
     def _transfer(self, answers: Sequence[Answer]) -> KVTransferOut | None:
         """What was done for the first prompt, where a gateway sent it."""
-        return None if self._request.kv_transfer_params is None else transfer_out(answers[0])
+        sent = self._request.kv_transfer_params
+        return None if sent is None else transfer_out(answers[0], len(sent.kvweave.forget))
 
     def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
         if self._request.logprobs is None:

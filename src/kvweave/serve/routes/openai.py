@@ -7,11 +7,11 @@ from fastapi import APIRouter, Request, Response
 
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.chat import ChatFormat, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
 from kvweave.serve.routes.embeddings import embeddings
 from kvweave.serve.routes.reply import reply
+from kvweave.serve.routes.sampling import find_model
 from kvweave.serve.wire.chat import ChatReply, ChatRequest
 from kvweave.serve.wire.completions import CompletionReply, CompletionRequest
 from kvweave.serve.wire.embeddings import EmbeddingReply, EmbeddingRequest
@@ -24,24 +24,21 @@ def openai_routes(context: Context) -> APIRouter:
     weave, answers, limits = context.weave, context.answers, context.limits
     started = int(time.time())
 
-    def card() -> ModelCard:
+    def card(name: str, max_context: int | None) -> ModelCard:
         return ModelCard(
-            id=weave.model_name,
+            id=name,
             created=started,
-            max_model_len=weave.max_context,
+            max_model_len=max_context,
             kv_transfer=weave.takes_transfer,
         )
 
     @routes.get("/models", responses=ERRORS)
     async def models() -> ModelList:
-        return ModelList(data=[card()])
+        return ModelList(data=[card(*each) for each in weave.models().items()])
 
     @routes.get("/models/{name:path}", responses={**ERRORS})
     async def model(name: str) -> ModelCard:
-        if name != weave.model_name:
-            message = f"no model {name!r} here; this server has {weave.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return card()
+        return card(name, find_model(name, weave))
 
     @routes.post(
         "/chat/completions",
@@ -52,7 +49,7 @@ def openai_routes(context: Context) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> object:
         tenant = tenant_of(request.scope)
         starts = read_chat(body, context, tenant)
-        form = ChatFormat(weave.model_name, body, partial(context.kept.add, tenant))
+        form = ChatFormat(body.model or weave.model_name, body, partial(context.kept.add, tenant))
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )
@@ -64,7 +61,7 @@ def openai_routes(context: Context) -> APIRouter:
     )
     async def completions(body: CompletionRequest, request: Request) -> object:
         starts = read_completion(body, context, tenant_of(request.scope))
-        form = CompletionFormat(weave.model_name, body)
+        form = CompletionFormat(body.model or weave.model_name, body)
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )

@@ -10,20 +10,26 @@ from kvweave.app.weave import Answer, Sampling
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import KVTransferOut, SamplingFields, TransferOut
+from kvweave.types import ChunkId
 
 # fields of `Sampling` that a request may leave to the configuration and the model
 DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
 
 
 def check_model(request: SamplingFields, weave: ModelHost) -> None:
-    """Raise a 404 unless the request is for the model that is served."""
-    if request.model not in (None, weave.model_name):
-        raise ApiError(
-            404,
-            f"no model {request.model!r} here; this server has {weave.model_name!r}",
-            param="model",
-            code="model_not_found",
-        )
+    """Raise a 404 unless the request is for a model that is served."""
+    if request.model is not None:
+        find_model(request.model, weave)
+
+
+def find_model(name: str, weave: ModelHost) -> int | None:
+    """The context of a model that is served, None if it is not known; raises a 404 for others."""
+    known = weave.models()
+    if name not in known:
+        names = ", ".join(map(repr, known))
+        message = f"no model {name!r} here; this server has {names}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return known[name]
 
 
 def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
@@ -56,10 +62,11 @@ def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
         bound=sent.bound,
         asked=None if sent.asked is None else (sent.asked[0], sent.asked[1]),
         tenant=sent.tenant,
+        forget=tuple(ChunkId(each) for each in sent.forget),
     )
 
 
-def transfer_out(answer: Answer) -> KVTransferOut:
+def transfer_out(answer: Answer, forgotten: int = 0) -> KVTransferOut:
     """What was done for a prompt that a gateway sent."""
     record = answer.explain
     counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
@@ -74,6 +81,7 @@ def transfer_out(answer: Answer) -> KVTransferOut:
         recomputed=counts["recomputed"],
         computed=counts["computed"],
         why=None if record is None else record.why,
+        forgotten=forgotten,
     )
     return KVTransferOut(kvweave=told)
 
@@ -99,6 +107,7 @@ def samplings(
             "logprobs": logprobs,
         },
         built_in={"temperature": request.temperature},  # of the wire format
+        model=request.model,
     )
     return [replace(first, seed=seed) for seed in seeds(first.seed, request.n)]
 

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from kvweave.app.libraries.libraries import NAME
 
 NAME_PATTERN = f"^{NAME.pattern}$"  # of a knowledge base
+MOST_FORGOTTEN = 4096  # chunks in one request
 MOST_CHUNKS = 1000  # that `k` may ask for
 MOST_STOPS = 4
 MOST_MESSAGES = 2048  # of one chat
@@ -96,6 +97,10 @@ class SpansIn(Incoming):
     bound: float | None = None
     asked: TokenSpan | None = None  # what the user wrote; left out: all behind the chunks
     tenant: Text = ""  # of the gateway: tenants share no KV
+    # ids of chunks that are no more: KV that was kept of them is deleted
+    forget: Annotated[list[Text], BeforeValidator(at_most(MOST_FORGOTTEN, "ids"))] = Field(
+        default_factory=list
+    )
 
 
 class KVTransferIn(Incoming):
@@ -153,6 +158,7 @@ class TransferOut(Outgoing):
     recomputed: int
     computed: int
     why: str | None = None
+    forgotten: int = 0  # chunks whose KV was deleted as it was asked
 
 
 class KVTransferOut(Outgoing):
