@@ -31,6 +31,7 @@ class AnswerStory:
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     ordered_by: str = "given"
     sources: tuple[AnswerSource, ...] = ()
+    query: str | None = None  # what was searched for, where that is not the question itself
     first: Replica | None = None  # to be asked before others: it has the prompt already
     wait: Callable[[], None] | None = None  # for that prompt to be computed there
     on_first: Callable[[ReplicaLease], None] | None = None  # hears of the first token
@@ -184,6 +185,7 @@ class _Attempt:
             speculation=story.speculation(),
             stopped_because=end.stopped_because,
             sources=story.sources,
+            query=story.query,
             upstream=note,
         )
 

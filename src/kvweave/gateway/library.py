@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from typing import Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import remove_documents, sync_without_model
 from kvweave.app.question import AskOptions, Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError
-from kvweave.gateway.answer import RoutedAnswer
 from kvweave.gateway.answerer import RoutedAnswerer, Upstreams
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
@@ -34,7 +34,7 @@ class RoutedLibrary:
     def kb(self) -> KnowledgeBase:
         return self._kb
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> RoutedAnswer:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         called_s = time.perf_counter()
         return self._answerer.answer(Question(question, **options), called_s)
 
