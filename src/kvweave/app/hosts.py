@@ -8,12 +8,12 @@
 every call may block, unless it says otherwise.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from kvweave.app.answer.answer_stream import Answer, Piece
 from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream as PieceStream
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
@@ -27,28 +27,6 @@ if TYPE_CHECKING:
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
-
-
-class PieceStream(Protocol):
-    """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time,
-    but for `abort`."""
-
-    answer: Answer | None  # None until it is finished
-
-    def __iter__(self) -> Iterator[Piece]: ...
-
-    def take_whole(self) -> None:
-        """Nobody reads the pieces: `answer` alone counts, so that it may begin again where what
-        computes it fails. Before the first piece."""
-
-    def close(self) -> None:
-        """Stop the work."""
-
-    def abort(self) -> None:
-        """Stop the work, from any thread; the one that iterates sees the end. Never blocks."""
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        """`call` once this is closed."""
 
 
 class LibraryHost(Protocol):

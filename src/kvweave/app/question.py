@@ -7,6 +7,8 @@ from typing import Any, Literal, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
 from kvweave.config import WeaveConfig, given
+from kvweave.corpus.metadata import MetadataFilter
+from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import NAMES
@@ -20,6 +22,7 @@ ORDER = OrderPermission.AUTO  # of chunks, unless a question says it
 PLAIN_REUSES = (AUTO, "prefix", "full")  # of a prompt without chunks
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 SpeculationMode = Literal["auto", "on", "off"]
+NothingMode = Literal["say", "answer"]  # where no chunk is found
 
 
 class AskOptions(TypedDict, total=False):
@@ -38,6 +41,13 @@ class AskOptions(TypedDict, total=False):
     tenant: str
     speculate: SpeculationMode | None
     model: str | None
+    retrieval: Retrieval | None
+    min_score: float | None
+    filter: Mapping[str, Any]
+    reranker: str | None
+    rewrite: bool | None
+    nothing_found: NothingMode | None
+    cite: bool
     watched: int
     forced: Sequence[int]
     alone: bool
@@ -106,6 +116,15 @@ class Question:
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
     model: str | None = None  # of a gateway that has several; None: the usual one
+    # how chunks are found, see `SearchOptions`; None: as is usual
+    retrieval: Retrieval | None = None
+    min_score: float | None = None
+    filter: Mapping[str, Any] = field(default_factory=dict)  # what metadata their documents have
+    reranker: str | None = None
+    rewrite: bool | None = None  # a follow-up is searched for as the model puts it
+    query: str | None = None  # what is searched for; None: the question
+    nothing_found: NothingMode | None = None  # "say" so, or "answer" from nothing
+    cite: bool = False  # put the numbers of sources behind the answer's sentences
     # for measurements: what the model thought of the first so many tokens (`Answer.watched`), an
     # answer that is put into its mouth instead of a drawn one, and whether the prompt reads nothing
     # of the knowledge tree and leaves nothing there
@@ -124,6 +143,10 @@ class Question:
             raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
         if self.reuse is not None and self.reuse not in REUSES:
             raise RequestError(f"reuse {self.reuse!r} is unknown; known: {', '.join(REUSES)}")
+        if self.nothing_found not in (None, *get_args(NothingMode)):
+            known = ", ".join(get_args(NothingMode))
+            raise RequestError(f"nothing_found {self.nothing_found!r} is unknown; known: {known}")
+        _ = self.search
         if self.reuse == AUTO and self.ratio is not None:
             raise RequestError("reuse 'auto' chooses the ratio itself; leave it out")
         refuse_empty(self.question)
@@ -136,6 +159,17 @@ class Question:
     def num_chunks(self) -> int:
         """Chunks to take from the knowledge base."""
         return TOP_K if self.k is None else self.k
+
+    @property
+    def search(self) -> SearchOptions:
+        """How chunks are found. Raises RequestError if it cannot be meant."""
+        wanted = MetadataFilter.parse(self.filter)
+        return SearchOptions(self.retrieval or "vector", self.min_score, wanted, self.reranker)
+
+    @property
+    def searched(self) -> str:
+        """What chunks are searched for by."""
+        return self.query or self.question
 
     @property
     def permission(self) -> OrderPermission:
@@ -164,6 +198,11 @@ class Question:
             bound=bound,
             order=order,
             k=usual.k if self.k is None else self.k,
+            retrieval=self.retrieval or usual.search.retrieval,
+            min_score=usual.search.min_score if self.min_score is None else self.min_score,
+            reranker=self.reranker or usual.search.reranker,
+            rewrite=usual.rewrite if self.rewrite is None else self.rewrite,
+            nothing_found=self.nothing_found or usual.nothing_found,
         )
 
 
@@ -176,15 +215,30 @@ class QuestionDefaults:
     bound: float = BOUND
     order: str = ORDER
     k: int = TOP_K
+    search: SearchOptions = field(default_factory=SearchOptions)  # its filter does not count
+    rewrite: bool = False
+    nothing_found: NothingMode = "say"
+    nothing_text: str | None = None  # what is said then; None: NOTHING_TEXT
     # fields of `Sampling` that the user configured; the others are the model's, or built in
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: WeaveConfig) -> "QuestionDefaults":
         """What a configuration says. Raises ConfigError for a `reuse` that cannot be."""
-        quality, sampling = config.quality, given(config.sampling)
+        quality, library = config.quality, config.library
         reuse, ratio = parse_reuse(quality.reuse)
-        return cls(reuse, ratio, quality.bound, quality.order, config.library.k, sampling)
+        return cls(
+            reuse,
+            ratio,
+            quality.bound,
+            quality.order,
+            library.k,
+            SearchOptions(library.retrieval, library.min_score, reranker=library.reranker),
+            library.rewrite,
+            library.nothing_found,
+            library.nothing_text,
+            given(config.sampling),
+        )
 
 
 def check_order(order: str | None) -> None:

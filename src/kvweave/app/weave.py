@@ -19,6 +19,7 @@ from kvweave.app.answer.answer_stream import (
     TokenLogprob,
 )
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from kvweave.app.library.library import OpenEmbedder
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.corpus.search import SearchOptions
     from kvweave.fuse.strategy import ModelFacts
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
@@ -269,9 +271,13 @@ class Weave:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""
         return self.library.remove(reference)
 
-    def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
-        """The chunks of the knowledge base nearest to `question`, best first."""
-        return self._answerer.search(question, k)
+    def search(
+        self, question: str, k: int = TOP_K, how: "SearchOptions | None" = None
+    ) -> "list[Hit]":
+        """The chunks of the knowledge base nearest to `question`, best first. `how` they are found:
+        by vector, by words or by both, with a least score, among documents with some metadata; None
+        is as configured."""
+        return self._answerer.search(question, k, how)
 
     # ---- answers
 
@@ -291,6 +297,12 @@ class Weave:
         `history` are the {"role", "content"} messages said before, the user's first. With a
         `conversation_id` the chunks of those turns stand in the history again, and those it holds
         are not sent twice; conversations of one `tenant` are unknown to others.
+
+        `retrieval` finds chunks by "vector", by "words" or "hybrid"; those with a score below
+        `min_score` are left out, and a `filter` takes those of documents with such metadata.
+        `rewrite` has the model put a follow-up so that a search understands it (`Answer.query`).
+        Where nothing is found the answer says so (`Answer.nothing_found`), unless `nothing_found`
+        is "answer". `cite` puts numbers of sources behind sentences.
         """
         return self.stream(question, **options).finish()
 
@@ -309,7 +321,7 @@ class Weave:
         self._refuse_other(model)
         return self._answerer.sampling.sampling(asked, built_in)
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
         self._refuse_other(options.get("model"))

@@ -22,6 +22,7 @@ from kvweave.cli.options import (
     pass_config,
     store_options,
     system_option,
+    url_option,
 )
 from kvweave.cli.pulling import with_model
 from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
@@ -53,11 +54,13 @@ class IngestArguments:
 
     paths: tuple[Path, ...]
     kb_folder: Path
+    url: str | None
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     chunk_tokens: int | None
     index: str | None
     max_file_mb: float
+    meta: tuple[str, ...]
     prune: bool
     kv: bool
     refresh_neighbours: bool
@@ -73,6 +76,7 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
 @kb_option
+@url_option
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match. Repeatable.")
 @click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
@@ -83,6 +87,12 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 )
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
 @click.option("--max-file-mb", type=Amount(0), default=64, show_default=True)
+@click.option(
+    "--meta",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Metadata of every document of this run, for --filter. Repeatable.",
+)
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
 @click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
 @config_option(
@@ -117,12 +127,17 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
     skipped; the exit code is then 1.
     """
     from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.corpus.metadata import parse_pairs
     from kvweave.corpus.parsers import ParseLimits
     from kvweave.corpus.settings import read_settings
     from kvweave.ingest.pipeline import IngestOptions, ingest
     from kvweave.ingest.sources import Selection
 
     config, asked = effective.config, IngestArguments(**arguments)
+    if asked.url is not None:
+        if not _upload(asked):
+            ctx.exit(EXIT_SKIPPED)
+        return
     _check_preparation(effective, asked)
     _check_store(config, asked)
     stored, embedder = read_settings(asked.kb_folder), config.library.embedder
@@ -136,6 +151,7 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
             memory_bytes=config.library.parse_bytes,
         ),
         prune=asked.prune,
+        metadata=parse_pairs(asked.meta, "--meta"),
     )
     config = with_model(config)
     with KnowledgeBase.open(
@@ -166,6 +182,29 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
         show(kb, report, saves, asked.as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
+
+
+def _upload(asked: IngestArguments) -> bool:
+    """The same by a running server. False: some files did not get in."""
+    from kvweave.cli import remote
+    from kvweave.clients.server import ServerClient
+    from kvweave.corpus.metadata import parse_pairs
+    from kvweave.ingest.sources import Selection
+
+    if asked.prune or asked.refresh_neighbours or asked.chunk_tokens or asked.index:
+        raise ConfigError(
+            "--prune, --refresh-neighbours, --chunk-tokens and --index are for a folder; leave "
+            "them out with --url"
+        )
+    return remote.upload(
+        ServerClient(asked.url or ""),
+        str(asked.kb_folder),
+        asked.paths,
+        Selection(asked.include, asked.exclude),
+        parse_pairs(asked.meta, "--meta"),
+        wait_for_kv=asked.kv,
+        as_json=asked.as_json,
+    )
 
 
 def _check_preparation(effective: EffectiveConfig, asked: IngestArguments) -> None:

@@ -25,6 +25,7 @@ from kvweave.cli.options import (
     pass_config,
     planning_options,
     reuse_option,
+    search_options,
     speculate_option,
     store_options,
     system_option,
@@ -36,6 +37,7 @@ from kvweave.paths import kb_root
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
     from kvweave.serve.limits import Limits
+    from kvweave.serve.model_names import RequestDefaults
     from kvweave.serve.origins import OriginRules
     from kvweave.serve.server import Server
 
@@ -86,6 +88,18 @@ def _gib(amount: float) -> int:
     "--encoding",
     help="Encoding context of chunk KV, such as isolated or filler:4.",
 )
+@search_options
+@config_option(
+    "library.rewrite",
+    "--rewrite/--no-rewrite",
+    help="Search for follow-ups as the model puts them (off).",
+)
+@config_option(
+    "library.nothing_found",
+    "--nothing-found",
+    type=click.Choice(["say", "answer"]),
+    help="Where no chunk is found: say so, or answer from nothing (say).",
+)
 @system_option
 @reuse_option
 @planning_options
@@ -94,6 +108,14 @@ def _gib(amount: float) -> int:
     "--api-key-file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Lines of key or key:tenant. KVWEAVE_API_KEYS does the same.",
+)
+@config_option(
+    "server.aliases",
+    "--alias",
+    multiple=True,
+    to_key=tuple,
+    metavar="NAME",
+    help="Another name that requests may call the model by. Repeatable.",
 )
 @speculate_option
 @config_option(
@@ -178,7 +200,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             limits=limits,
             libraries=libraries,
             door=Door(keys, origins),
-            sampling=given(config.sampling),
+            usual=make_defaults(config),
             page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
             lifecycle=ServerLifecycle(
                 prepare=steps,
@@ -209,6 +231,12 @@ def make_limits(server: ServerSettings) -> "Limits":
         tenant_kbs=server.tenant_kbs,
         tenant_bytes=server.tenant_bytes,
     )
+
+
+def make_defaults(config: WeaveConfig) -> "RequestDefaults":
+    from kvweave.serve.model_names import RequestDefaults
+
+    return RequestDefaults(given(config.sampling), config.server.aliases or ())
 
 
 def _room_for_connections() -> int:

@@ -33,6 +33,7 @@ class AnswerStory:
     ordered_by: str = "given"
     sources: tuple[AnswerSource, ...] = ()
     guess: PrefillGuess | None = None  # it is right: its replica has the prompt, or soon will
+    query: str | None = None  # what was searched for, where that is not the question itself
     on_first: Callable[[ReplicaLease], None] | None = None  # hears of the first token
     speculation: Callable[[], SpeculationRecord | None] = field(default=lambda: None)
 
@@ -202,6 +203,7 @@ class _Attempt:
             speculation=story.speculation(),
             stopped_because=end.stopped_because,
             sources=story.sources,
+            query=story.query,
             upstream=note,
         )
 

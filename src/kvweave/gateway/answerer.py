@@ -12,20 +12,30 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
+from kvweave.app.answer.citations import CitedAnswer
 from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
+from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
 from kvweave.app.answer.sources import RetrievedChunk, routed_sources
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.question import AUTO, PLAIN_REUSES, Question
 from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import ConfigError, PromptTooLong, RequestError
 from kvweave.gateway.answer import AnswerStory, RoutedAnswer
 from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.chunk_order import ChunkOrder
 from kvweave.gateway.fleet import Fleet, ReplicaLease
 from kvweave.gateway.guesses import PrefillGuess, ReadyRequest
-from kvweave.gateway.prompts import ChunkIds, PromptMaker, PromptWords, TextPrompts
+from kvweave.gateway.prompts import (
+    ChunkIds,
+    PromptMaker,
+    PromptWords,
+    TextPrompts,
+    chat_messages,
+)
 from kvweave.kv.config import TierConfig
 from kvweave.plan.retrieval import (
     RetrievalResult,
@@ -134,10 +144,21 @@ class RoutedAnswerer:
                 "upstreams with kvweave's connector"
             )
 
-    def answer(self, asked: Question, called_s: float) -> RoutedAnswer:
+    def answer(self, asked: Question, called_s: float) -> PieceStream:
         """The answer to a question, searched for. Nothing is sent for it yet, but guesses."""
         usual = self._settings.usual
-        asked = asked.filled(usual, None if self._kb is None else self._kb.settings.order)
+        kb_order = None if self._kb is None else self._kb.settings.order
+        asked = self._rewritten(asked.filled(usual, kb_order))
+        texts: list[str] = []
+        try:
+            answering = self._begin(asked, called_s, texts)
+        except NothingFound:
+            return SaidAnswer(usual.nothing_text or NOTHING_TEXT, called_s, asked.query)
+        return CitedAnswer(answering, texts) if asked.cite else answering
+
+    def _begin(self, asked: Question, called_s: float, cited: list[str]) -> RoutedAnswer:
+        """The answer to a question in which nothing is left open; the texts of its chunks are added
+        to `cited`. Raises NothingFound."""
         try:
             self.check_reuse(asked.reuse)
         except ConfigError as error:
@@ -161,7 +182,20 @@ class RoutedAnswerer:
         story.on_first = heard
         story.sources = routed_sources(made.retrieved, made.request.prompt.places)
         story.left_out, story.ordered_by = made.left_out, made.ordered_by
+        story.query = asked.query
+        cited += [self._up.tokenizer.decode(chunk.token_ids) for chunk in made.retrieved]
         return RoutedAnswer(self._fleet, made.request, story)
+
+    def _rewritten(self, asked: Question) -> Question:
+        """A follow-up with the query that the model makes of it, where that is asked for."""
+        is_searched = asked.documents is None and self._kb is not None
+        if not (asked.rewrite and asked.history and is_searched):
+            return asked
+        tenant = asked.tenant or self._settings.tenant
+        messages = rewriting_messages(asked.question, asked.history)
+        request = UpstreamRequest(chat_messages(messages, tenant.encode()), SAMPLING, tenant)
+        made = RoutedAnswer(self._fleet, request, AnswerStory(time.perf_counter())).finish()
+        return replace(asked, query=read_rewritten(made.text))
 
     # ── searching ────────────────────────────────────────────────────────────
 
@@ -176,10 +210,13 @@ class RoutedAnswerer:
         """The request for the chunks nearest to a question, with guesses meanwhile."""
 
         def made(hits: Sequence[Hit]) -> MadeRequest:
+            holds_chunks = any(message.chunks for message in talk.messages)
+            if not hits and asked.nothing_found == "say" and not holds_chunks:
+                raise NothingFound
             texts.update({hit.chunk.token_ids: hit.chunk.text for hit in hits})
             return self._made(asked, talk, [RetrievedChunk.found(hit) for hit in hits], texts)
 
-        num_stages = self._num_stages(asked)
+        num_stages = self._num_stages(asked) if asked.search.is_staged else 1
         if num_stages == 1:
             hits = self._settings.look_up(lambda: self._search(kb, asked))
             story.retrieve_ms = (time.perf_counter() - story.called_s) * 1e3
@@ -214,10 +251,13 @@ class RoutedAnswerer:
         return 1 if paces.prefill.row_s is None else paces.search.num_stages()
 
     def _search(self, kb: KnowledgeBase, asked: Question) -> list[Hit]:
-        vector = kb.embedder.embed_query(asked.question)
+        how = asked.search
+        if not how.is_staged:
+            return kb.search(asked.searched, asked.num_chunks, how)
+        vector = kb.embedder.embed_query(asked.searched)
         kb.load_index()  # once, and no part of what a search takes
         started_s = time.perf_counter()
-        hits = kb.search(vector, asked.num_chunks)
+        hits = kb.search(vector, asked.num_chunks, how)
         taken_s = time.perf_counter() - started_s
         self._settings.paces.search.searched(taken_s, [ids_of(hits)], 1)
         return hits
@@ -225,9 +265,9 @@ class RoutedAnswerer:
     def _speculate(
         self, kb: KnowledgeBase, asked: Question, start: StartGeneration, most: int
     ) -> RetrievalResult[Generation]:
-        vector = kb.embedder.embed_query(asked.question)
+        vector = kb.embedder.embed_query(asked.searched)
         num_stages = kb.num_stages(asked.num_chunks, most)
-        stages = kb.search_staged(vector, asked.num_chunks, num_stages)
+        stages = kb.search_staged(vector, asked.num_chunks, num_stages, asked.search)
         paces, mode = self._settings.paces, asked.speculate or self._speculation.mode
         row_s = paces.prefill.row_s
 
@@ -272,7 +312,7 @@ class RoutedAnswerer:
         prompt = prompts.make(words._replace(chunks=ordered.chunks), texts.__getitem__)
         most = self._up.max_context
         if most is not None and prompt.num_tokens >= most and prompt.chunks:
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {prompt.num_tokens:,} tokens, the model's context {most:,}; ask "
                 "for fewer chunks"
             )

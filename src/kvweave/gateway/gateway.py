@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, KVTransfer, PlainOptions, Question
@@ -149,7 +150,7 @@ class Gateway:
     def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
         self._answerers.of(None).check_reuse(reuse)
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> RoutedAnswer:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         called_s = time.perf_counter()
         asked = Question(question, **options)
         return self._answerers.of(asked.model).answer(asked, called_s)

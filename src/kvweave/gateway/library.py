@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
@@ -14,7 +15,6 @@ from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.app.question import AskOptions, Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError
-from kvweave.gateway.answer import RoutedAnswer
 from kvweave.gateway.answerer import RoutedAnswerers, Upstreams
 from kvweave.gateway.removals import EngineMemory
 from kvweave.ingest.pipeline import IngestOptions, ingest
@@ -43,7 +43,7 @@ class RoutedLibrary:
     def kb(self) -> KnowledgeBase:
         return self._kb
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> RoutedAnswer:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         called_s = time.perf_counter()
         asked = Question(question, **options)
         return self._answerers.of(asked.model).answer(asked, called_s)

@@ -13,11 +13,11 @@ A server whose engine hangs or cannot compute (`workers/engine_watch.py`) stops 
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import uvicorn
 
@@ -29,6 +29,7 @@ from kvweave.serve.context import make_context
 from kvweave.serve.door import Door
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
+from kvweave.serve.model_names import RequestDefaults
 from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.workers.engine_watch import EngineWatch
 
@@ -67,16 +68,14 @@ class Server(uvicorn.Server):
         limits: Limits | None = None,
         libraries: Libraries | None = None,
         door: Door | None = None,
-        sampling: Mapping[str, Any] | None = None,
+        usual: RequestDefaults | None = None,
         lifecycle: ServerLifecycle | None = None,
         page: PageConfig | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `sampling` and `page`: see `make_context`; `door` None: no keys, no pages but its own."""
+        `usual` and `page`: see `make_context`; `door` None: no keys, no pages but its own."""
         self._life, limits = lifecycle or ServerLifecycle(), limits or Limits()
-        self._context = make_context(
-            weave, limits, libraries=libraries, sampling=sampling, page=page
-        )
+        self._context = make_context(weave, limits, libraries=libraries, usual=usual, page=page)
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -315,7 +315,9 @@ def test_the_list_has_every_knowledge_base(filled: KbServer) -> None:
     [
         ({"query": " "}, "'query' is empty"),
         ({"query": "x", "k": 0}, "'k' must be between 1 and 1000"),
-        ({"query": "x", "mode": "magic"}, "'mode' must be 'vector'"),
+        ({"query": "x", "retrieval": "magic"}, "'retrieval' must be 'vector'"),
+        ({"query": "x", "filter": {"a b": 1}}, "'a b' is no key of metadata"),
+        ({"query": "x", "filter": {"a": True}}, "metadata 'a' must be a text or a number"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
@@ -34,9 +34,10 @@ from kvweave.app.question import AskOptions, QuestionDefaults, check_order
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.metadata import Metadata, MetadataFilter, check_metadata
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.parsers.apart import read_fields
-from kvweave.corpus.search import Mode
+from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import (
     ConfigError,
@@ -55,7 +56,6 @@ from kvweave.kv.config import GIB
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import PROMOTION
 from kvweave.plan.search_pace import Paces, PrefillPace, SearchPace
-from kvweave.types import Hit
 
 __all__ = [
     "ENDINGS",
@@ -70,10 +70,13 @@ __all__ = [
     "Libraries",
     "LibrariesConfig",
     "LibraryKey",
+    "Metadata",
     "NoSuchKnowledgeBase",
     "NotInLibrary",
     "OnProgress",
+    "SearchOptions",
     "TextSource",
+    "check_metadata",
     "check_name",
     "check_tenant",
     "read_fields",
@@ -309,15 +312,17 @@ class Libraries:
         *,
         chunk_kv: bool = False,
         progress: OnProgress | None = None,
+        metadata: Metadata | None = None,
     ) -> IngestReport:
         """Bring documents in. Makes the knowledge base if it is new. Their chunk KV is made in the
-        background, if that is configured; `chunk_kv`: before this returns."""
+        background, if that is configured; `chunk_kv`: before this returns. `metadata` of all of
+        them; what a source says of itself goes before."""
         with self._writer(tenant, name, create=True) as weave:
             return weave.ingest(
                 *sources,
                 chunk_kv=chunk_kv,
                 progress=progress,
-                options=IngestOptions(limits=self.config.parsing),
+                options=IngestOptions(limits=self.config.parsing, metadata=metadata or {}),
                 only_new=True,
             )
 
@@ -331,10 +336,21 @@ class Libraries:
         with self.use(tenant, name) as weave:
             yield LibraryBrowser(weave, self._uses_of(LibraryKey(tenant, name)))
 
-    def search(self, tenant: str, name: str, query: str, k: int, mode: Mode) -> list[Hit]:
-        """The `k` nearest chunks, best first."""
-        with self.use(tenant, name) as weave:
-            return weave.kb.search(query, k, mode=mode)
+    def search_options(
+        self,
+        retrieval: Retrieval | None = None,
+        min_score: float | None = None,
+        among: Mapping[str, Any] | None = None,
+    ) -> SearchOptions:
+        """How a search finds chunks that says so much, and leaves the rest as is usual. Raises
+        RequestError."""
+        usual = self.config.usual.search
+        return SearchOptions(
+            retrieval or usual.retrieval,
+            usual.min_score if min_score is None else min_score,
+            MetadataFilter.parse(among),
+            usual.reranker,
+        )
 
     def status(self, tenant: str, name: str) -> LibraryStatus:
         """Counts of a knowledge base, how far its chunk KV is, and what is wrong with it, if it

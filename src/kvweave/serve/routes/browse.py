@@ -97,6 +97,7 @@ def _document_out(info: DocumentInfo, browser: LibraryBrowser | None) -> Documen
         chunks=info.num_chunks,
         tokens=info.num_tokens,
         added_at=info.added_at,
+        metadata=info.metadata,
         kv=None if browser is None else _kv_out(browser.kv(info)),
     )
 

@@ -1,8 +1,10 @@
 """Knowledge bases: upload, list, delete, search. `browse.py` looks around in one."""
 
 import asyncio
+import json
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,14 +13,17 @@ from kvweave.app.libraries.libraries import (
     IngestReport,
     Later,
     Libraries,
+    Metadata,
     NoSuchKnowledgeBase,
     OnProgress,
+    SearchOptions,
+    check_metadata,
     check_name,
 )
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.parameters import Name
+from kvweave.serve.routes.parameters import Name, check_limit
 from kvweave.serve.uploads.ingest_job import IngestJob
 from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
@@ -39,6 +44,7 @@ from kvweave.serve.wire.kb import (
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 
+MOST_LISTED = 500  # knowledge bases of one page
 LONGEST_QUERY = 32 << 10  # characters: an embedder reads the first few hundred words
 
 
@@ -47,10 +53,16 @@ def kb_routes(context: Context) -> APIRouter:
     libraries, tasks, uploads = context.libraries, context.tasks, UploadReader(context.limits)
 
     @routes.get("")
-    async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
+    async def list_knowledge_bases(
+        request: Request, after: str | None = None, limit: int | None = None
+    ) -> KnowledgeBaseList:
+        """All knowledge bases by name; with `limit` a page of those behind the one `after`."""
+        if limit is not None:
+            check_limit(limit, MOST_LISTED)
         tenant = tenant_of(request.scope)
         return await tasks.run(
-            partial(_knowledge_bases, libraries, tenant), client=client_of(request.scope)
+            partial(_knowledge_bases, libraries, tenant, after, limit),
+            client=client_of(request.scope),
         )
 
     @routes.get("/{name}")
@@ -67,9 +79,10 @@ def kb_routes(context: Context) -> APIRouter:
         openapi_extra=UPLOAD_BODY,
     )
     async def upload_documents(
-        request: Request, name: str = Name, wait_for_kv: bool = False
+        request: Request, name: str = Name, wait_for_kv: bool = False, metadata: str = "{}"
     ) -> Response | IngestOut:
-        tenant = tenant_of(request.scope)
+        """`metadata`: a JSON object for all files of a form."""
+        tenant, said = tenant_of(request.scope), read_metadata(metadata)
         if libraries.config.root is None and name not in libraries.names(tenant):
             message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
             raise ApiError(404, message)
@@ -83,7 +96,8 @@ def kb_routes(context: Context) -> APIRouter:
             held.callback(admission.leave)
             spool = held.enter_context(closing(Spool()))
             sources = await uploads.read(request, spool)
-            ingest = partial(_ingest, context, tenant, name, sources, wait_for_kv)
+            upload = Upload(tenant, name, sources, wait_for_kv, said)
+            ingest = partial(_ingest, context, upload)
             over = held.pop_all()  # from here on it goes when the work is over
             work = IngestJob(admission, ingest, over.close, turn=(tenant, name))
         if "text/event-stream" in request.headers.get("accept", ""):
@@ -137,31 +151,59 @@ def kb_routes(context: Context) -> APIRouter:
         if not 1 <= body.k <= MOST_CHUNKS:
             message = f"'k' must be between 1 and {MOST_CHUNKS}, got {body.k}"
             raise ApiError(400, message, param="k")
-        look = partial(_search, libraries, tenant_of(request.scope), name, body)
+        how = libraries.search_options(body.retrieval, body.min_score, body.filter)
+        look = partial(_search, libraries, tenant_of(request.scope), name, body, how)
         return await tasks.run(look, client=client_of(request.scope))
 
     return routes
 
 
-def _ingest(
-    context: Context,
-    tenant: str,
-    name: str,
-    sources: list[Later],
-    wait_for_kv: bool,
-    progress: OnProgress,
-) -> IngestReport:
+class Upload(NamedTuple):
+    """What is to be taken in, and where."""
+
+    tenant: str
+    name: str
+    sources: list[Later]
+    wait_for_kv: bool
+    metadata: Metadata
+
+
+def read_metadata(text: str) -> Metadata:
+    """The `metadata` of a query. Raises a 400 for what is none."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        message = "'metadata' must be a JSON object of texts and numbers"
+        raise ApiError(400, message, param="metadata")
+    return check_metadata(given)
+
+
+def _ingest(context: Context, upload: Upload, progress: OnProgress) -> IngestReport:
     def told(news: IngestProgress) -> None:
         context.writing.check()
         progress(news)
 
-    libraries = context.libraries
-    return libraries.ingest(tenant, name, sources, chunk_kv=wait_for_kv, progress=told)
+    return context.libraries.ingest(
+        upload.tenant,
+        upload.name,
+        upload.sources,
+        chunk_kv=upload.wait_for_kv,
+        progress=told,
+        metadata=upload.metadata,
+    )
 
 
-def _knowledge_bases(libraries: Libraries, tenant: str) -> KnowledgeBaseList:
-    names = libraries.names(tenant)
-    return KnowledgeBaseList(data=[_knowledge_base(libraries, tenant, name) for name in names])
+def _knowledge_bases(
+    libraries: Libraries, tenant: str, after: str | None, limit: int | None
+) -> KnowledgeBaseList:
+    names = [name for name in libraries.names(tenant) if after is None or name > after]
+    shown = names[:limit]
+    return KnowledgeBaseList(
+        data=[_knowledge_base(libraries, tenant, name) for name in shown],
+        next=shown[-1] if len(names) > len(shown) else None,
+    )
 
 
 def _one_knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBaseOut:
@@ -184,8 +226,11 @@ def _knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBa
     )
 
 
-def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -> HitList:
-    hits = libraries.search(tenant, name, body.query, body.k, body.mode)
+def _search(
+    libraries: Libraries, tenant: str, name: str, body: SearchRequest, how: SearchOptions
+) -> HitList:
+    with libraries.browse(tenant, name) as browser:
+        found = browser.search(body.query, body.k, how)
     return HitList(
         data=[
             HitOut(
@@ -195,7 +240,10 @@ def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -
                 text=hit.chunk.text,
                 tokens=len(hit.chunk.token_ids),
                 score=float(hit.score),
+                chars=chars,
+                tier=tier,
+                fate="computed" if tier is None else "reused",
             )
-            for hit in hits
+            for hit, chars, tier in found
         ]
     )

@@ -111,6 +111,7 @@ class KVTransferIn(Incoming):
 
 class StreamOptions(Incoming):
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding against eavesdroppers; none is made here
 
 
 class SamplingFields(Incoming):
@@ -129,9 +130,10 @@ class SamplingFields(Incoming):
     n: Annotated[int, schema_only(minimum=1, maximum=16)] = 1  # answers to each prompt
     stream: bool = False
     stream_options: StreamOptions | None = None
+    presence_penalty: Annotated[float, schema_only(minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[float, schema_only(minimum=-2, maximum=2)] = 0.0
     # Only the value that asks for nothing is accepted:
-    presence_penalty: Annotated[float, schema_only(const=0)] = 0.0
-    frequency_penalty: Annotated[float, schema_only(const=0)] = 0.0
+    logit_bias: Annotated[Any, schema_only(enum=[{}])] = None
     kv_transfer_params: KVTransferIn | None = None  # extension; of a gateway
     # The caller's own bookkeeping; it has no bearing on the answer.
     user: Text | None = None
@@ -165,10 +167,15 @@ class KVTransferOut(Outgoing):
     kvweave: TransferOut
 
 
+class PromptTokensDetails(Outgoing):
+    cached_tokens: int  # whose KV was there: exact, or reused
+
+
 class Usage(Outgoing):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None  # null: an upstream does not say
 
 
 class ErrorDetail(Outgoing):
