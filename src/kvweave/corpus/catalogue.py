@@ -543,7 +543,7 @@ class Catalogue:
 
 
 def _info(row: Sequence[Any]) -> DocumentInfo:
-    return DocumentInfo(*row[:7], metadata=json.loads(row[7]))
+    return DocumentInfo(*row[:7], json.loads(row[7]))
 
 
 def _chunk(row: Sequence[object]) -> Chunk:
