@@ -61,7 +61,7 @@ def read_card(
     if status >= 400:
         raise refused(connections.url, status, listed)
     try:
-        found = [(str(each["id"]), each) for each in listed["data"]]
+        found = [(str(each["id"]), each) for each in listed["data"] if _answers(each)]
         model, first = found[0]
         contexts = {name: _context(each) for name, each in found}
     except (TypeError, LookupError, AttributeError):
@@ -80,6 +80,12 @@ def read_card(
         fuses,
         tuple(contexts.items()),
     )
+
+
+def _answers(listed: Mapping[str, Any]) -> bool:
+    """Whether it is a model by itself: a kvweave also lists its embedder, and its knowledge bases,
+    which are not the gateway's."""
+    return listed.get("kind") not in ("kb", "embedder")
 
 
 def _context(listed: Mapping[str, Any]) -> int | None:
