@@ -77,11 +77,7 @@ def kb_routes(context: Context) -> APIRouter:
     ) -> Response | IngestOut:
         """`metadata`: a JSON object for all files of a form."""
         tenant, said = tenant_of(request.scope), read_metadata(metadata)
-        if libraries.config.root is None and name not in libraries.names(tenant):
-            message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
-            raise ApiError(404, message)
-        check_name(name)
-        await asyncio.to_thread(refuse_over_quota, context, tenant, name)
+        await admit_upload(context, tenant, name)
         # before anything of the body is read
         admission = context.writing.admit(client_of(request.scope))
         try:
@@ -89,7 +85,7 @@ def kb_routes(context: Context) -> APIRouter:
                 spool = spooled.enter_context(closing(Spool()))
                 sources = await uploads.read(request, spool)
                 upload = Upload(tenant, name, sources, wait_for_kv, said)
-                ingest = partial(_ingest, context, upload)
+                ingest = partial(ingest_upload, context, upload)
                 work = IngestJob(admission, ingest, spool.close, turn=(tenant, name))
                 spooled.pop_all()  # from here on it goes when the work is over
         finally:
@@ -136,6 +132,16 @@ def kb_routes(context: Context) -> APIRouter:
     return routes
 
 
+async def admit_upload(context: Context, tenant: str, name: str) -> None:
+    """Raises ApiError or RequestError for an upload that cannot be taken."""
+    libraries = context.libraries
+    if libraries.config.root is None and name not in libraries.names(tenant):
+        message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
+        raise ApiError(404, message)
+    check_name(name)
+    await asyncio.to_thread(refuse_over_quota, context, tenant, name)
+
+
 def refuse_over_quota(context: Context, tenant: str, name: str) -> None:
     """Raises a 403 for an upload of a tenant that has all it may have."""
     limits, libraries = context.limits, context.libraries
@@ -176,7 +182,9 @@ def read_metadata(text: str) -> Metadata:
     return check_metadata(given)
 
 
-def _ingest(context: Context, upload: Upload, progress: OnProgress) -> IngestReport:
+def ingest_upload(context: Context, upload: Upload, progress: OnProgress) -> IngestReport:
+    """Take an upload in, on a worker thread. Ends in between where the server stops."""
+
     def told(news: IngestProgress) -> None:
         context.writing.check()
         progress(news)
