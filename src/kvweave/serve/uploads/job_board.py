@@ -98,13 +98,15 @@ class JobBoard:
     def all(self, tenant: str, kb: str) -> list[UploadJob]:
         """Newest first."""
         with self._lock:
-            own = list(self._jobs.get(tenant, {}).values())
+            found = self._jobs.get(tenant)
+            own = [] if found is None else list(found.values())
         return [job for job in reversed(own) if job.kb == kb]
 
     def get(self, tenant: str, kb: str, job_id: str) -> UploadJob:
         """Raises a 404."""
         with self._lock:
-            job = self._jobs.get(tenant, {}).get(job_id)
+            own = self._jobs.get(tenant)
+            job = None if own is None else own.get(job_id)
         if job is None or job.kb != kb:
             message = f"no job {job_id[:60]!r} of {kb!r} here; the last {self._kept} are kept"
             raise ApiError(404, message, code="not_found")
