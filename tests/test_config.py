@@ -88,7 +88,7 @@ def sample(key: Key) -> tuple[Any, str, str]:
         str: ("x", '"x"', "x"),
         int: (3, "3", "3"),
         float: (0.25, "0.25", "0.25"),
-        bool: (False, "false", "false"),
+        bool: (True, "true", "true") if key.default is False else (False, "false", "false"),
         Path: (Path("/x/y"), '"/x/y"', "/x/y"),
         tuple: (("a", "b"), '["a", "b"]', "a, b"),
     }
@@ -381,7 +381,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.corpus.search import RETRIEVALS
     from kvweave.gateway.config import Routing
     from kvweave.plan.ordering import OrderPermission
-    from kvweave.serve.observe.logs import Format
+    from kvweave.serve.observe.logs import Format, Level
 
     known = {name: key.kind.known for name, key in known_keys().items() if key.kind.known}
     assert known == {
@@ -391,6 +391,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),
+        "server.log_level": get_args(Level),
         "gateway.connector": ("auto", "on", "off"),
         "gateway.routing": get_args(Routing),
     }

@@ -56,6 +56,18 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 
 QUOTED = [
+    *quoted("upgrading.md", ("Schema {} of the catalogue", "corpus.migrations:len(MIGRATIONS)")),
+    *quoted("clients.md", ("Both find {} chunks unless", "app.question:TOP_K")),
+    *quoted(
+        "corpus.md",
+        ("up to {} keys with a text", "corpus.metadata:MOST_KEYS"),
+        ("Up to {} vectors of matching", "corpus.search:SCANNED"),
+        ("as are wanted, {} at least", "corpus.search:LEAST_RERANKED"),
+        ("of its own host ({:,} at most)", "cli.web_pages:MOST_PAGES"),
+        ("its turn comes ({:g} s,", "cli.web_pages:TIMEOUT_S"),
+    ),
+    *quoted("server.md", ("The last {} of each tenant that are", "serve.uploads.job_board:KEPT")),
+    *quoted("cli.md", ("({} lines, readable by you alone)", "cli.chat:MOST_LINES")),
     *quoted(
         "config.md",
         (

@@ -24,7 +24,12 @@ from common.files import REPO
 # imported inside functions of the package, or on the first request
 ALSO = (
     *("torch", "faiss", "filelock", "fastapi", "uvicorn", "uvicorn.loops.auto"),
-    *("uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "rich.console", "safetensors.torch"),
+    *(
+        "uvicorn.protocols.http.h11_impl",
+        "uvicorn.lifespan.on",
+        "rich.console",
+        "safetensors.torch",
+    ),
     *("tokenizers", "jinja2.sandbox", "python_multipart.multipart", "prometheus_client", "psutil"),
 )
 NOT = ("gpu", "vllm", "ui_test", "child")  # parts of names: for other machines, or scripts

@@ -176,7 +176,9 @@ class ServedRounds:
         there = set(seen.values())
         for version in there:
             self._search(http, version, there, found)
-        for version in random.Random(number).sample(sorted(ledger.gone()), min(8, len(ledger.gone()))):
+        for version in random.Random(number).sample(
+            sorted(ledger.gone()), min(8, len(ledger.gone()))
+        ):
             if version not in there and _hits(http, version.mark, "words"):
                 found.back.append(f"a search finds {version.mark}, which was deleted")
         if there:

@@ -122,9 +122,7 @@ class Samples:
         part = self.taken[len(self.taken) // 3 :]
         if len(part) < 3 or part[-1]["at_s"] - part[0]["at_s"] < MIN_SLOPE_S:
             return None
-        slope, _ = statistics.linear_regression(
-            [s["at_s"] for s in part], [s[name] for s in part]
-        )
+        slope, _ = statistics.linear_regression([s["at_s"] for s in part], [s[name] for s in part])
         return round(slope * 3600, 2)
 
     def wrong(self) -> list[str]:

@@ -85,7 +85,10 @@ class PurityWorld:
         self.store = KVStore(StoreConfig(tiers=tiers))
         context = KeyContext("m", "float32", "raw", "t", self.preamble, "r")
         self.encoder = ChunkEncoder(
-            load_decoder(model, device="cpu"), self.store, context, Preparation.parse("isolated", ())
+            load_decoder(model, device="cpu"),
+            self.store,
+            context,
+            Preparation.parse("isolated", ()),
         )
         self._encoding = threading.Lock()
 

@@ -224,6 +224,10 @@ class ServerSettings(ConfigSection):
     allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
     aliases: tuple[str, ...] | None = unset("its own name alone")  # other names of the model
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
+    # from which level on lines are written
+    log_level: Literal["debug", "info", "warning", "error"] | None = unset(
+        "warning; info with a log_format"
+    )
     slow_s: Seconds | None = unset("none is")  # a request that takes longer is logged as slow
     running: Count = 64  # answers computed at once
     waiting: Count0 = 128  # answers that may queue behind them

@@ -18,7 +18,7 @@ OF_SERVE = {
     *("--order", "--api-key-file", "--speculate", "--log-format", "--running", "--waiting"),
     *("--max-body-mb", "--max-upload-mb", "--timeout", "--open-kbs", "--grace", "--lame"),
     *("--redis-url", "--s3-url", "--s3-endpoint", "--alias", "--retrieval", "--min-score"),
-    *("--reranker", "--rewrite", "--nothing-found"),
+    *("--reranker", "--rewrite", "--nothing-found", "--log-level"),
 }
 
 
@@ -79,6 +79,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.auth import read_keys
     from kvweave.serve.door import Door
     from kvweave.serve.observe.logs import configure_logs
+    from kvweave.serve.observe.tracing import configure_tracing
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
 
     config, server_config = effective.config, effective.config.server
@@ -89,7 +90,8 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     places = serve.make_places(config, folders)
     with serve.listen(server_config.host, server_config.port) as listener:
         serve.warn_if_open(server_config.host, has_keys=bool(keys))
-        configure_logs(server_config.log_format)
+        configure_logs(server_config.log_format, server_config.log_level)
+        configure_tracing()
         gateway = Gateway(
             upstreams,
             tokenizer=config.gateway.tokenizer,

@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
     from kvweave.fuse.encode.save_log import Saves
-    from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
+    from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress, Skipped
+    from kvweave.ingest.sources import Source
 
 SecondsFor = Callable[[int], float | None]  # tokens to encode; None: not known
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
@@ -53,6 +54,8 @@ class IngestArguments:
     """What was typed, besides what belongs to the configuration."""
 
     paths: tuple[Path, ...]
+    urls: Path | None
+    sitemap: str | None
     kb_folder: Path
     url: str | None
     include: tuple[str, ...]
@@ -74,7 +77,14 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--urls",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Pages of the web, one address a line.",
+)
+@click.option("--sitemap", metavar="URL", help="The pages that a sitemap names, of its own host.")
 @kb_option
 @url_option
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
@@ -123,8 +133,8 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any) -> None:
     """Bring files and folders into a knowledge base. Run it again: only changes are done.
 
-    Reads txt, md, html, pdf, csv, tsv, jsonl and docx. A file that cannot be read is reported and
-    skipped; the exit code is then 1.
+    Reads txt, md, rst, html, pdf, epub, docx, pptx, xlsx, csv, tsv, json, jsonl, yaml and source
+    code. A file that cannot be read is reported and skipped; the exit code is then 1.
     """
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.corpus.metadata import parse_pairs
@@ -134,8 +144,9 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
     from kvweave.ingest.sources import Selection
 
     config, asked = effective.config, IngestArguments(**arguments)
+    pages = _addresses(asked)
     if asked.url is not None:
-        if not _upload(asked):
+        if not _upload(asked, pages):
             ctx.exit(EXIT_SKIPPED)
         return
     _check_preparation(effective, asked)
@@ -168,9 +179,11 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
                 _encoding(kb, config, asked) as (encoder, sync, seconds_for),
                 progress_bar(seconds_for) as progress,
             ):
+                sources, missed = _sources(asked, pages, options.limits.file_bytes)
                 report = ingest(
-                    kb, asked.paths, encoder, progress=progress, options=options, kv_sync=sync
+                    kb, sources, encoder, progress=progress, options=options, kv_sync=sync
                 )
+                report = replace(report, skipped=(*missed, *report.skipped))
                 saves = None if encoder is None else encoder.saves()
         except KeyboardInterrupt:
             num_documents = kb.totals().num_documents
@@ -184,7 +197,40 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
         ctx.exit(EXIT_SKIPPED)
 
 
-def _upload(asked: IngestArguments) -> bool:
+def _addresses(asked: IngestArguments) -> list[str]:
+    """The pages of the web that were asked for. Raises ConfigError where nothing at all was."""
+    from kvweave.cli.web_pages import read_addresses, read_sitemap
+
+    if not (asked.paths or asked.urls or asked.sitemap):
+        raise ConfigError("nothing to ingest; name PATHS, --urls FILE or --sitemap URL")
+    listed = [] if asked.urls is None else read_addresses(asked.urls)
+    return listed + ([] if asked.sitemap is None else read_sitemap(asked.sitemap))
+
+
+def _sources(
+    asked: IngestArguments, pages: list[str], most_bytes: int
+) -> "tuple[Iterable[Source], list[Skipped]]":
+    """What is to be taken in; pages are fetched as their turn comes, and those that cannot be are
+    added to the list."""
+    from kvweave.cli.web_pages import fetch_pages
+    from kvweave.ingest.report import Skipped
+
+    missed: list[Skipped] = []
+    if not pages:
+        return asked.paths, missed
+
+    def found() -> "Iterator[Source]":
+        yield from asked.paths
+        for page in fetch_pages(pages, most_bytes):
+            if isinstance(page, Skipped):
+                missed.append(page)
+            else:
+                yield page
+
+    return found(), missed
+
+
+def _upload(asked: IngestArguments, pages: list[str]) -> bool:
     """The same by a running server. False: some files did not get in."""
     from kvweave.cli import remote
     from kvweave.clients.server import ServerClient
@@ -196,15 +242,18 @@ def _upload(asked: IngestArguments) -> bool:
             "--prune, --refresh-neighbours, --chunk-tokens and --index are for a folder; leave "
             "them out with --url"
         )
-    return remote.upload(
-        ServerClient(asked.url or ""),
-        str(asked.kb_folder),
+    client, kb = ServerClient(asked.url or ""), str(asked.kb_folder)
+    counts = remote.upload(
+        client,
+        kb,
         asked.paths,
         Selection(asked.include, asked.exclude),
         parse_pairs(asked.meta, "--meta"),
+        pages=pages,
         wait_for_kv=asked.kv,
-        as_json=asked.as_json,
     )
+    counts.show(kb, client.url, as_json=asked.as_json)
+    return not counts.skipped
 
 
 def _check_preparation(effective: EffectiveConfig, asked: IngestArguments) -> None:

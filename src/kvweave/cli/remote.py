@@ -2,17 +2,19 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from kvweave.cli.web_pages import fetch_pages
 from kvweave.clients.server import Reply, ServerClient, ServerFailed
+from kvweave.corpus.parsers import ParseLimits, read_bytes
 from kvweave.errors import CorpusError, RequestError
-
-if TYPE_CHECKING:
-    from kvweave.ingest.sources import Selection
+from kvweave.ingest.report import Skipped
+from kvweave.ingest.sources import FileBytes, FoundFile, Selection, find_files
 
 
 def ask(
@@ -45,52 +47,85 @@ def ask(
         click.secho(f"{words} tokens · {client.url}", dim=True, err=True)
 
 
+@dataclass(slots=True)
+class UploadCounts:
+    """What became of an upload of many files."""
+
+    added: int = 0
+    updated: int = 0
+    unchanged: int = 0
+    new_chunks: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, reply: Reply) -> None:
+        self.added += reply["added"]
+        self.updated += reply["updated"]
+        self.unchanged += reply["unchanged"]
+        self.new_chunks += reply["new_chunks"]
+        self.skipped += reply["skipped"]
+
+    def show(self, kb: str, url: str, *, as_json: bool) -> None:
+        if as_json:
+            click.echo(json.dumps({"kb": kb, "url": url, **asdict(self)}))
+            return
+        click.echo(
+            f"{self.added:,} added, {self.updated:,} updated, {self.unchanged:,} unchanged, "
+            f"{self.new_chunks:,} new chunks in {kb!r} at {url}"
+        )
+        for left in self.skipped:
+            click.echo(f"skipped {left['source']}: {left['reason']}", err=True)
+
+
 def upload(
     client: ServerClient,
     kb: str,
     paths: Sequence[Path],
-    selection: "Selection",
+    selection: Selection,
     metadata: Mapping[str, Any],
     *,
-    wait_for_kv: bool,
-    as_json: bool,
-) -> bool:
-    """Files and the files of folders, one by one. False: some did not get in."""
-    from kvweave.corpus.parsers import ParseLimits, read_bytes
-    from kvweave.ingest.report import Skipped
-    from kvweave.ingest.sources import FoundFile, find_files
+    pages: Sequence[str] = (),
+    wait_for_kv: bool = False,
+) -> UploadCounts:
+    """Files, the files of folders and pages of the web, one by one."""
+    counts = UploadCounts()
+    for item in _found(paths, selection, pages):
+        if isinstance(item, Skipped):
+            counts.skipped.append(item._asdict())
+            continue
+        said = {**item.metadata, **metadata}
+        try:
+            reply = client.upload_file(
+                kb, item.name, item.data, metadata=said, wait_for_kv=wait_for_kv
+            )
+        except ServerFailed as error:
+            if error.status != 400:
+                raise  # the next one would fare no better
+            counts.skipped.append({"source": item.name, "reason": str(error)})
+            continue
+        counts.add(reply)
+    return counts
 
-    counts = {"added": 0, "updated": 0, "unchanged": 0, "new_chunks": 0}
-    skipped: list[dict[str, str]] = []
+
+def _found(
+    paths: Sequence[Path], selection: Selection, pages: Sequence[str]
+) -> Iterator[FileBytes | Skipped]:
+    limits = ParseLimits()
     for path in paths:
         for found in find_files(path, selection):
             if isinstance(found, Skipped):
-                skipped.append(found._asdict())
+                yield found
             elif isinstance(found, FoundFile):
-                name = shown_name(path, found.path)
                 try:
-                    data = read_bytes(found.path, ParseLimits())
-                    reply = client.upload_file(
-                        kb, name, data, metadata=metadata, wait_for_kv=wait_for_kv
-                    )
-                except (ServerFailed, CorpusError, OSError) as error:
-                    if isinstance(error, ServerFailed) and error.status != 400:
-                        raise  # the next one would fare no better
-                    skipped.append({"source": str(found.path), "reason": str(error)})
+                    data = read_bytes(found.path, limits)
+                except (CorpusError, OSError) as error:
+                    yield Skipped(str(found.path), str(error))
                     continue
-                for each in counts:
-                    counts[each] += reply[each]
-                skipped += reply["skipped"]
-    if as_json:
-        click.echo(json.dumps({"kb": kb, "url": client.url, **counts, "skipped": skipped}))
-    else:
-        click.echo(
-            f"{counts['added']:,} added, {counts['updated']:,} updated, {counts['unchanged']:,} "
-            f"unchanged, {counts['new_chunks']:,} new chunks in {kb!r} at {client.url}"
-        )
-        for left in skipped:
-            click.echo(f"skipped {left['source']}: {left['reason']}", err=True)
-    return not skipped
+                yield FileBytes(shown_name(path, found.path), data)
+    for page in fetch_pages(list(pages), limits.file_bytes):
+        if isinstance(page, FileBytes):
+            yield replace(page, name=page.name.replace("/", ":"))  # folders are cut off there
+        else:
+            yield page
 
 
 def shown_name(start: Path, file: Path) -> str:

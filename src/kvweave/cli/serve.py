@@ -125,6 +125,12 @@ def _gib(amount: float) -> int:
     help="Log every request, as text or as JSON lines; warnings alone if left out.",
 )
 @config_option(
+    "server.log_level",
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="From which level on lines are written (warning; info with --log-format).",
+)
+@config_option(
     "server.running", "--running", type=click.IntRange(1), help="Answers computed at once [64]."
 )
 @config_option(
@@ -175,6 +181,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.auth import read_keys
     from kvweave.serve.door import Door
     from kvweave.serve.observe.logs import configure_logs
+    from kvweave.serve.observe.tracing import configure_tracing
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
     from kvweave.serve.ui.config import PageConfig
 
@@ -194,7 +201,8 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             # else nothing is fused at first: idle time measures once something is
             steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))
         url = url_of(server_config.host, listener.getsockname()[1])
-        configure_logs(server_config.log_format)
+        configure_logs(server_config.log_format, server_config.log_level)
+        configure_tracing()
         server = Server(
             weave,
             limits=limits,

@@ -136,6 +136,20 @@ class ServerClient:
         with self._reply("POST", path, body, {"Content-Type": kind}) as reply:
             return _object(reply.read(), self.url)
 
+    def jobs(self, kb: str) -> list[Reply]:
+        """Uploads that are taken in behind their reply, newest first."""
+        return list(self._json("GET", _kb(kb, "jobs"))["data"])
+
+    def begin_text(self, kb: str, title: str, text: str, **fields: Any) -> Reply:
+        """As `upload_text`, taken in behind the reply: a job, to be looked at with `job`."""
+        return self._json("POST", _kb(kb, "jobs"), {"title": title, "text": text, **fields})
+
+    def job(self, kb: str, job_id: str) -> Reply:
+        return self._json("GET", _kb(kb, "jobs", job_id))
+
+    def cancel_job(self, kb: str, job_id: str) -> Reply:
+        return self._json("DELETE", _kb(kb, "jobs", job_id))
+
     # ── how ──────────────────────────────────────────────────────────────────
 
     def _pages(self, path: str) -> list[Reply]:
@@ -187,7 +201,7 @@ class ServerClient:
                 raise ServerFailed(
                     f"{self.url} does not answer: {reason}; is it running?"
                 ) from error
-            if reply.status != 200:
+            if reply.status not in (200, 202):
                 raise _failed(_object(reply.read(), self.url), reply.status, self.url)
             try:
                 yield reply

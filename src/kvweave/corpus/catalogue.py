@@ -543,7 +543,8 @@ class Catalogue:
 
 
 def _info(row: Sequence[Any]) -> DocumentInfo:
-    return DocumentInfo(*row[:7], json.loads(row[7]))
+    *plain, metadata = row
+    return DocumentInfo._make([*plain, json.loads(metadata)])
 
 
 def _chunk(row: Sequence[object]) -> Chunk:

@@ -34,13 +34,13 @@ class Sampling:
     top_p: float = 1.0  # keep the smallest set of tokens with this much probability
     top_k: int = 0  # keep this many tokens; 0 keeps all
     repetition_penalty: float = 1.0  # > 1 makes tokens seen so far less likely
-    # taken off the logit of a token that the answer has: once, and for each time it has it
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     seed: int | None = None  # None: another answer each time
     stop: tuple[str, ...] = ()  # the answer ends in front of the first of these
     logprobs: int | None = None  # alternatives to report per token; None reports nothing
     stop_loops: bool = True  # end an answer that only repeats itself: see text/loops.py
+    # taken off the logit of a token that the answer has: once, and for each time it has it
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wants: str) -> None:

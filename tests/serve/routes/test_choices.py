@@ -123,7 +123,7 @@ def test_completions_have_logprobs_of_the_older_shape(client: OpenAI, stream: bo
         ({"prompt": ["a"] * 8, "n": 3}, "'n' must be between 1 and 2, got 3"),
         ({"echo": True}, "'echo' is not supported other than false"),
         ({"best_of": 2}, "'best_of' is not supported other than 1"),
-        ({"suffix": "x"}, "'suffix' is not supported other than an empty string"),
+        ({"suffix": "x"}, "'suffix' is not supported other than \"\", got 'x'"),
         ({"kb": "notes"}, "'kb' is not supported"),
         ({"logprobs": 21}, "logprobs must be between 0 and 20"),
     ],

@@ -149,6 +149,16 @@ def test_hits_say_where_they_are_and_what_would_become_of_them(kb_server: KbServ
         assert document["text"][start:end].strip() == document["text"]
 
 
+def test_a_long_text_keeps_its_metadata(kb_server: KbServer) -> None:
+    """Its JSON is read in another process."""
+    url = f"{kb_server.url}/v1/kb/long/documents"
+    said = {f"key{i}": f"{'x' * 40}{i}" for i in range(32)}
+    body = {"title": "Long", "text": "pods and nodes. " * 20_000, "metadata": said}
+    assert httpx.post(url, json=body, timeout=120).status_code == 200
+    (document,) = httpx.get(url).json()["data"]
+    assert document["metadata"] == said
+
+
 def test_files_of_a_form_have_the_metadata_of_the_query(kb_server: KbServer) -> None:
     url = f"{kb_server.url}/v1/kb/forms/documents"
     files = {"file": ("a.md", b"A file about pods.")}

@@ -43,6 +43,7 @@ from kvweave.serve.wire.kb import (
 )
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
+from kvweave.serve.workers.task_pool import Admission
 
 MOST_LISTED = 500  # knowledge bases of one page
 LONGEST_QUERY = 32 << 10  # characters: an embedder reads the first few hundred words
@@ -83,21 +84,12 @@ def kb_routes(context: Context) -> APIRouter:
     ) -> Response | IngestOut:
         """`metadata`: a JSON object for all files of a form."""
         tenant, said = tenant_of(request.scope), read_metadata(metadata)
-        if libraries.config.root is None and name not in libraries.names(tenant):
-            message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
-            raise ApiError(404, message)
-        check_name(name)
-        num_bytes = int(request.headers.get("content-length") or 0)
-        let_go = await asyncio.to_thread(context.quotas.hold, tenant, name, num_bytes)
         with ExitStack() as held:
-            held.callback(let_go)
-            # before anything of the body is read
-            admission = context.writing.admit(client_of(request.scope))
-            held.callback(admission.leave)
+            admission = await admit_upload(context, request, name, held)
             spool = held.enter_context(closing(Spool()))
             sources = await uploads.read(request, spool)
             upload = Upload(tenant, name, sources, wait_for_kv, said)
-            ingest = partial(_ingest, context, upload)
+            ingest = partial(ingest_upload, context, upload)
             over = held.pop_all()  # from here on it goes when the work is over
             work = IngestJob(admission, ingest, over.close, turn=(tenant, name))
         if "text/event-stream" in request.headers.get("accept", ""):
@@ -158,6 +150,22 @@ def kb_routes(context: Context) -> APIRouter:
     return routes
 
 
+async def admit_upload(context: Context, request: Request, name: str, held: ExitStack) -> Admission:
+    """Let an upload in, before anything of its body is read; its share and what it counts for
+    quotas are given back with `held`. Raises ApiError or RequestError for one that cannot be
+    taken."""
+    libraries, tenant = context.libraries, tenant_of(request.scope)
+    if libraries.config.root is None and name not in libraries.names(tenant):
+        message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
+        raise ApiError(404, message)
+    check_name(name)
+    num_bytes = int(request.headers.get("content-length") or 0)
+    held.callback(await asyncio.to_thread(context.quotas.hold, tenant, name, num_bytes))
+    admission = context.writing.admit(client_of(request.scope))
+    held.callback(admission.leave)
+    return admission
+
+
 class Upload(NamedTuple):
     """What is to be taken in, and where."""
 
@@ -180,7 +188,9 @@ def read_metadata(text: str) -> Metadata:
     return check_metadata(given)
 
 
-def _ingest(context: Context, upload: Upload, progress: OnProgress) -> IngestReport:
+def ingest_upload(context: Context, upload: Upload, progress: OnProgress) -> IngestReport:
+    """Take an upload in, on a worker thread. Ends in between where the server stops."""
+
     def told(news: IngestProgress) -> None:
         context.writing.check()
         progress(news)

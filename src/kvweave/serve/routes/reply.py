@@ -85,6 +85,7 @@ async def reply(
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
     failure, too long a time, a server that stops."""
     jobs = pool.submit(starts, tenant_of(request.scope), piecewise=stream)
+    request.scope.setdefault("state", {})["jobs"] = jobs  # for the line in the log
     alarm = asyncio.get_running_loop().call_later(within_s, give_up, jobs, within_s)
     handed_over = False
 
