@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def bombs() -> dict[str, Callable[[str], httpx.Response]]:
     hi = [{"role": "user", "content": "hi"}]
     chats: dict[str, Any] = {
         "chat of 20,000 messages": {"messages": hi * 20_000},
-        "chat of one 7 MB message": {"messages": [{"role": "user", "content": "word " * 1_400_000}]},
+        "chat of one 7 MB message": {
+            "messages": [{"role": "user", "content": "word " * 1_400_000}]
+        },
         "chat of 40,000 parts": {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 40_000}]
         },
@@ -42,7 +45,10 @@ def bombs() -> dict[str, Callable[[str], httpx.Response]]:
     }
     files = {
         "title.md: # x, 60,000 spaces, y": ("title.md", b"# x" + b" " * 60_000 + b"y"),
-        "columns.csv: 4,000 of a,": ("columns.csv", b"a," * 4_000 + b"a\n" + b"1," * 4_000 + b"1\n"),
+        "columns.csv: 4,000 of a,": (
+            "columns.csv",
+            b"a," * 4_000 + b"a\n" + b"1," * 4_000 + b"1\n",
+        ),
         'lines.jsonl: 10,000 of "a"': ("lines.jsonl", b'"a"\n' * 10_000),
         "cell.docx: gridSpan of 400 million": ("cell.docx", wide_cell(400_000_000)),
         "paragraphs.docx: 4 million": ("paragraphs.docx", many_paragraphs(4_000_000)),
@@ -136,10 +142,8 @@ def _row(server: FaultServer, name: str, send: Callable[[str], httpx.Response]) 
     took_s = time.monotonic() - began_s
 
     def again() -> None:
-        try:
+        with suppress(httpx.TransportError):  # the server ends
             send(server.url)
-        except httpx.TransportError:
-            pass  # the server ends
 
     thread = threading.Thread(target=again, daemon=True)
     thread.start()

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -51,7 +51,7 @@ from reliability.fault_rules import (
     FaultRule,
 )
 from reliability.fault_server import Ended, FaultServer, Reply, grown
-from reliability.fault_world import K, Document, FaultWorld, learn_truths, make_world, must
+from reliability.fault_world import Document, FaultWorld, K, learn_truths, make_world, must
 
 RECOVERY_S = 150.0  # within which a tier must be in use again
 LOADS = (LOAD_FIRST, LOAD_MIDDLE)
@@ -188,10 +188,8 @@ class Lane:
         self.lost |= {d.title for d in self.world.base if d.title not in there}
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):
             self.clear()
-        except OSError:
-            pass
         if self.server.stop() == float("inf"):
             print(f"{self.tier}: the server did not stop in order", flush=True)
 
@@ -200,7 +198,7 @@ class Lane:
         return FaultRow(self.tier, op, kind, seed, times)
 
     def _rule(self, row: FaultRow) -> FaultRule:
-        rng = random.Random(row.seed)  # noqa: S311
+        rng = random.Random(row.seed)
         delay_s = rng.choice([0.05, 0.15, 0.4, 1.0])
         return FaultRule(row.op, row.kind, row.times, delay_s, row.seed)
 
@@ -345,9 +343,7 @@ class Lane:
         elif self.world.truths[document.title].judge(reply) == "wrong":
             row.problems.append(f"{which} is wrong")
 
-    def _recovery(
-        self, document: Document, k: int, since_s: float, row: FaultRow
-    ) -> float | None:
+    def _recovery(self, document: Document, k: int, since_s: float, row: FaultRow) -> float | None:
         """Seconds until an answer comes from the tier again, all of it, and is right."""
         until_s = time.monotonic() + RECOVERY_S
         while time.monotonic() < until_s:
@@ -380,10 +376,8 @@ class Lane:
 
     def _mend(self) -> None:
         """After a row that went astray: nothing injected, a server that runs."""
-        try:
+        with suppress(OSError):
             self.clear()
-        except OSError:
-            pass
         if not self.server.is_alive:
             self.server.start()
 
@@ -506,7 +500,7 @@ class DiskLane(Lane):
         """In place, as a bad medium does."""
         size = path.stat().st_size
         start = self._layers.middle if rule.op == LOAD_MIDDLE else self._layers.first
-        at = start + random.Random(rule.seed).randrange(4096)  # noqa: S311
+        at = start + random.Random(rule.seed).randrange(4096)
         if rule.kind == TRUNCATED:
             os.truncate(path, min(at, size - 1))
         else:
@@ -650,9 +644,7 @@ class EngineLane(DiskLane):
 
         documents = [self.world.base[(row.seed + n) % len(self.world.base)] for n in range(12)]
         with ThreadPoolExecutor(12) as pool:
-            replies = list(
-                pool.map(lambda d: self.server.ask(d.question, K, "full"), documents)
-            )
+            replies = list(pool.map(lambda d: self.server.ask(d.question, K, "full"), documents))
         for document, reply in zip(documents, replies, strict=True):
             self._note(row, reply, "ask", document)
         huge = self.server.chat(
@@ -702,7 +694,7 @@ class EngineLane(DiskLane):
 
 S3_ENV = {
     "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",  # noqa: S105 - of a server that takes any
+    "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 
@@ -715,7 +707,7 @@ def _s3(endpoint: str) -> Any:
         endpoint_url=endpoint,
         region_name="us-east-1",
         aws_access_key_id="test",
-        aws_secret_access_key="test",  # noqa: S106 - as above
+        aws_secret_access_key="test",
     )
 
 

@@ -126,13 +126,17 @@ def look(
             reply = other.http.request(method, path, **body)
             is_apart = reply.status_code == 404 and SECRET not in reply.text
             seen = f"{reply.status_code} {reply.text}"
-            checks.add("content", f"{method} {path.replace(own['id'], 'ID')} by {of}", is_apart, seen)
+            checks.add(
+                "content", f"{method} {path.replace(own['id'], 'ID')} by {of}", is_apart, seen
+            )
         kept = other.http.get(f"/v1/answers/{told['id']}")
         checks.add("content", f"a kept answer by {of}", kept.status_code == 404, kept.text)
         listed = other.http.get("/v1/answers").text
         checks.add("content", f"kept answers listed by {of}", told["id"] not in listed, listed)
     asked = bert.ask("notes", document.question)
-    checks.add("content", "a chat that names the knowledge base", asked.status_code == 404, asked.text)
+    checks.add(
+        "content", "a chat that names the knowledge base", asked.status_code == 404, asked.text
+    )
     assert anna.http.get("/v1/kb/notes/documents").json()["data"], "it was deleted by another"
 
     # metrics
@@ -166,7 +170,9 @@ def look(
 
 def quotas(checks: Checks, anna: Tenant, bert: Tenant) -> None:
     statuses = [anna.upload(f"q{n}", "x", "a note").status_code for n in range(5)]
-    checks.add("quotas", "knowledge bases of one tenant end at its quota", 403 in statuses, str(statuses))
+    checks.add(
+        "quotas", "knowledge bases of one tenant end at its quota", 403 in statuses, str(statuses)
+    )
     other = bert.upload("q0", "x", "a note").status_code
     checks.add("quotas", "another tenant is not counted with it", other == 200, str(other))
     for n in range(4):
@@ -176,7 +182,7 @@ def quotas(checks: Checks, anna: Tenant, bert: Tenant) -> None:
 
 def timing(checks: Checks, anna: Tenant, bert: Tenant, pairs: int) -> dict[str, Any]:
     """Texts of which anna has cached half. Bert has all of them, without KV."""
-    rng = random.Random(7)  # noqa: S311
+    rng = random.Random(7)
     texts = [_text(rng) for _ in range(2 * pairs)]
     cached = set(rng.sample(range(len(texts)), pairs))
     for number, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""The fault matrix in short: a few faults of each tier against a real server, its proxies, its page.
+"""The fault matrix in short: a few faults of each tier of a real server, its proxies, its page.
 
 The whole of it is `python bench/fault_matrix.py`; what it found is docs/reliability.md.
 """
@@ -85,7 +85,12 @@ def row(**more: Any) -> dict[str, Any]:
 def test_a_sum_counts_what_went_wrong() -> None:
     rows = [row(), row(problems=["wrong answer"]), row(status=-1, problems=["stuck"], extra_s=9.0)]
     run = {"commit": "c", "device": "d", "faults": {"rows": rows, "lost": ["a"]}}
-    earlier = {"commit": "b", "device": "d", "faults": {"rows": [], "lost": []}, "kills": {"kills": 7}}
+    earlier = {
+        "commit": "b",
+        "device": "d",
+        "faults": {"rows": [], "lost": []},
+        "kills": {"kills": 7},
+    }
     found = summary([earlier, run])
     assert (found["faults"], found["kills"], found["wrong_answers"]) == (3, 7, 1)
     assert (found["lost_documents"], found["stuck_requests"]) == (1, 1)

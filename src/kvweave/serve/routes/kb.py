@@ -108,9 +108,7 @@ def kb_routes(context: Context) -> APIRouter:
         """Delete a knowledge base with all its documents and chunk KV."""
         tenant = tenant_of(request.scope)
         delete = partial(libraries.delete, tenant, name)
-        await context.writing.run(
-            delete, turn=(tenant, name), client=client_of(request.scope)
-        )
+        await context.writing.run(delete, turn=(tenant, name), client=client_of(request.scope))
         context.kept.forget_kb(tenant, name)
         return KnowledgeBaseRemoved(name=name)
 
