@@ -42,9 +42,7 @@ def run_part(
         case "faults":
             from reliability.faults import run_faults
 
-            return run_faults(
-                folder, args.tiers.split(","), args.reps, args.at_once, on_rows=on_rows
-            )
+            return run_faults(folder, args.tiers.split(","), args.reps, on_rows=on_rows)
         case "kills":
             from reliability.kills import run_kills  # type: ignore[import-not-found,unused-ignore]
 
@@ -71,7 +69,6 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas [all]")
     parser.add_argument("--tiers", default="valkey,s3,disk,host,engine", help="of the faults")
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")
-    parser.add_argument("--at-once", type=int, default=2, help="servers of a tier side by side")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--model", help="of the tenants' timing; a tiny random one if left out")

@@ -17,7 +17,7 @@ from reliability.fault_server import FaultServer, Reply
 LAYERS = 8
 HEADS, HEAD_DIM = 4, 128  # 4 KiB of KV per token and layer
 BASE = 8  # documents that stay
-SPARES = 10  # that come and go
+SPARES = 6  # that come and go
 TOLERANCE = 0.02  # between two log probabilities of one token, computed in another batch
 K = 2  # chunks of a prompt: the first is exact where it is loaded, the second is not
 

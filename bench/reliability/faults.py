@@ -276,7 +276,7 @@ class Lane:
         self.inject(self._rule(row), document)
         began_s = time.monotonic()
         try:
-            self.server.start(150)
+            self.server.start(300)
             row.seconds = time.monotonic() - began_s
             reply = self.server.ask(document.question, K)
             row.status = reply.status
@@ -640,8 +640,6 @@ class EngineLane(DiskLane):
 
     def _crowd(self, row: FaultRow) -> None:
         """More prompts at once than the pool has pages for; and one that never fits."""
-        from concurrent.futures import ThreadPoolExecutor
-
         documents = [self.world.base[(row.seed + n) % len(self.world.base)] for n in range(12)]
         with ThreadPoolExecutor(12) as pool:
             replies = list(pool.map(lambda d: self.server.ask(d.question, K, "full"), documents))
@@ -729,13 +727,12 @@ def run_faults(
     folder: Path,
     tiers: Iterable[str] = tuple(COMBINATIONS),
     reps: int = 3,
-    at_once: int = 2,
     only: Callable[[str, str, str], bool] = lambda tier, op, kind: True,
     on_rows: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """All combinations, `reps` times with other seeds. Each tier has a process of its own, with
-    `at_once` servers side by side. `only` says which of them, by tier, op and kind; `on_rows` hears
-    of what is found so far."""
+    """All combinations, `reps` times with other seeds. Each tier has a server and a process of its
+    own. `only` says which of them, by tier, op and kind; `on_rows` hears of what is found so far.
+    """
     world = make_world(folder / "world")
     reference = FaultServer(
         folder / "reference",
@@ -755,7 +752,7 @@ def run_faults(
     running = []
     for tier in tiers:
         plan = [(op, kind) for op, kind in COMBINATIONS[tier] if only(tier, op, kind)]
-        job = TierJob(tier, plan, reps, at_once, usual_start_s)
+        job = TierJob(tier, plan, reps, usual_start_s)
         running.append(context.Process(target=drive_tier, args=(world, folder, job, news)))
         running[-1].start()
     while any(process.is_alive() for process in running) or not news.empty():
@@ -776,7 +773,6 @@ class TierJob(NamedTuple):
     tier: str
     plan: Plan
     reps: int
-    at_once: int  # servers
     usual_start_s: float
 
 
@@ -816,14 +812,14 @@ def drive_tier(world: FaultWorld, folder: Path, job: TierJob, news: Any) -> None
                     news.put(("lost", f"{tier} {name}: {title}"))
 
         numbered = list(enumerate(job.plan))
-        # each repetition has a server of its own; a start takes as long as ten other faults
-        work = [
-            (str(rep), [(op, kind, 1000 * rep + n) for n, (op, kind) in numbered if op != START])
+        plan = [
+            (op, kind, 1000 * rep + n)
             for rep in range(job.reps)
+            for n, (op, kind) in numbered
+            if op != START
         ]
-        work.append(("start", [(op, kind, n) for n, (op, kind) in numbered if op == START]))
-        with ThreadPoolExecutor(job.at_once) as pool:
-            list(pool.map(lambda each: drive(*each), [each for each in work if each[1]]))
+        # at the end, and once: a start takes as long as ten other faults
+        drive("server", plan + [(op, kind, n) for n, (op, kind) in numbered if op == START])
 
 
 def _as_json(row: FaultRow) -> dict[str, Any]:
