@@ -20,6 +20,8 @@ docs/reliability.md from the file and runs nothing.
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,15 @@ OUT = RESULTS / "fault_matrix-cpu.json"
 PAGE = REPO / "docs" / "reliability.md"
 
 
-def run_part(part: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_part(
+    part: str, args: argparse.Namespace, folder: Path, on_rows: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """`on_rows` hears of what a long part has found so far."""
     match part:
         case "faults":
             from reliability.faults import run_faults
 
-            return run_faults(folder, args.tiers.split(","), args.reps, args.at_once)
+            return run_faults(folder, args.tiers.split(","), args.reps, on_rows=on_rows)
         case "kills":
             from reliability.kills import run_kills  # type: ignore[import-not-found,unused-ignore]
 
@@ -64,7 +69,6 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas [all]")
     parser.add_argument("--tiers", default="valkey,s3,disk,host,engine", help="of the faults")
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")
-    parser.add_argument("--at-once", type=int, default=3, help="servers side by side")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--model", help="of the tenants' timing; a tiny random one if left out")
@@ -75,11 +79,16 @@ def main() -> None:
         PAGE.write_text(page_of(read_results(args.out or OUT)))
         return
     result: dict[str, Any] = result_header("fault_matrix", "cpu")
-    for part in args.parts.split(","):
-        with tempfile.TemporaryDirectory(prefix="kvw-") as temporary:
-            result[part] = run_part(part, args, Path(temporary))
+
+    def keep(part: str, found: dict[str, Any]) -> None:
+        """As it goes: a run that is ended early has what it had found."""
+        result[part] = found
         if args.out is not None:
             save_run(__doc__ or "", result, args.out, summary)
+
+    for part in args.parts.split(","):
+        with tempfile.TemporaryDirectory(prefix="kvw-", ignore_cleanup_errors=True) as temporary:
+            keep(part, run_part(part, args, Path(temporary), partial(keep, part)))
     print(json.dumps(summary([result])))
 
 

@@ -283,6 +283,7 @@ QUOTED = [
         ("`remote_budget_s` ({:g} s)", "kv.config:StoreConfig().remote_budget_s"),
         ("`local_budget_s` ({:g} s)", "kv.config:StoreConfig().local_budget_s"),
         ("after `write_deadline_s` ({:g} s)", "kv.config:StoreConfig().write_deadline_s"),
+        ("after {:g} s nobody waits for it", "kv.removal:DELETE_S"),
         ("or `{}` (the default:", "kv.config:StoreConfig().policy"),
         ("a {} KiB header", "kv.format.header:ALIGN >> 10"),
         ("each on a {} KiB boundary", "kv.format.header:ALIGN >> 10"),

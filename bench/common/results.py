@@ -4,7 +4,8 @@ A file under bench/results/ holds one question on one kind of device, with all r
 
     {"question": "How …?", "runs": [{"date": …, "args": […], "bench": …, "commit": …, …}, …]}
 
-A bench of several parts has fields of its own between the two, which sum them up. `date` is when the run began. A person may add a `note`: what a run was for.
+A bench of several parts has fields of its own between the two, which sum them up. `date` is when
+the run began. A person may add a `note`: what a run was for.
 """
 
 import json

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,12 @@ def bombs() -> dict[str, Callable[[str], httpx.Response]]:
     }
 
 
-def listen(url: str, over: Any, taken: Any) -> None:
+def listen(url: str, began: Any, over: Any, taken: Any) -> None:
     """In a process of its own: ask until it is over, then hand over the times."""
     seconds = []
     with httpx.Client(timeout=SEND_S) as client:
+        client.get(f"{url}/healthz")
+        began.set()
         while not over.is_set():
             began_s = time.perf_counter()
             client.get(f"{url}/healthz")
@@ -88,10 +91,10 @@ def listen(url: str, over: Any, taken: Any) -> None:
 def heard(url: str, act: Callable[[], Any]) -> list[float]:
     """Seconds that each /healthz took while `act` ran."""
     context = mp.get_context("spawn")
-    over, taken = context.Event(), context.Queue()
-    process = context.Process(target=listen, args=(url, over, taken), daemon=True)
+    began, over, taken = context.Event(), context.Event(), context.Queue()
+    process = context.Process(target=listen, args=(url, began, over, taken), daemon=True)
     process.start()
-    time.sleep(2.0)  # it has imported what it needs
+    began.wait(SEND_S)
     try:
         act()
     finally:
@@ -139,10 +142,8 @@ def _row(server: FaultServer, name: str, send: Callable[[str], httpx.Response]) 
     took_s = time.monotonic() - began_s
 
     def again() -> None:
-        try:
+        with suppress(httpx.TransportError):  # the server ends
             send(server.url)
-        except httpx.TransportError:
-            pass  # the server ends
 
     thread = threading.Thread(target=again, daemon=True)
     thread.start()

@@ -5,8 +5,8 @@
 The server is the real one, unchanged: before it is imported, calls at its edges are wrapped. At the
 edge to the system those of `os` that touch a file of chunk KV (slow, hang, error, full: what a bad
 disk does), at the edge to memory the host tier's arena, at the edge to the device `Decoder.forward`
-and the selectors. CONTROL is a socket in the file system: a line of JSON in, a line out. There is no
-hook in the product.
+and the selectors. CONTROL is a socket in the file system: a line of JSON in, a line out.
+The product has no hook.
 """
 
 import errno

@@ -376,7 +376,7 @@ class _S3Handler(BaseHTTPRequestHandler):
             data = strikes.damaged(data)
         size = len(data)
         if self.command == "HEAD":
-            size = int(dict((k.lower(), v) for k, v in found).get("content-length", 0))
+            size = int({k.lower(): v for k, v in found}.get("content-length", 0))
             if rule is not None and rule.kind == CORRUPTED:
                 size += 1 + strikes.draw(4096)
         if rule is not None and rule.kind == TRUNCATED:
@@ -385,7 +385,7 @@ class _S3Handler(BaseHTTPRequestHandler):
             return
         self._reply(status, found, data, size)
 
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _serve  # noqa: N815
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _serve
 
     def _leave(self) -> None:
         self.close_connection = True

@@ -53,13 +53,13 @@ class Strikes:
         self._rule: FaultRule | None = None
         self._fired = 0
         self._released = threading.Event()  # hangs end
-        self._random = random.Random(0)  # noqa: S311 (faults, not secrets)
+        self._random = random.Random(0)
 
     def set(self, rule: FaultRule) -> None:
         with self._lock:
             self._rule, self._fired = rule, 0
             self._released = threading.Event()
-            self._random = random.Random(rule.seed)  # noqa: S311
+            self._random = random.Random(rule.seed)
 
     def clear(self) -> int:
         """End the fault, hangs included; returns how often it struck."""

@@ -17,22 +17,25 @@ from reliability.fault_server import FaultServer, Reply
 LAYERS = 8
 HEADS, HEAD_DIM = 4, 128  # 4 KiB of KV per token and layer
 BASE = 8  # documents that stay
-SPARES = 10  # that come and go
+SPARES = 6  # that come and go
 TOLERANCE = 0.02  # between two log probabilities of one token, computed in another batch
 K = 2  # chunks of a prompt: the first is exact where it is loaded, the second is not
 
-COMMON = "the of and a in that it is was for on with as by at from this be are or".split()
-TOPICS = (
-    "amber anvil apple arrow atlas bacon badge baker basil beach berry birch blade bloom brick "
-    "brook cabin cable camel candle canoe cedar chalk charm cider cliff clock cloud clover coal "
-    "comet copper coral cotton crane creek crown daisy delta diamond dove eagle ember fable falcon "
-    "fern flint forge fox frost garnet ginger glacier grain granite grove harbor hazel heron honey "
-    "indigo iris ivory jade jasper juniper kayak kelp lantern lava lemon lichen lilac linen lotus "
-    "magnet maple marble meadow mint mosaic moss nectar nickel oasis ochre olive onyx opal orchid "
-    "otter oyster paper pearl pebble pepper pine plum poppy prairie quartz quill raven reef rose "
-    "ruby saffron sage salmon sand sapphire shell silk silver slate sparrow spruce tulip velvet "
-    "violet walnut willow zinc"
-).split()
+_COMMON = """
+the of and a in that it is was for on with as by at from this be are or
+"""
+_TOPICS = """
+amber anvil apple arrow atlas bacon badge baker basil beach berry birch blade bloom brick brook
+cabin cable camel candle canoe cedar chalk charm cider cliff clock cloud clover coal comet
+copper coral cotton crane creek crown daisy delta diamond dove eagle ember fable falcon fern
+flint forge fox frost garnet ginger glacier grain granite grove harbor hazel heron honey indigo
+iris ivory jade jasper juniper kayak kelp lantern lava lemon lichen lilac linen lotus magnet
+maple marble meadow mint mosaic moss nectar nickel oasis ochre olive onyx opal orchid otter
+oyster paper pearl pebble pepper pine plum poppy prairie quartz quill raven reef rose ruby
+saffron sage salmon sand sapphire shell silk silver slate sparrow spruce tulip velvet violet
+walnut willow zinc
+"""
+COMMON, TOPICS = _COMMON.split(), _TOPICS.split()
 
 
 class Document(NamedTuple):
@@ -94,7 +97,7 @@ def make_world(folder: Path, seed: int = 0) -> FaultWorld:
 
 def make_document(number: int, seed: int) -> Document:
     """One chunk about three things that no other document is about."""
-    rng = random.Random(f"{seed} {number}")  # noqa: S311
+    rng = random.Random(f"{seed} {number}")
     own = TOPICS[3 * number : 3 * number + 3]
     words = [w for n in range(14) for w in (own[n % 3], *rng.sample(COMMON, 2))]
     kind = "Base" if number < BASE else "Spare"

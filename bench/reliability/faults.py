@@ -5,21 +5,25 @@ answers (or an error of one line), within a bound, something in /metrics that sa
 and the tier in use again without a restart. Only faults that a proxy or a hook saw strike count.
 """
 
+import multiprocessing as mp
 import os
+import queue
 import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from common.files import REPO
 from reliability.fault_hooks import (
     ALWAYS,
     DEAD,
@@ -47,7 +51,7 @@ from reliability.fault_rules import (
     FaultRule,
 )
 from reliability.fault_server import Ended, FaultServer, Reply, grown
-from reliability.fault_world import K, Document, FaultWorld, learn_truths, make_world, must
+from reliability.fault_world import Document, FaultWorld, K, learn_truths, make_world, must
 
 RECOVERY_S = 150.0  # within which a tier must be in use again
 LOADS = (LOAD_FIRST, LOAD_MIDDLE)
@@ -120,7 +124,7 @@ class Lane:
 
     def __init__(self, world: FaultWorld, folder: Path, env: dict[str, str]) -> None:
         self.world = world
-        self.rows: list[FaultRow] = []
+        self.on_row: Callable[[FaultRow], None] = lambda row: None  # hears of those that struck
         self.lost: set[str] = set()  # documents that were acknowledged and are not there
         self._next = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +179,7 @@ class Lane:
                 traceback.print_exc()
                 self._mend()
             if row.fired:
-                self.rows.append(row)
+                self.on_row(row)
             print(_line(row), flush=True)
         self.check_documents()
 
@@ -184,10 +188,8 @@ class Lane:
         self.lost |= {d.title for d in self.world.base if d.title not in there}
 
     def close(self) -> None:
-        try:
+        with suppress(OSError):
             self.clear()
-        except OSError:
-            pass
         if self.server.stop() == float("inf"):
             print(f"{self.tier}: the server did not stop in order", flush=True)
 
@@ -196,7 +198,7 @@ class Lane:
         return FaultRow(self.tier, op, kind, seed, times)
 
     def _rule(self, row: FaultRow) -> FaultRule:
-        rng = random.Random(row.seed)  # noqa: S311
+        rng = random.Random(row.seed)
         delay_s = rng.choice([0.05, 0.15, 0.4, 1.0])
         return FaultRule(row.op, row.kind, row.times, delay_s, row.seed)
 
@@ -274,7 +276,7 @@ class Lane:
         self.inject(self._rule(row), document)
         began_s = time.monotonic()
         try:
-            self.server.start(150)
+            self.server.start(300)
             row.seconds = time.monotonic() - began_s
             reply = self.server.ask(document.question, K)
             row.status = reply.status
@@ -354,7 +356,7 @@ class Lane:
                 return None
             if self.is_whole(reply):
                 return time.monotonic() - since_s
-            time.sleep(0.5)
+            time.sleep(1.0)
         row.problems.append(f"not in use again after {RECOVERY_S:g} s: {reply.tiers} {reply.whys}")
         return None
 
@@ -374,10 +376,8 @@ class Lane:
 
     def _mend(self) -> None:
         """After a row that went astray: nothing injected, a server that runs."""
-        try:
+        with suppress(OSError):
             self.clear()
-        except OSError:
-            pass
         if not self.server.is_alive:
             self.server.start()
 
@@ -500,7 +500,7 @@ class DiskLane(Lane):
         """In place, as a bad medium does."""
         size = path.stat().st_size
         start = self._layers.middle if rule.op == LOAD_MIDDLE else self._layers.first
-        at = start + random.Random(rule.seed).randrange(4096)  # noqa: S311
+        at = start + random.Random(rule.seed).randrange(4096)
         if rule.kind == TRUNCATED:
             os.truncate(path, min(at, size - 1))
         else:
@@ -640,8 +640,6 @@ class EngineLane(DiskLane):
 
     def _crowd(self, row: FaultRow) -> None:
         """More prompts at once than the pool has pages for; and one that never fits."""
-        from concurrent.futures import ThreadPoolExecutor
-
         documents = [self.world.base[(row.seed + n) % len(self.world.base)] for n in range(12)]
         with ThreadPoolExecutor(12) as pool:
             replies = list(pool.map(lambda d: self.server.ask(d.question, K, "full"), documents))
@@ -694,7 +692,7 @@ class EngineLane(DiskLane):
 
 S3_ENV = {
     "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",  # noqa: S105 - of a server that takes any
+    "AWS_SECRET_ACCESS_KEY": "test",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
 
@@ -707,7 +705,7 @@ def _s3(endpoint: str) -> Any:
         endpoint_url=endpoint,
         region_name="us-east-1",
         aws_access_key_id="test",
-        aws_secret_access_key="test",  # noqa: S106 - as above
+        aws_secret_access_key="test",
     )
 
 
@@ -722,23 +720,19 @@ def layers_of(name: str, data: bytes) -> Layers:
     return Layers(layers[0].offset, layers[1].offset, layers[len(layers) // 2].offset)
 
 
+Plan = Sequence[tuple[str, str]]  # op and kind
+
+
 def run_faults(
     folder: Path,
     tiers: Iterable[str] = tuple(COMBINATIONS),
     reps: int = 3,
-    at_once: int = 3,
     only: Callable[[str, str, str], bool] = lambda tier, op, kind: True,
-    seed: int = 0,
+    on_rows: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """All combinations, `reps` times with other seeds, `at_once` servers side by side. `only` says
-    which of them, by tier, op and kind."""
-    import sys
-
-    from common.files import REPO
-
-    sys.path.insert(0, str(REPO / "tests"))
-    from worlds.servers import running_redis, running_s3
-
+    """All combinations, `reps` times with other seeds. Each tier has a server and a process of its
+    own. `only` says which of them, by tier, op and kind; `on_rows` hears of what is found so far.
+    """
     world = make_world(folder / "world")
     reference = FaultServer(
         folder / "reference",
@@ -752,13 +746,46 @@ def run_faults(
         learn_truths(world, reference)
     finally:
         reference.stop()
-    rows: list[FaultRow] = []
-    lost: set[str] = set()
-    with ExitStack() as stack:
-        endpoint = stack.enter_context(running_s3()) if "s3" in tiers else ""
+    context = mp.get_context("spawn")
+    news: Any = context.Queue()
+    found: dict[str, Any] = {"rows": [], "lost": [], "failed": []}
+    running = []
+    for tier in tiers:
+        plan = [(op, kind) for op, kind in COMBINATIONS[tier] if only(tier, op, kind)]
+        job = TierJob(tier, plan, reps, usual_start_s)
+        running.append(context.Process(target=drive_tier, args=(world, folder, job, news)))
+        running[-1].start()
+    while any(process.is_alive() for process in running) or not news.empty():
+        try:
+            what, value = news.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        found[what].append(value)
+        on_rows(found)
+    for process in running:
+        process.join()
+    return found
 
-        def lane_of(tier: str, rep: int) -> Lane:
-            place = folder / f"{tier}-{rep}"
+
+class TierJob(NamedTuple):
+    """The faults of one tier."""
+
+    tier: str
+    plan: Plan
+    reps: int
+    usual_start_s: float
+
+
+def drive_tier(world: FaultWorld, folder: Path, job: TierJob, news: Any) -> None:
+    """In a process of its own: rows, lost documents and lanes that failed go to `news`."""
+    sys.path.insert(0, str(REPO / "tests"))
+    from worlds.servers import running_redis, running_s3
+
+    tier = job.tier
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(running_s3()) if tier == "s3" else ""
+
+        def lane_of(place: Path) -> Lane:
             place.mkdir(parents=True)
             if tier == "valkey":
                 port = stack.enter_context(running_redis(place))
@@ -769,29 +796,30 @@ def run_faults(
                 return S3Lane(world, place, endpoint, s3)
             return {"disk": DiskLane, "host": HostLane, "engine": EngineLane}[tier](world, place)
 
-        def drive(tier: str, rep: int) -> Lane | None:
-            lane = lane_of(tier, rep)
-            lane.usual_start_s = usual_start_s
-            plan = [
-                (op, kind, seed + 1000 * rep + n)
-                for n, (op, kind) in enumerate(COMBINATIONS[tier])
-                # a start takes as long as ten other faults: once is enough
-                if only(tier, op, kind) and (op != START or rep == 0)
-            ]
+        def drive(name: str, plan: Sequence[tuple[str, str, int]]) -> None:
+            lane = lane_of(folder / f"{tier}-{name}")
+            lane.usual_start_s = job.usual_start_s
+            lane.on_row = lambda row: news.put(("rows", _as_json(row)))
             try:
                 lane.prepare()
                 lane.run(plan)
-                return lane
+            except Exception as error:
+                traceback.print_exc()
+                news.put(("failed", f"{tier} {name}: {type(error).__name__}: {error}"[:300]))
             finally:
                 lane.close()
+                for title in sorted(lane.lost):
+                    news.put(("lost", f"{tier} {name}: {title}"))
 
-        # a tier's repetitions differ in what is left of earlier faults: each has a server of its own
-        work = [(tier, rep) for rep in range(reps) for tier in tiers]
-        with ThreadPoolExecutor(at_once) as pool:
-            for lane in pool.map(lambda job: drive(*job), work):
-                rows += lane.rows if lane else []
-                lost |= lane.lost if lane else set()
-    return {"rows": [_as_json(row) for row in rows], "lost": sorted(lost)}
+        numbered = list(enumerate(job.plan))
+        plan = [
+            (op, kind, 1000 * rep + n)
+            for rep in range(job.reps)
+            for n, (op, kind) in numbered
+            if op != START
+        ]
+        # at the end, and once: a start takes as long as ten other faults
+        drive("server", plan + [(op, kind, n) for n, (op, kind) in numbered if op == START])
 
 
 def _as_json(row: FaultRow) -> dict[str, Any]:

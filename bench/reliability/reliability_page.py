@@ -70,19 +70,56 @@ def page_of(results: Json) -> str:
     """The whole page."""
     parts = latest(results["runs"])
     total = summary(results["runs"])
-    lines = [*HEAD, *_sums(total), *_faults(parts.get("faults")), *_crashes(parts)]
+    lines = [*_filled(HEAD, {}), *_sums(total), *_faults(parts.get("faults")), *_crashes(parts)]
     lines += [*_tenants(parts.get("tenants")), *_bombs(parts.get("bombs"))]
     return "\n".join(lines).rstrip() + "\n"
 
 
-HEAD = [
-    "# Reliability: what was broken on purpose, and what became of it",
-    "",
-    "Made by `python bench/fault_matrix.py --page` from `bench/results/fault_matrix-cpu.json`; a test holds it to that",
-    "file. Every server is `kvweave serve` as a process, asked over HTTP; a fault counts if a proxy or a hook saw it",
-    "strike. What the server promises is in [security.md](security.md) and [store.md](store.md).",
-    "",
-]
+HEAD = """
+# Reliability: what was broken on purpose, and what became of it
+
+Made by `python bench/fault_matrix.py --page` from `bench/results/fault_matrix-cpu.json`; a test
+holds it to that file. Every server is `kvweave serve` as a process, asked over HTTP; a fault counts
+if a proxy or a hook saw it strike. What the server promises is in [security.md](security.md) and
+[store.md](store.md). All of it ran on a machine of two cores beside other work: times are rough.
+"""
+FAULTS = """
+## Faults
+
+Commit {commit}, {device}. Right is: the answer of an undisturbed server (in full, or from stored
+KV), or an error of one line; a bound on the time; a counter or a reason; and the tier in use again
+without a restart. Numbers are faults that struck, by tier and by what was being done:
+"""
+LEFT_OUT = """
+Device memory has no rows: it is a GPU's, and this ran on a CPU. Host memory cannot be truncated,
+changed or forbidden from outside a process: its bytes are checked on the way in and trusted from
+then on. A hanging host is a process that is stopped and goes on. Slow, hanging, failing and full
+disks are hooks at the edge to the system (`bench/reliability/fault_hooks.py`); the other faults of
+a disk are done to its files, those of Valkey and S3 to their traffic.
+
+Seconds that a request took longer, and seconds until the tier was in use again:
+"""
+TENANTS = """
+## Tenants
+
+Commit {commit}. What one tenant tried to learn of another, or to do to it:
+"""
+TIMING = """
+Timing: {texts} texts, half of them cached by another tenant. Medians {cached_ms} ms (cached there)
+and {fresh_ms} ms (nowhere); p = {p} that nothing differs. The control, on a tenant's own texts:
+{control_cached_ms} and {control_fresh_ms} ms, p = {control_p}.
+"""
+BOMBS = """
+## Bombs
+
+Commit {commit}. `/healthz` asked from another process while each is sent; left alone, the slowest
+was {healthz_quiet_ms} ms. SIGTERM comes a second after the bomb.
+"""
+
+
+def _filled(text: str, values: Json) -> list[str]:
+    """Lines of a text with `{names}` in it, and one that is empty."""
+    return [*text.strip("\n").format_map(values).splitlines(), ""]
 
 
 def _sums(total: Json) -> list[str]:
@@ -99,7 +136,7 @@ def _sums(total: Json) -> list[str]:
         f"| acknowledged documents lost | {shown(total['lost_documents'])} |",
         f"| requests stuck | {shown(total['stuck_requests'])} |",
         f"| leaks between tenants | {shown(total['tenant_leaks'])} |",
-        f"| faults after which something else was not as it should be | {shown(total['not_as_expected'])} |",
+        f"| faults with anything not as it should be | {shown(total['not_as_expected'])} |",
         f"| slowest `/healthz` under a bomb | {shown(total['healthz_worst_ms'], ' ms')} |",
         f"| slowest end after SIGTERM under a bomb | {shown(total['sigterm_worst_s'], ' s')} |",
         "",
@@ -111,12 +148,7 @@ def _faults(part: Json | None) -> list[str]:
         return []
     rows = part["rows"]
     lines = [
-        "## Faults",
-        "",
-        f"Commit {part['commit']}, {part['device']}. Right is: the answer of an undisturbed server (in full, or from",
-        "stored KV), or an error of one line; a bound on the time; a counter or a reason; and the tier in use again",
-        "without a restart. Numbers are faults that struck, by tier and by what was being done:",
-        "",
+        *_filled(FAULTS, part),
         "| tier | " + " | ".join(OPS) + " | other | all |",
         "|---|" + "---|" * (len(OPS) + 2),
     ]
@@ -127,19 +159,16 @@ def _faults(part: Json | None) -> list[str]:
         lines.append(f"| {tier} | " + " | ".join(str(n) if n else "–" for n in cells) + " |")
     lines += [
         "",
-        "Device memory has no rows: it is a GPU's, and this ran on a CPU. Host memory cannot be truncated, changed or",
-        "forbidden from outside a process: its bytes are checked on the way in and trusted from then on. A hanging",
-        "host is a process that is stopped and goes on.",
-        "",
-        "Seconds that a request took longer, and seconds until the tier was in use again:",
-        "",
-        "| what went wrong | faults | longer, median | p99 | longest | back after, median | longest |",
+        *_filled(LEFT_OUT, {}),
+        "| what went wrong | faults | longer: median | p99 | longest | back: median | longest |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in kinds_of(rows):
         more = extra(rows, kind)
         back = sorted(
-            r["recovered_s"] for r in rows if r["kind"] == kind and r["recovered_s"] is not None
+            row["recovered_s"]
+            for row in rows
+            if row["kind"] == kind and row["recovered_s"] is not None
         )
         cells = [f"{_middle(more):.2f}", f"{p99(more):.2f}", f"{more[-1]:.2f}"]
         cells += [f"{_middle(back):.1f}", f"{back[-1]:.1f}"] if back else ["–", "–"]
@@ -161,8 +190,8 @@ def _faults(part: Json | None) -> list[str]:
         ]
         lines += ["|---|---|---|---|---|"]
         lines += [
-            f"| {r['tier']} | {r['op']} | {r['kind']} | {r['seed']} | {_cell('; '.join(r['problems']))} |"
-            for r in wrong
+            f"| {row['tier']} | {row['op']} | {row['kind']} | {row['seed']} | {_cell(row)} |"
+            for row in wrong
         ]
     return [*lines, ""]
 
@@ -191,44 +220,29 @@ def _crashes(parts: Json) -> list[str]:
 def _tenants(part: Json | None) -> list[str]:
     if part is None:
         return []
-    timing = part["timing"]
     lines = [
-        "## Tenants",
-        "",
-        f"Commit {part['commit']}. What one tenant tried to learn of another, or to do to it:",
-        "",
+        *_filled(TENANTS, part),
         "| about | what was tried | apart |",
         "|---|---|---|",
     ]
     lines += [
         f"| {r['about']} | {r['what']} | {'yes' if r['apart'] else 'NO'} |" for r in part["rows"]
     ]
-    return [
-        *lines,
-        "",
-        f"Timing: {timing['texts']} texts, half of them cached by another tenant. Medians {timing['cached_ms']} ms (cached",
-        f"there) and {timing['fresh_ms']} ms (nowhere); p = {timing['p']} that nothing differs. The control, on a tenant's own",
-        f"texts: {timing['control_cached_ms']} and {timing['control_fresh_ms']} ms, p = {timing['control_p']}.",
-        "",
-    ]
+    return [*lines, "", *_filled(TIMING, part["timing"])]
 
 
 def _bombs(part: Json | None) -> list[str]:
     if part is None:
         return []
     lines = [
-        "## Bombs",
-        "",
-        f"Commit {part['commit']}. `/healthz` asked from another process while each is sent, on a machine of two cores;",
-        f"left alone the slowest was {part['healthz_quiet_ms']} ms. SIGTERM comes a second after the bomb.",
-        "",
+        *_filled(BOMBS, part),
         "| bomb | reply | `/healthz` median | p99 | slowest | SIGTERM to end |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {_cell(r['bomb'])} | {r['status']} | {r['healthz_p50_ms']} ms | {r['healthz_p99_ms']} ms "
-        f"| {r['healthz_max_ms']} ms | {r['sigterm_s']} s |"
-        for r in part["rows"]
+        f"| {row['bomb']} | {row['status']} | {row['healthz_p50_ms']} ms "
+        f"| {row['healthz_p99_ms']} ms | {row['healthz_max_ms']} ms | {row['sigterm_s']} s |"
+        for row in part["rows"]
     ]
     return [*lines, ""]
 
@@ -237,5 +251,6 @@ def _middle(ordered: Sequence[float]) -> float:
     return ordered[len(ordered) // 2]
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "/")
+def _cell(row: Json) -> str:
+    """What was wrong, for a table."""
+    return "; ".join(row["problems"]).replace("|", "/")

@@ -182,7 +182,7 @@ def quotas(checks: Checks, anna: Tenant, bert: Tenant) -> None:
 
 def timing(checks: Checks, anna: Tenant, bert: Tenant, pairs: int) -> dict[str, Any]:
     """Texts of which anna has cached half. Bert has all of them, without KV."""
-    rng = random.Random(7)  # noqa: S311
+    rng = random.Random(7)
     texts = [_text(rng) for _ in range(2 * pairs)]
     cached = set(rng.sample(range(len(texts)), pairs))
     for number, text in enumerate(texts):

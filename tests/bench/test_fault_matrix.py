@@ -1,4 +1,4 @@
-"""The fault matrix in short: a few faults of each tier against a real server, its proxies, its page.
+"""The fault matrix in short: a few faults of each tier of a real server, its proxies, its page.
 
 The whole of it is `python bench/fault_matrix.py`; what it found is docs/reliability.md.
 """
@@ -47,13 +47,13 @@ SHORT = {
 @pytest.mark.parametrize("tier", ["valkey", "s3", "disk", "host", "engine"])
 def test_every_fault_of_a_tier_leaves_right_answers(tier: str, tmp_path: Path) -> None:
     """Some minutes each."""
-    _all_is_well(run_faults(tmp_path, [tier], reps=1, at_once=1))
+    _all_is_well(run_faults(tmp_path, [tier], reps=1))
 
 
 @pytest.mark.parametrize("tier", list(SHORT))
 def test_a_few_faults_of_each_tier_leave_right_answers(tier: str, tmp_path: Path) -> None:
     found = run_faults(
-        tmp_path, [tier], reps=1, at_once=1, only=lambda tier, op, kind: (op, kind) in SHORT[tier]
+        tmp_path, [tier], reps=1, only=lambda tier, op, kind: (op, kind) in SHORT[tier]
     )
     assert len(found["rows"]) == len(SHORT[tier]), "each of them struck"
     _all_is_well(found)
