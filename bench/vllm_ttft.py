@@ -193,7 +193,7 @@ def run_lmcache(
             del os.environ[name]
     taken, cached = [], []
     try:
-        for i, prompt in enumerate(make_prompts(tokenizer, args)):
+        for prompt in make_prompts(tokenizer, args):
             other = lay_out(tokenizer, "What else?", prompt.chunks[::-1])
             server.ask(other.token_ids)
             began_s = time.perf_counter()

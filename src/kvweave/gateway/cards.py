@@ -102,7 +102,8 @@ def _kind(owner: str) -> UpstreamKind:
 
 
 def _answers_probe(connections: Connections, model: str) -> bool:
-    """A vLLM with our connector says so in its reply to a request of one token."""
+    """A vLLM with our connector says so in its reply to a request of one token. Raises
+    UpstreamFailed where it is too busy to say anything: it is asked again then."""
     probe = {
         "model": model,
         "prompt": [1],
@@ -111,6 +112,8 @@ def _answers_probe(connections: Connections, model: str) -> bool:
         "kv_transfer_params": {"kvweave": {"chunks": []}},  # refused there, in so many words
     }
     status, reply = connections.post("/v1/completions", probe, PROBE_S)
+    if status == 429 or status >= 500:
+        raise refused(connections.url, status, reply)
     params = reply.get("kv_transfer_params") if isinstance(reply, Mapping) else None
     told = params.get("kvweave") if isinstance(params, Mapping) else None
     return status == 200 and isinstance(told, Mapping) and "way" in told
