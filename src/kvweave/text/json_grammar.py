@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.errors import ConfigError, ModelError, RequestError
+from kvweave.errors import ModelError, RequestError
 from kvweave.text.tokenizer import Tokenizer
 
 ANY_OBJECT = '{"type": "object"}'  # what JSON mode asks for
@@ -58,8 +58,8 @@ class JsonGrammars:
         self._lock = threading.Lock()
 
     def check(self, schema: str) -> None:
-        """Raise RequestError for a schema that no answer can be held to, ConfigError where the
-        library is missing."""
+        """Raise RequestError for a schema that no answer can be held to, and where the library is
+        missing."""
         if len(schema) > LONGEST_SCHEMA:
             raise RequestError(f"the JSON schema is longer than {LONGEST_SCHEMA:,} characters")
         grammar = self._grammar(schema)
@@ -98,7 +98,7 @@ class JsonGrammars:
         try:
             import llguidance
         except ImportError as error:
-            raise ConfigError(
+            raise RequestError(
                 "answers in JSON need llguidance; run: pip install 'kvweave[json]'"
             ) from error
         return llguidance
