@@ -13,6 +13,7 @@ from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
+from kvweave.text.json_grammar import ANY_OBJECT as ANY_OBJECT
 from kvweave.text.prompt import Document
 from kvweave.types import ChunkId
 

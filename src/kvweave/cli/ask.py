@@ -60,6 +60,7 @@ class AskArguments:
     stop: tuple[str, ...]
     filters: tuple[str, ...]
     cite: bool
+    json_schema: Path | None
     as_json: bool
     stats: bool
 
@@ -150,6 +151,12 @@ class Waited(NamedTuple):
     "--stop-loops/--no-stop-loops",
     help="End an answer that only repeats itself (on).",
 )
+@click.option(
+    "--json-schema",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Hold the answer to this JSON schema.",
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer in front of TEXT.")
 @system_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document at the end.")
@@ -175,7 +182,8 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         check_knowledge_base(asked.kb_folder)
     from kvweave.app.weave import Sampling
 
-    Sampling(**given(config.sampling), stop=asked.stop)
+    schema = None if asked.json_schema is None else read_document(str(asked.json_schema)).text
+    Sampling(**given(config.sampling), stop=asked.stop, json_schema=schema)
     options: AskOptions = {
         "documents": documents if asked.kb_folder is None else None,
         "k": config.library.k,
@@ -190,7 +198,7 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
     # interpreter must not end while the engine computes.
     with closing(open_weave(config=_unaudited(config), kb=asked.kb_folder)) as weave:
         loading_s = time.perf_counter() - started_s
-        options["sampling"] = weave.sampling({"stop": asked.stop})
+        options["sampling"] = weave.sampling({"stop": asked.stop, "json_schema": schema})
         answer = _write(weave.stream(asked.question, **options), asked)
     waited = Waited(loading_s, time.perf_counter() - started_s)
     missing = None
@@ -243,6 +251,9 @@ def _ask_server(
         fields["filter"] = parse_pairs(asked.filters, "--filter")
     if asked.stop:
         fields["stop"] = list(asked.stop)
+    if asked.json_schema is not None:
+        schema = json.loads(read_document(str(asked.json_schema)).text)
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     if asked.cite or asked.explain:
         fields |= {"cite": asked.cite, "explain": asked.explain}
     client = ServerClient(asked.url or "")

@@ -118,7 +118,7 @@ class Lifecycle:
             room=min(
                 len(request.forced) or request.sampling.max_tokens, self._most_tokens() - len(ids)
             ),
-            sampler=Sampler(request.sampling),
+            sampler=_sampler(request),
             kv=self._pages.empty_kv(),
             as_of=self._prefixes.as_of(request),
             path=path_of(request.namespace, request.preamble, request.chunks),
@@ -306,3 +306,8 @@ def _is_close_call(sequence: EngineSequence, logits: Tensor) -> bool:
         return False
     first, second = logits.topk(2).values.tolist()
     return bool(first - second < part.close_call)
+
+
+def _sampler(request: EngineRequest) -> Sampler:
+    constraint = None if request.constraint is None else request.constraint()
+    return Sampler(request.sampling, constraint)

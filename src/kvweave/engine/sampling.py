@@ -11,9 +11,11 @@ mostly ends among the first few: the whole vocabulary is sorted only where it go
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.errors import ModelError, RequestError
@@ -41,6 +43,7 @@ class Sampling:
     # taken off the logit of a token that the answer has: once, and for each time it has it
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    json_schema: str | None = None  # the answer is JSON that this schema, itself JSON, describes
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wants: str) -> None:
@@ -77,7 +80,8 @@ class Sampling:
     def is_plainly_greedy(self) -> bool:
         """The likeliest token is taken, and nothing else is asked for."""
         is_unbent = self.repetition_penalty == 1.0 and not self.counts_answer
-        return self.temperature == 0.0 and is_unbent and self.logprobs is None
+        is_free = self.logprobs is None and self.json_schema is None
+        return self.temperature == 0.0 and is_unbent and is_free
 
     @property
     def counts_answer(self) -> bool:
@@ -93,11 +97,25 @@ class Choice(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()  # likeliest first
 
 
+class TokenConstraint(Protocol):
+    """Says which tokens may come next in one answer. Belongs to its sampler."""
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """These were given."""
+
+    def mask(self) -> NDArray[np.bool_]:
+        """For each token of the vocabulary whether it may come. Raises ModelError."""
+        ...
+
+
 class Sampler:
     """Draws the tokens of one request. Belongs to it; not for many threads."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, constraint: TokenConstraint | None = None) -> None:
+        """`constraint` None: any token may come."""
         self._sampling = sampling
+        self._constraint = constraint
+        self._shown: int | None = None  # of the ids, to the constraint; None: nothing yet
         self._generator = torch.Generator()  # on the host, so a seed means the same on any device
         self._seen = SeenTokens()
         self._answer = AnswerTokens()
@@ -112,6 +130,10 @@ class Sampler:
         `forced` is not drawn, only reported on."""
         if self._sampling.counts_answer:
             self._answer.grow(seen_ids)
+        if self._constraint is not None:
+            if self._shown is not None:
+                self._constraint.take(seen_ids[self._shown :])
+            self._shown = len(seen_ids)
         token_id = self._draw(logits, seen_ids) if forced is None else forced
         if self._sampling.logprobs is None:
             return Choice(token_id, None)
@@ -127,6 +149,9 @@ class Sampler:
             logits = _penalised(logits, seen, s.repetition_penalty)
         if s.counts_answer:
             logits = self._answer.lowered(logits, s.presence_penalty, s.frequency_penalty)
+        if self._constraint is not None:
+            may_come = torch.from_numpy(self._constraint.mask()).to(logits.device)
+            logits = logits.masked_fill(~may_come, -torch.inf)
         if s.temperature == 0.0:
             likeliest = logits.argmax()  # one that is no number, where there are some
             if not logits[likeliest].isfinite():

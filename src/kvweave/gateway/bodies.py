@@ -1,6 +1,7 @@
 """What is asked of an upstream, in the words it knows."""
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,9 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
             body[name] = penalty
     if drawn.seed is not None:
         body["seed"] = drawn.seed
+    if drawn.json_schema is not None:
+        made = {"name": "answer", "schema": json.loads(drawn.json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": made}
     if drawn.stop:
         body["stop"] = list(drawn.stop)
     if drawn.logprobs is not None:

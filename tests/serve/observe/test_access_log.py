@@ -41,7 +41,7 @@ def logged(formatter: logging.Formatter, level: int = logging.INFO) -> Iterator[
 
 def line_of(lines: list[str], words: str) -> str:
     """Written once the reply is out."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = [line for line in list(lines) if words in line]
         if found:
@@ -77,12 +77,12 @@ def test_people_read_it_too(url: str) -> None:
 def test_probes_are_written_at_debug_alone(url: str) -> None:
     with logged(JsonLines()) as lines:
         for path in ("healthz", "readyz", "metrics"):
-            httpx.get(f"{url}/{path}", headers={"x-request-id": "a-probe"})
-        httpx.get(f"{url}/v1/models", headers={"x-request-id": "no-probe"})
+            httpx.get(f"{url}/{path}", headers={"x-request-id": "a-probe"}, timeout=60)
+        httpx.get(f"{url}/v1/models", headers={"x-request-id": "no-probe"}, timeout=60)
         line_of(lines, "no-probe")
     assert not [line for line in lines if "a-probe" in line]
     with logged(JsonLines(), logging.DEBUG) as lines:
-        httpx.get(f"{url}/healthz", headers={"x-request-id": "a-probe"})
+        httpx.get(f"{url}/healthz", headers={"x-request-id": "a-probe"}, timeout=60)
         assert json.loads(line_of(lines, "a-probe"))["level"] == "debug"
 
 
@@ -117,7 +117,7 @@ def test_spans_are_made_where_the_variables_ask_for_them() -> None:
         "with find_tracer().start_as_current_span('a span of ours'): pass\n"
     )
     env = {**os.environ, "OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": ""}
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, env=env, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, env=env, timeout=280)
     assert ran.returncode == 0, ran.stderr.decode()
     assert '"name": "a span of ours"' in ran.stdout.decode()
     assert '"service.name": "kvweave"' in ran.stdout.decode()

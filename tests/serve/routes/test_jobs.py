@@ -39,12 +39,12 @@ def test_a_job_is_begun_looked_at_and_done(kb_server: KbServer) -> None:
     assert (over["state"], over["error"]) == ("done", None)
     assert over["report"]["added"] == 1
     assert over["ended"] >= over["created"]
-    (document,) = httpx.get(f"{kb_server.url}/v1/kb/jobbed/documents").json()["data"]
+    (document,) = httpx.get(f"{kb_server.url}/v1/kb/jobbed/documents", timeout=60).json()["data"]
     assert document["metadata"] == {"by": "job"}
     files = {"file": ("more.md", b"More about jobs.")}
     second = begin(kb_server.url, "jobbed", files=files, params={"wait_for_kv": "true"})
     assert until_over(kb_server.url, "jobbed", second)["report"]["kv_chunks"] > 0
-    listed = httpx.get(f"{kb_server.url}/v1/kb/jobbed/jobs").json()["data"]
+    listed = httpx.get(f"{kb_server.url}/v1/kb/jobbed/jobs", timeout=60).json()["data"]
     assert [each["id"] for each in listed] == [second["id"], job["id"]]
 
 
@@ -58,7 +58,7 @@ def test_a_bad_upload_is_refused_at_once_and_a_bad_file_fails_its_job(kb_server:
     assert over["report"]["skipped"][0]["source"].endswith("bad.pdf")
     missing = httpx.get(f"{url}/job-of-nobody", timeout=60)
     assert missing.status_code == 404
-    assert httpx.get(f"{kb_server.url}/v1/kb/other/jobs/{job['id']}").status_code == 404
+    assert httpx.get(f"{kb_server.url}/v1/kb/other/jobs/{job['id']}", timeout=60).status_code == 404
 
 
 def test_a_job_is_cancelled_where_it_is(
@@ -81,8 +81,8 @@ def test_a_job_is_cancelled_where_it_is(
     first = begin(kb_server.url, "cancelled", json=TEXT)
     assert reached.wait(60)
     behind = begin(kb_server.url, "cancelled", json={**TEXT, "text": "Another."})
-    assert httpx.get(f"{url}/{first['id']}").json()["state"] == "running"
-    assert httpx.get(f"{url}/{behind['id']}").json()["state"] == "waiting"
+    assert httpx.get(f"{url}/{first['id']}", timeout=60).json()["state"] == "running"
+    assert httpx.get(f"{url}/{behind['id']}", timeout=60).json()["state"] == "waiting"
     for job in (first, behind):
         assert httpx.delete(f"{url}/{job['id']}", timeout=60).status_code == 200
     go_on.set()

@@ -155,7 +155,7 @@ def test_a_long_text_keeps_its_metadata(kb_server: KbServer) -> None:
     said = {f"key{i}": f"{'x' * 40}{i}" for i in range(32)}
     body = {"title": "Long", "text": "pods and nodes. " * 20_000, "metadata": said}
     assert httpx.post(url, json=body, timeout=120).status_code == 200
-    (document,) = httpx.get(url).json()["data"]
+    (document,) = httpx.get(url, timeout=60).json()["data"]
     assert document["metadata"] == said
 
 
@@ -164,9 +164,9 @@ def test_files_of_a_form_have_the_metadata_of_the_query(kb_server: KbServer) -> 
     files = {"file": ("a.md", b"A file about pods.")}
     said = json.dumps({"year": 2020, "team": "nine"})
     assert httpx.post(url, files=files, params={"metadata": said}, timeout=60).status_code == 200
-    (document,) = httpx.get(url).json()["data"]
+    (document,) = httpx.get(url, timeout=60).json()["data"]
     assert document["metadata"] == {"year": 2020, "team": "nine"}
-    whole = httpx.get(f"{url}/{document['id']}").json()
+    whole = httpx.get(f"{url}/{document['id']}", timeout=60).json()
     assert whole["metadata"] == document["metadata"]
     for bad in ("[]", "{", '{"a": null}', "5"):
         reply = httpx.post(url, files=files, params={"metadata": bad}, timeout=60)

@@ -43,11 +43,12 @@ from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.calibrate.profiles import Profile
 from kvweave.config import WeaveConfig, given
 from kvweave.corpus.search import SearchOptions
-from kvweave.engine.request import Ticket
+from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.search_pace import Paces
+from kvweave.text.json_grammar import JsonGrammars
 from kvweave.text.length import refuse_long
 from kvweave.text.prompt import (
     SYSTEM,
@@ -112,6 +113,7 @@ class Answerer:
         self._tokenizer = runtime.tokenizer
         self._client = runtime.client
         self._max_context = runtime.max_context
+        self._grammars = JsonGrammars(runtime.tokenizer, runtime.decoder.spec.vocab_size)
         self._library = library
         self._settings = settings
         self.sampling = SamplingDefaults(settings.usual.sampling, runtime.generation)
@@ -190,7 +192,7 @@ class Answerer:
             made = self.router.submission(prompt, question, named, notes)
             notes.question, notes.retrieved = question.question, tuple(retrieved)
             notes.prompt, notes.full_s = made.prompt, self.measured.full_prefill_s
-            made = _measured(made, question)
+            made = _measured(made._replace(request=self._held(made.request)), question)
             notes.events.append(AnswerEvent("plan", "plan", began_s, time.perf_counter()))
 
             def sent(ticket: Ticket) -> None:
@@ -245,7 +247,9 @@ class Answerer:
         self._client.check(ids)
         prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
         use_tree = (drawn.reuse or usual.reuse) != "full"
-        request = exact_request(prompt, sampling, self._tokenizer.eos_ids, use_tree=use_tree)
+        request = self._held(
+            exact_request(prompt, sampling, self._tokenizer.eos_ids, use_tree=use_tree)
+        )
         full_s = self.measured.full_prefill_s
         notes = AnswerNotes(question=question, prompt=prompt, full_s=full_s)
 
@@ -276,7 +280,7 @@ class Answerer:
         tenant = drawn.tenant or self._settings.tenant
         prompt = replace(prompt, tenant=tenant, as_of=self._client.generation())
         made = self.router.submission(prompt, question, named, AnswerNotes())
-        tokens = TokenStream(self._client, made.request, made.on_first)
+        tokens = TokenStream(self._client, self._held(made.request), made.on_first)
         num_tokens = len(prompt.token_ids)
         return AnswerStream(tokens, self._tokenizer, sampling, num_tokens, called_s, made.notes)
 
@@ -325,6 +329,15 @@ class Answerer:
         sampling = asked.sampling or self.sampling.sampling()
         kb_order = None if self._library is None else self._library.kb.settings.order
         return replace(asked.filled(self._settings.usual, kb_order), sampling=sampling)
+
+    def _held(self, request: EngineRequest) -> EngineRequest:
+        """A request whose answer is held to a JSON schema, if it asks for that. Raises RequestError
+        for one that no answer can be held to."""
+        schema = request.sampling.json_schema
+        if schema is None:
+            return request
+        self._grammars.check(schema)
+        return replace(request, constraint=partial(self._grammars.constraint, schema))
 
     def _catch_up(self) -> None:
         """Other processes may have removed documents."""

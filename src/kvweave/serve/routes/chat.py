@@ -5,6 +5,7 @@ Python callers have it too, and what it means if it is left out, is decided in `
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ def read_chat(
             raise ApiError(400, message, param="kv_transfer_params")
         tenant = transfer.tenant_of(tenant)
     drawn = samplings(request, _max_tokens(request, context), _logprobs_wanted(request), context)
+    if (schema := _schema(request)) is not None:
+        drawn = [replace(each, json_schema=schema) for each in drawn]
     if request.documents is None and request.kb is None:
         _refuse_without_chunks(request)
         messages = [{"role": _role(m.role), "content": m.text} for m in request.messages]
@@ -115,6 +118,17 @@ def _logprobs_wanted(request: ChatRequest) -> int | None:
         message = "'top_logprobs' needs 'logprobs': true"
         raise ApiError(400, message, param="top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _schema(request: ChatRequest) -> str | None:
+    """The JSON schema that answers are held to; None: they are text."""
+    form = request.response_format
+    if form is None:
+        return None
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        message = "'response_format.json_schema' goes with type 'json_schema', and only with it"
+        raise ApiError(400, message, param="response_format")
+    return form.schema_text
 
 
 def _refuse_without_chunks(request: ChatRequest) -> None:

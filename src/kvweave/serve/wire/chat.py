@@ -1,10 +1,12 @@
 """POST /v1/chat/completions: request and reply, as OpenAI's API has them. Extensions are marked."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from kvweave.app.question import ANY_OBJECT
 from kvweave.serve.wire.base import (
     MOST_CHUNKS,
     MOST_DOCUMENTS,
@@ -95,6 +97,29 @@ def _named(reuse: Any) -> Any:
 AnyReuse = Annotated[ReuseIn, BeforeValidator(_named, json_schema_input_type=str | ReuseIn)]
 
 
+class JsonSchemaIn(Incoming):
+    """What an answer in JSON has to be."""
+
+    name: Text = ""  # the caller's own, as the next
+    description: Text = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True  # it is always held to
+
+
+class ResponseFormatIn(Incoming):
+    """JSON mode, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaIn | None = None  # with its type alone
+
+    @property
+    def schema_text(self) -> str | None:
+        """The schema that the answer is held to; None: it is text."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return ANY_OBJECT if self.type == "json_object" else None
+
+
 class ChatRequest(SamplingFields):
     """The body of POST /v1/chat/completions."""
 
@@ -119,6 +144,7 @@ class ChatRequest(SamplingFields):
     explain: bool = False  # say in the reply what was done
 
     max_completion_tokens: int | None = None  # the newer name of max_tokens
+    response_format: ResponseFormatIn | None = None  # left out: text
     logprobs: bool = False
     top_logprobs: Annotated[int | None, schema_only(minimum=0, maximum=20)] = None
     # Only the values that ask for nothing are accepted: NEUTRAL
@@ -127,7 +153,6 @@ class ChatRequest(SamplingFields):
     tool_choice: Annotated[Any, schema_only(enum=["none", "auto"])] = None
     functions: Annotated[Any, schema_only(enum=[[]])] = None
     function_call: Annotated[Any, schema_only(enum=["none", "auto"])] = None
-    response_format: Annotated[Any, schema_only(enum=[{"type": "text"}])] = None
     modalities: Annotated[Any, schema_only(enum=[["text"]])] = None
     service_tier: Annotated[Any, schema_only(enum=["auto", "default"])] = None
     reasoning_effort: Annotated[Any, schema_only(enum=["none"])] = None
@@ -146,7 +171,6 @@ NEUTRAL: dict[str, list[object]] = {
     "tool_choice": ["none", "auto"],
     "functions": [[]],
     "function_call": ["none", "auto"],
-    "response_format": [{"type": "text"}],
     "modalities": [["text"]],
     "service_tier": ["auto", "default"],
     "reasoning_effort": ["none"],
