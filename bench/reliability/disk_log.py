@@ -86,7 +86,10 @@ def read_log(log: Path, root: Path) -> Iterator[Record]:
     while at < len(data):
         number, first_bytes, second_bytes, _, node, offset = HEAD.unpack_from(data, at)
         at += HEAD.size
-        first, second = data[at : at + first_bytes], data[at + first_bytes : at + first_bytes + second_bytes]
+        first, second = (
+            data[at : at + first_bytes],
+            data[at + first_bytes : at + first_bytes + second_bytes],
+        )
         at += first_bytes + second_bytes
         kind = Kind(number)
         if kind is Kind.UNSEEN:

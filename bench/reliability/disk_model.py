@@ -165,9 +165,7 @@ class DiskImage:
                 names[entry.name] = entry.node
         return names
 
-    def _is_kept(
-        self, entry: _Entry, folder: _Node, weather: Weather, rng: random.Random
-    ) -> bool:
+    def _is_kept(self, entry: _Entry, folder: _Node, weather: Weather, rng: random.Random) -> bool:
         """A rename from one folder to another is one change: it is there as soon as one of the two
         was synced. The old name may stay beside the new one, but never goes without it."""
         if folder.synced > entry.place:

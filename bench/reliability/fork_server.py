@@ -1,8 +1,9 @@
 """Starts `kvweave …` processes quickly: it has imported everything, and forks one for each order.
 
-`main` is what the process runs, `ForkServer` the handle of whoever gives orders. An order is a line of JSON on stdin: `argv`, `env` (variables to set), `out` (a file for its stdout
-and stderr). The answer is a line `started PID`; when the process has ended, `ended PID CODE`. Each
-runs the real entry point in a session of its own. No thread is started before a fork.
+`main` is what the process runs, `ForkServer` the handle of whoever gives orders. An order is a line
+of JSON on stdin: `argv`, `env` (variables to set), `out` (a file for its stdout and stderr). The
+answer is a line `started PID`; when the process has ended, `ended PID CODE`. Each runs the real
+entry point in a session of its own. No thread is started before a fork.
 """
 
 import importlib
@@ -24,7 +25,12 @@ from common.files import REPO
 # imported inside functions of the package, or on the first request
 ALSO = (
     *("torch", "faiss", "filelock", "fastapi", "uvicorn", "uvicorn.loops.auto"),
-    *("uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on", "rich.console", "safetensors.torch"),
+    *(
+        "uvicorn.protocols.http.h11_impl",
+        "uvicorn.lifespan.on",
+        "rich.console",
+        "safetensors.torch",
+    ),
     *("tokenizers", "jinja2.sandbox", "python_multipart.multipart", "prometheus_client", "psutil"),
 )
 NOT = ("gpu", "vllm", "ui_test", "child")  # parts of names: for other machines, or scripts

@@ -85,8 +85,11 @@ class Ledger:
             told = " or ".join(sorted("absent" if s is None else s.mark for s in states))
             what = f"note {key} is {'absent' if found is None else found.mark}, told {told}"
             (lost if found is None or None not in states else back).append(what)
-        back += [f"{v.mark} is there and nobody sent it" for k, v in seen.items() if k not in
-                 self.possible()]
+        back += [
+            f"{v.mark} is there and nobody sent it"
+            for k, v in seen.items()
+            if k not in self.possible()
+        ]
         return lost, back
 
     def settle(self, seen: Mapping[int, Version]) -> None:

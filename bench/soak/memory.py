@@ -74,7 +74,9 @@ class Visitors:
         elif kind < 0.75:
             body = {
                 "messages": [{"role": "user", "content": "how do I drain a node?"}],
-                **{"kb": f"kb{kb}", "k": 3, "max_tokens": 4},
+                "kb": f"kb{kb}",
+                "k": 3,
+                "max_tokens": 4,
                 "reuse": rng.choice(["weave", "reuse", "full", "auto"]),
             }
             self._check(http.post("/v1/chat/completions", json=body), "chat")
@@ -122,9 +124,7 @@ class Samples:
         part = self.taken[len(self.taken) // 3 :]
         if len(part) < 3 or part[-1]["at_s"] - part[0]["at_s"] < MIN_SLOPE_S:
             return None
-        slope, _ = statistics.linear_regression(
-            [s["at_s"] for s in part], [s[name] for s in part]
-        )
+        slope, _ = statistics.linear_regression([s["at_s"] for s in part], [s[name] for s in part])
         return round(slope * 3600, 2)
 
     def wrong(self) -> list[str]:

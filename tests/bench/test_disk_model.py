@@ -66,7 +66,13 @@ def test_names_without_content_are_the_trouble_of_a_missing_sync_before_a_rename
 
 
 def test_a_removal_that_was_not_synced_may_not_have_happened(tmp_path: Path) -> None:
-    steps = [create(1, "a"), write(1, b"one"), sync(1), sync(ROOT), Record(Kind.UNLINK, 1, path="a")]
+    steps = [
+        create(1, "a"),
+        write(1, b"one"),
+        sync(1),
+        sync(ROOT),
+        Record(Kind.UNLINK, 1, path="a"),
+    ]
     assert image(steps, LOST, tmp_path) == {"a": b"one"}
     assert image([*steps, sync(ROOT)], LOST, tmp_path, 1) == {}
 
@@ -88,7 +94,9 @@ def test_a_rename_into_another_folder_never_loses_the_file(tmp_path: Path) -> No
 
 def test_a_torn_write_keeps_whole_sectors(tmp_path: Path) -> None:
     steps = [create(1, "a"), sync(ROOT), write(1, b"x" * 2048)]
-    found = [image(steps, "any part of it, torn", tmp_path, seed).get("a", b"") for seed in range(9)]
+    found = [
+        image(steps, "any part of it, torn", tmp_path, seed).get("a", b"") for seed in range(9)
+    ]
     assert len(set(found)) > 3
     for data in found:
         for start in range(0, len(data), 512):

@@ -148,7 +148,7 @@ def parsers() -> dict[str, bytes]:
         "text": "a.txt\nTitle\n\nGröße.\n".encode(),
         "html": b"a.html\n<html><head><title>T</title></head><body><h1>Hi</h1><p>Text &amp; more"
         b"<table><tr><td>1<td>2</table></body></html>",
-        "csv": b"a.csv\ntitle,text\nOne,first\nTwo,\"second, with comma\"\n",
+        "csv": b'a.csv\ntitle,text\nOne,first\nTwo,"second, with comma"\n',
         "tsv": b"a.tsv\nid\ttext\n1\tfirst\n2\tsecond\n",
         "jsonl": b'a.jsonl\n{"title": "One", "text": "first"}\n{"text": "second", "id": 7}\n',
         "pdf": b"a.pdf\n" + pdf,
