@@ -1,8 +1,9 @@
 """Starts `kvweave …` processes quickly: it has imported everything, and forks one for each order.
 
-`main` is what the process runs, `ForkServer` the handle of whoever gives orders. An order is a line of JSON on stdin: `argv`, `env` (variables to set), `out` (a file for its stdout
-and stderr). The answer is a line `started PID`; when the process has ended, `ended PID CODE`. Each
-runs the real entry point in a session of its own. No thread is started before a fork.
+`main` is what the process runs, `ForkServer` the handle of whoever gives orders. An order is a line
+of JSON on stdin: `argv`, `env` (variables to set), `out` (a file for its stdout and stderr). The
+answer is a line `started PID`; when the process has ended, `ended PID CODE`. Each runs the real
+entry point in a session of its own. No thread is started before a fork.
 """
 
 import importlib

@@ -37,8 +37,9 @@ Tell = Callable[[str], None]
 class KillBook:
     """What one kind of rounds was told and has found."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, tell: Tell) -> None:
         self.seed = seed
+        self._tell = tell
         self.ledger = Ledger()
         self.findings = Findings()
         self.failures: list[dict[str, Any]] = []
@@ -54,15 +55,17 @@ class KillBook:
         if words := found.all():
             failure = {"round": number, "seed": self.seed, "moment": moment, "found": words[:8]}
             self.failures.append(failure)
+            self._tell(f"{failure}")
 
 
 def run_kills(
     rounds: int, *, seed: int = 0, folder: Path | None = None, tell: Tell = lambda _: None
 ) -> dict[str, Any]:
-    """Until there were so many kills. The result has `kills`, `lost_documents`, `wrong_answers`, `disagreements`,
-    what clients did, and each failure with its round, seed and moment. Files go to `folder`."""
+    """Until there were so many kills. The result has `kills`, `lost_documents`, `wrong_answers`,
+    `disagreements`, what clients did, and each failure with its round, seed and moment. Files go to
+    `folder`."""
     began_s = time.monotonic()
-    books = KillBook(seed), KillBook(seed)
+    books = KillBook(seed, tell), KillBook(seed, tell)
     num_served = round(rounds * SERVED_SHARE)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         world = CrashWorld(Path(temporary) / "served")
@@ -90,6 +93,7 @@ def run_kills(
         "deleted_documents_back": len(found.back),
         "wrong_answers": len(found.wrong),
         "disagreements": len(found.apart),
+        "kv_left_for_next_start": found.kv_for_next_start,
         "failures": [failure for book in books for failure in book.failures],
         "took_s": round(time.monotonic() - began_s, 1),
     }
@@ -206,7 +210,11 @@ class ServedRounds:
         for reuse in ("full", {"strategy": "weave", "ratio": 1.0}):
             body = {
                 "messages": [{"role": "user", "content": "how do I drain a node?"}],
-                **{"kb": KB, "k": 3, "max_tokens": 8, "temperature": 0, "reuse": reuse},
+                "kb": KB,
+                "k": 3,
+                "max_tokens": 8,
+                "temperature": 0,
+                "reuse": reuse,
             }
             reply = http.post("/v1/chat/completions", json=body)
             reply.raise_for_status()

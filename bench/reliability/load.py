@@ -146,7 +146,11 @@ class _Client:
         reuse = self._rng.choice(["auto", "weave", "reuse", "full"])
         body = {
             "messages": [{"role": "user", "content": "how do I drain a node?"}],
-            **{"kb": KB, "k": 3, "reuse": reuse, "max_tokens": 4, "temperature": 0},
+            "kb": KB,
+            "k": 3,
+            "reuse": reuse,
+            "max_tokens": 4,
+            "temperature": 0,
         }
         reply = http.post("/v1/chat/completions", json=body)
         if reply.status_code == 404:

@@ -1,4 +1,4 @@
-"""The documents of the crash benches: what each version of each says, so that a reply can be judged.
+"""The documents of the crash benches: what each version of each says, to judge replies by.
 
 Every sentence carries a word that no other version of any note has. So each chunk says which note
 and version it is of, and a search by words for that version finds it or nothing.

@@ -71,6 +71,7 @@ def run_power_cuts(
             if words := here.all():
                 at = {"cut": cut, "seed": seed, "number": number, "weather": weather.name}
                 failures.append({**at, "found": words[:6]})
+                tell(f"power: {failures[-1]}")
             if number % 25 == 24:
                 tell(f"power: {number + 1} of {cuts} cuts, {len(failures)} failures")
     marks = Counter(_mark(r)[0] for r in records if r.kind is Kind.MARK)
@@ -85,6 +86,7 @@ def run_power_cuts(
         "deleted_documents_back": len(found.back),
         "wrong_answers": len(found.wrong),
         "disagreements": len(found.apart),
+        "kv_left_for_next_start": found.kv_for_next_start,
         "failures": failures,
         "took_s": round(time.monotonic() - began_s, 1),
     }
@@ -97,7 +99,8 @@ def record_run(world: CrashWorld, folder: Path, seed: int, changes: int) -> list
     for part in range(2):
         server = CrashServer(world, free_port(), env=recorder.environment())
         try:
-            server.wait_ready()
+            if not server.wait_ready():
+                raise RuntimeError("the server is not ready in time")
             load = Load(server.url, ledger, seed=seed * 100 + part, mark=recorder.mark)
             make_and_delete(server.http, recorder.mark)
             load.run_for(changes // 2)

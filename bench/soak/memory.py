@@ -74,7 +74,9 @@ class Visitors:
         elif kind < 0.75:
             body = {
                 "messages": [{"role": "user", "content": "how do I drain a node?"}],
-                **{"kb": f"kb{kb}", "k": 3, "max_tokens": 4},
+                "kb": f"kb{kb}",
+                "k": 3,
+                "max_tokens": 4,
                 "reuse": rng.choice(["weave", "reuse", "full", "auto"]),
             }
             self._check(http.post("/v1/chat/completions", json=body), "chat")

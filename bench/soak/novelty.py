@@ -3,13 +3,13 @@
     python bench/soak/novelty.py --minutes 30
 
 No prompt comes twice: each question takes passages that never stood together, in a new order, and
-every few questions new documents come in and old ones go. Host memory holds a sixth of the chunk KV,
-the disk tier two thirds, so both evict all the time. Each question is asked in full and fused
-(`weave`, by name), the two taking turns at being first, so that load on the machine hits both alike.
-The knowledge tree is off: this is about KV of passages, not about prefixes that come back.
+every few questions new documents come in and old ones go. Host memory holds a sixth of the chunk
+KV, the disk tier two thirds, so both evict all the time. Each question is asked in full and fused
+(`weave`, by name), the two taking turns at being first, so that load on the machine hits both. The
+knowledge tree is off: this is about KV of passages, not about prefixes that come back.
 
-Reported: median time to the first token of both, and their ratio, for each tenth of the run. Exits 1
-if the ratio of the last third is below 0.9 of the first third's.
+Reported: median time to the first token of both, and their ratio, for each tenth of the run. Exits
+1 if the ratio of the last third is below 0.9 of the first third's.
 """
 
 import argparse

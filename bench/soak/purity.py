@@ -3,9 +3,10 @@
     python bench/soak/purity.py --minutes 60
 
 One engine serves fused and exact requests over the same chunks, several at a time, with a pool, a
-knowledge tree, a host tier and a disk tier so small that all of them evict all the time. Every 100th
-exact request is asked again of a cold engine, which has computed nothing else, and must be the same
-bit for bit: token ids, and the log probabilities of the chosen tokens and of two alternatives.
+knowledge tree, a host tier and a disk tier so small that all of them evict all the time. Every
+100th exact request is asked again of a cold engine, which has computed nothing else, and must be
+the same bit for bit: token ids, and the log probabilities of the chosen tokens and of two
+alternatives.
 
 The tiny random model computes in float64 and what is compared is rounded to float32. In float32
 itself the last bits of a row depend on how many others are computed beside it, which a server under

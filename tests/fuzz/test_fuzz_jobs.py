@@ -1,4 +1,4 @@
-"""Foreign bytes break nothing: a short run of every fuzz job (`make fuzz MINUTES=60` is a long one).
+"""Foreign bytes break nothing: a short run of every fuzz job (`make fuzz` is a long one).
 
 The same inputs each time, so that a red one stays red; the corpus first, then changes of it.
 """
