@@ -40,7 +40,8 @@ from kvweave.paths import config_folder
 
 FILE_NAME = "kvweave.toml"
 FILE_VARIABLE = "KVWEAVE_CONFIG"  # names another file
-OTHER_VARIABLES = {FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS"}  # ours, but no keys
+# ours, but no keys
+OTHER_VARIABLES = {FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS", "KVWEAVE_NATIVE"}
 MOST = 1e9  # more seconds than any wait has; infinity and NaN are above it or beside it
 
 

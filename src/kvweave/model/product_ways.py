@@ -1,10 +1,10 @@
 """Which way each product with rounded weights takes on this machine: measured once, kept on disk.
 
-    <home>/profiles/products-<CPU, torch, threads>.json
+    <home>/profiles/products-<CPU, torch, threads, kernels>.json
 
-A file of another CPU, torch version or number of threads has another name, and one whose contents
-do not say the same as its name is measured anew. A folder that cannot be written costs the
-measurement at every start.
+A file of another CPU, torch version, number of threads or of other compiled kernels has another
+name, and one whose contents do not say the same as its name is measured anew. A folder that cannot
+be written costs the measurement at every start.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvweave import paths
 from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.product_probe import (
     BOUNDS,
     ROWS,
@@ -35,7 +36,7 @@ from kvweave.kernels.rounded import round_weight
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 
 def machine_words() -> str:
@@ -47,7 +48,12 @@ def machine_words() -> str:
         cpu = " ".join(dict.fromkeys(named)) or cpu
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
-    return f"{platform.machine()} {cpu} {capability}, torch {torch.__version__}, {threads} threads"
+    library = native_kernels().library
+    compiled = "none" if library is None else library.name
+    return (
+        f"{platform.machine()} {cpu} {capability}, torch {torch.__version__}, {threads} threads, "
+        f"compiled kernels {compiled}"
+    )
 
 
 def ways_path() -> Path:

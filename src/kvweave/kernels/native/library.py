@@ -1,0 +1,52 @@
+"""The functions of a compiled rows.c, as Python calls them: other threads run meanwhile."""
+
+import ctypes
+from pathlib import Path
+
+from kvweave.kernels.native.build import BuildError
+
+_INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+
+class ProductFields(ctypes.Structure):
+    """`Product` of rows.c. Holds addresses alone: who makes one keeps the memory."""
+
+    _fields_ = (
+        ("packed", _POINTER),
+        ("start", _POINTER),
+        ("scale", _POINTER),
+        ("bias", _POINTER),
+        ("share", _POINTER),
+        ("more", _POINTER),
+        ("offset", _POINTER),
+        ("in_dim", _LONG),
+        ("columns", _LONG),
+        ("out_dim", _LONG),
+    )
+
+
+class Library:
+    """A loaded file. Any thread. `threads`: whether several work on one call."""
+
+    def __init__(self, path: Path, *, threads: bool) -> None:
+        """Raises BuildError where it cannot be loaded."""
+        self.threads = threads
+        self.name = path.stem  # another where the source, the flags or the CPU are others
+        try:
+            held = ctypes.CDLL(str(path))
+            kind = _typed(held.kvw_kind, [], ctypes.c_char_p)
+            self.padded_channels = _typed(held.kvw_padded_channels, [_LONG], _LONG)
+            self.pack = _typed(held.kvw_pack, [_POINTER, _LONG, _LONG, _POINTER, _POINTER], None)
+            self.multiply = _typed(
+                held.kvw_multiply,
+                [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT, _INT],
+                _INT,
+            )
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"what was compiled cannot be loaded: {error}") from None
+        self.kind: str = kind().decode()  # the instructions it multiplies with
+
+
+def _typed(function: "ctypes._NamedFuncPointer", takes: list[type], gives: type | None) -> ...:
+    function.argtypes, function.restype = takes, gives
+    return function

@@ -1,0 +1,82 @@
+"""The compiled kernels of this process: made when first asked for, or a line that says why not."""
+
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from kvweave import paths
+from kvweave.errors import ConfigError
+from kvweave.kernels.native.build import BuildError, build, torch_openmp
+from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.product import check
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "KVWEAVE_NATIVE"  # 0: torch's operators alone; 1, as if it were not set: where they can
+
+
+class NativeKernels(NamedTuple):
+    """What this process has."""
+
+    library: Library | None
+    words: str  # what it is, or why it is not there and the way out; one line
+
+
+_lock = threading.Lock()
+_loaded: NativeKernels | None = None
+
+
+def native_kernels() -> NativeKernels:
+    """Compiled, loaded and checked once per process. Any thread. What is missing is logged once.
+
+    Raises ConfigError where KVWEAVE_NATIVE is neither 0 nor 1.
+    """
+    global _loaded
+    wish = os.environ.get(VARIABLE, "") or "1"
+    if wish not in ("0", "1"):
+        raise ConfigError(f"{VARIABLE}={wish!r} is neither 0 nor 1")
+    if wish == "0":
+        return NativeKernels(None, f"no compiled kernels: {VARIABLE}=0")
+    with _lock:
+        if _loaded is None:
+            _loaded = _load(paths.home() / "native")
+            if _loaded.library is None:
+                log.warning("%s", _loaded.words)
+        return _loaded
+
+
+def _load(folder: Path) -> NativeKernels:
+    try:
+        library = open_library(folder)
+    except BuildError as error:
+        return NativeKernels(None, f"no compiled kernels, so products are slower: {error}")
+    threads = "" if library.threads else ", one thread: torch's OpenMP was not found"
+    return NativeKernels(library, f"compiled kernels: {library.kind}{threads}")
+
+
+def open_library(folder: Path) -> Library:
+    """Compile into `folder`, or find it there, load and check. Raises BuildError.
+
+    Where torch's OpenMP is not found or cannot be linked to, one thread works on a call.
+    """
+    openmp = torch_openmp()
+    if openmp is not None:
+        try:
+            return _open(folder, openmp)
+        except BuildError as error:
+            log.info("no OpenMP in compiled kernels: %s", error)
+    return _open(folder, None)
+
+
+def _open(folder: Path, openmp: Path | None) -> Library:
+    try:
+        library = Library(build(folder, openmp), threads=openmp is not None)
+    except OSError as error:  # a folder that cannot be written: for this process alone
+        log.info("compiled kernels cannot be kept in %s: %s", folder, error.strerror)
+        with tempfile.TemporaryDirectory() as scratch:
+            library = Library(build(Path(scratch), openmp), threads=openmp is not None)
+    check(library)
+    return library
