@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.product_probe import ROWS, Shape, Times
 from kvweave.kernels.products import FLOAT32, WAYS
 from kvweave.model import load
@@ -23,6 +24,7 @@ from worlds.tiny_models import make_model_folder
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
 IDS = list(range(3, 60))
 INT_MM = "int8 rows, int_mm"
+NATIVE = "int8 rows, native"
 
 
 @pytest.fixture
@@ -76,11 +78,16 @@ def test_a_rounded_model_is_near_the_exact_one_and_says_how_near(
     assert 0 < cost.kl_nats < 0.05
 
 
-def test_token_by_token_or_in_one_go_is_the_same(folder: Path, home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [INT_MM, NATIVE])
+def test_token_by_token_or_in_one_go_is_the_same(
+    folder: Path, home: Path, tmp_path: Path, way: str
+) -> None:
     """A row has a scale of its own, so its products are the same. What float32's order of sums
     leaves may move a value across the edge between two integers, and rows behind it see that: no
     more than rounding itself changes."""
-    decoder = rounded(folder, tmp_path)
+    if way == NATIVE and native_kernels().library is None:
+        pytest.skip(native_kernels().words)
+    decoder = rounded(folder, tmp_path, way)
     whole = logits(decoder, IDS)
     for step in (1, 7):
         gap = logits(decoder, IDS, step) - whole

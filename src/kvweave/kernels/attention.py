@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.dispatch import compiled, has_kernels
 from kvweave.kernels.scattered import attend_scattered
 from kvweave.kernels.types import Segment
 
@@ -150,11 +150,17 @@ def _sdpa(
 ) -> Tensor:
     """Rows over the first `num_keys` keys: all, or causal from the top left, or as masked."""
     if len(q) == 1 and mask is None:
+        keys, values = segment.keys[:num_keys], segment.values[:num_keys]
+        if (library := compiled(q, keys, values)) is not None:
+            from kvweave.kernels.native import elementwise as in_c
+
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            return in_c.attend_row(library, q, keys, values, factor)
         # heads that share a KV head are as rows of it: a third off for 9/3 heads and 512 keys
         grouped = F.scaled_dot_product_attention(
-            q.reshape(1, segment.keys.shape[1], -1, q.shape[-1]),  # [1, Hk, G, D]
-            segment.keys[:num_keys].transpose(0, 1)[None],
-            segment.values[:num_keys].transpose(0, 1)[None],
+            q.reshape(1, keys.shape[1], -1, q.shape[-1]),  # [1, Hk, G, D]
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             scale=scale,
         )
         return grouped.reshape(q.shape)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kvweave.errors import ConfigError
+from kvweave.kernels.native.loading import native_kernels
 from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.product_ways import ProductWays
@@ -51,8 +52,11 @@ def load_decoder(
         _emulate_bfloat16()
     spec = read_spec(folder)
     files = TensorFiles(folder)
-    if quant == "auto" and files.num_weights < SMALLEST_ROUNDED:
+    is_small = files.num_weights < SMALLEST_ROUNDED
+    if quant == "auto" and is_small:
         quant = "none"
+    if fits and not is_small:
+        log.info("%s", native_kernels().words)  # compiled here, once per machine
     if quant == "none" or not fits:
         return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
     notes = load_notes(files.fingerprint())

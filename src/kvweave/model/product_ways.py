@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvweave import paths
+from kvweave.kernels.dispatch import compiled_words
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.product_probe import (
@@ -48,11 +49,10 @@ def machine_words() -> str:
         cpu = " ".join(dict.fromkeys(named)) or cpu
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
-    library = native_kernels().library
-    compiled = "none" if library is None else library.name
+    native_kernels()  # now, if nobody asked yet: they are among the ways
     return (
         f"{platform.machine()} {cpu} {capability}, torch {torch.__version__}, {threads} threads, "
-        f"compiled kernels {compiled}"
+        f"{compiled_words()}"
     )
 
 

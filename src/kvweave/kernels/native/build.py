@@ -82,8 +82,8 @@ def _flags(openmp: Path | None) -> tuple[str, ...]:
     by_cpu = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
     threads = () if openmp is None else ("-fopenmp",)
     # no contraction: a value is rounded the same in the vectors of a loop and in its rest
-    plain = ("-O3", "-std=gnu11", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
-    return (*plain, *by_cpu.get(platform.machine(), ()), *threads)
+    exact = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+    return ("-O3", "-std=gnu11", "-fPIC", *exact, *by_cpu.get(platform.machine(), ()), *threads)
 
 
 def _name(flags: tuple[str, ...], openmp: Path | None) -> str:

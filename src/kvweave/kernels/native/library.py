@@ -1,11 +1,13 @@
 """The functions of a compiled rows.c, as Python calls them: other threads run meanwhile."""
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvweave.kernels.native.build import BuildError
 
-_INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class ProductFields(ctypes.Structure):
@@ -42,11 +44,22 @@ class Library:
                 [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT, _INT],
                 _INT,
             )
+            self.rms_norm = _typed(
+                held.kvw_rms_norm,
+                [_POINTER, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG, _INT],
+                None,
+            )
+            self.silu_mul = _typed(held.kvw_silu_mul, [_POINTER, *[_LONG] * 3, _INT], None)
+            self.rotate = _typed(held.kvw_rotate, [*[_POINTER] * 7, *[_LONG] * 4, _INT], None)
+            self.attend_row = _typed(
+                held.kvw_attend_row, [*[_POINTER] * 6, *[_LONG] * 4, _FLOAT, _INT], _INT
+            )
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with
 
 
-def _typed(function: "ctypes._NamedFuncPointer", takes: list[type], gives: type | None) -> ...:
+def _typed(function: Any, takes: list[type], gives: type | None) -> Callable[..., Any]:
     function.argtypes, function.restype = takes, gives
-    return function
+    called: Callable[..., Any] = function
+    return called

@@ -25,6 +25,7 @@ class NativeKernels(NamedTuple):
     words: str  # what it is, or why it is not there and the way out; one line
 
 
+_TURNED_OFF = NativeKernels(None, f"no compiled kernels: {VARIABLE} is 0")
 _lock = threading.Lock()
 _loaded: NativeKernels | None = None
 
@@ -35,17 +36,31 @@ def native_kernels() -> NativeKernels:
     Raises ConfigError where KVWEAVE_NATIVE is neither 0 nor 1.
     """
     global _loaded
-    wish = os.environ.get(VARIABLE, "") or "1"
-    if wish not in ("0", "1"):
-        raise ConfigError(f"{VARIABLE}={wish!r} is neither 0 nor 1")
-    if wish == "0":
-        return NativeKernels(None, f"no compiled kernels: {VARIABLE}=0")
+    if not _are_wished():
+        return _TURNED_OFF
     with _lock:
         if _loaded is None:
             _loaded = _load(paths.home() / "native")
             if _loaded.library is None:
                 log.warning("%s", _loaded.words)
         return _loaded
+
+
+def kernels_so_far() -> NativeKernels | None:
+    """What `native_kernels` found, if somebody asked in this process. Takes no time."""
+    return _loaded if _are_wished() else _TURNED_OFF
+
+
+def loaded_library() -> Library | None:
+    """As `kernels_so_far`, for operators: whether KVWEAVE_NATIVE was changed since is not asked."""
+    return None if _loaded is None else _loaded.library
+
+
+def _are_wished() -> bool:
+    wish = os.environ.get(VARIABLE, "") or "1"
+    if wish not in ("0", "1"):
+        raise ConfigError(f"{VARIABLE}={wish!r} is neither 0 nor 1")
+    return wish == "1"
 
 
 def _load(folder: Path) -> NativeKernels:

@@ -203,24 +203,35 @@ void kvw_pack(
     const int8_t *codes, int64_t out_dim, int64_t columns, int8_t *packed, int32_t *start) {
     int64_t width = whole(columns, GROUP);
     for (int64_t o = 0; o < whole(out_dim, PANEL); o++) {
-        int8_t *panel = packed + o / PANEL * PANEL * width;
+        int8_t *to = packed + o / PANEL * PANEL * width + o % PANEL * GROUP;
         int32_t sum = 0;
-        for (int64_t c = 0; c < width; c++) {
-            int8_t code = o < out_dim && c < columns ? codes[o * columns + c] : 0;
-            panel[(c / GROUP * PANEL + o % PANEL) * GROUP + c % GROUP] = code;
-            sum += code;
+        for (int64_t c = 0; c < width; c += GROUP, to += PANEL * GROUP) {
+            int8_t four[GROUP] = {0};
+            if (o < out_dim) memcpy(four, codes + o * columns + c, MIN(GROUP, columns - c));
+            for (int i = 0; i < GROUP; i++) sum += four[i];
+            memcpy(to, four, GROUP);
         }
         start[o] = -SHIFT * sum;
     }
 }
 
+/* A value over its row's scale as an integer; nan is one too. */
+INLINE Code cut(float value, float offset) {
+    float whole_value = floorf(value + offset);
+    whole_value = whole_value > -127.0f ? whole_value : -127.0f;
+    whole_value = whole_value < 127.0f ? whole_value : 127.0f;
+    return (Code)((int32_t)whole_value + SHIFT);
+}
+
 /* One row in integers; returns its scale. A row with a value that is no number, or infinite, has a
  * scale that is neither, whatever its integers are. */
-static float round_row(const Product *p, const float *x, Code *codes) {
+static float round_row(const Product *p, const float *restrict x, Code *restrict codes) {
     int64_t dims = p->in_dim, columns = p->columns;
+    const float *restrict share = p->share, *restrict offset = p->offset;
+    const int32_t *restrict more = p->more;
     int32_t top = 0; /* the bits of absolute values are ordered as they are, nan above all */
     for (int64_t i = 0; i < dims; i++) {
-        float value = p->share ? x[i] * p->share[i] : x[i];
+        float value = share ? x[i] * share[i] : x[i];
         int32_t bits;
         memcpy(&bits, &value, sizeof bits);
         bits &= 0x7fffffff;
@@ -230,20 +241,13 @@ static float round_row(const Product *p, const float *x, Code *codes) {
     memcpy(&largest, &top, sizeof largest);
     float scale = (largest < 1e-10f ? 1e-10f : largest) / 127.0f;
     float inverse = 1.0f / scale;
-#define ROUNDED(value, c)                                                                          \
-    do {                                                                                           \
-        float cut = floorf((value) * inverse + p->offset[c]);                                        \
-        cut = cut > -127.0f ? cut : -127.0f; /* nan too */                                         \
-        cut = cut < 127.0f ? cut : 127.0f;                                                         \
-        codes[c] = (Code)((int32_t)cut + SHIFT);                                                   \
-    } while (0)
-    if (p->share == NULL) {
-        for (int64_t c = 0; c < dims; c++) ROUNDED(x[c], c);
+    if (share == NULL) {
+        for (int64_t c = 0; c < dims; c++) codes[c] = cut(x[c] * inverse, offset[c]);
     } else {
-        for (int64_t c = 0; c < dims; c++) ROUNDED(x[c] * p->share[c], c);
-        for (int64_t c = dims; c < columns; c++) ROUNDED(x[p->more[c - dims]] * p->share[c], c);
+        for (int64_t c = 0; c < dims; c++) codes[c] = cut(x[c] * share[c] * inverse, offset[c]);
+        for (int64_t c = dims; c < columns; c++)
+            codes[c] = cut(x[more[c - dims]] * share[c] * inverse, offset[c]);
     }
-#undef ROUNDED
     for (int64_t c = columns; c < whole(columns, GROUP); c++) codes[c] = SHIFT;
     return scale;
 }
@@ -377,5 +381,152 @@ int kvw_multiply(
     }
     free(codes);
     free(row_scale);
+    return 0;
+}
+
+/* ---- what lies between the products ---- */
+
+#define PARALLEL_VALUES (32 << 10) /* values from which on several threads are worth waking */
+
+/* Sums of products in as many parts as a vector has lanes: a plain sum has one order, and that one
+ * is slow. The parts and their order depend on the length alone. */
+INLINE float dot_floats(const float *a, const float *b, int64_t count) {
+    float parts[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int n = 0; n < LANES; n++) parts[n] += a[i + n] * b[i + n];
+    for (int n = 0; i < count; i++, n++) parts[n] += a[i] * b[i];
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int n = 0; n < half; n++) parts[n] += parts[n + half];
+    return parts[0];
+}
+
+/* e^x to about 2 units in the last place; x within ±87, beyond which it stays. nan is nan. */
+INLINE float exp_near(float x) {
+    x = x > 87.0f ? 87.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float n = floorf(x * 1.44269504f + 0.5f); /* x = n ln 2 + rest */
+    float rest = x - n * 0.693359375f;
+    rest = rest - n * -2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * rest + 1.3981999507e-3f;
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    int32_t whole_power = (n == n ? (int32_t)n : 0) + 127;
+    whole_power <<= 23;
+    float power;
+    memcpy(&power, &whole_power, sizeof power);
+    return y * power;
+}
+
+/* y = x / rms(x) * weight, row by row; y may be x. */
+void kvw_rms_norm(
+    const float *x, int64_t x_stride, const float *weight, float eps, float *y, int64_t y_stride,
+    int64_t rows, int64_t dim, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * dim > PARALLEL_VALUES)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *from = x + r * x_stride;
+        float *to = y + r * y_stride;
+        float scale = 1.0f / sqrtf(dot_floats(from, from, dim) / (float)dim + eps);
+        for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale * weight[i];
+    }
+}
+
+/* The first half of each row, gates, becomes silu(gate) times the second half. */
+void kvw_silu_mul(float *gate_up, int64_t stride, int64_t rows, int64_t inner, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * inner > PARALLEL_VALUES)
+    for (int64_t r = 0; r < rows; r++) {
+        float *gate = gate_up + r * stride;
+        const float *up = gate + inner;
+        for (int64_t i = 0; i < inner; i++)
+            gate[i] = gate[i] / (1.0f + exp_near(-gate[i])) * up[i];
+    }
+}
+
+typedef struct {
+    int64_t row, head; /* strides: from row to row, from head to head; dims lie side by side */
+} Strides;
+
+/* Turn x [rows][heads][dim] by the angles of its rows (heads alike, unless they have a stride) into
+ * y, which must not overlap x. Pairs are (j, j + half); what lies behind them is copied. */
+void kvw_rotate(
+    const float *x, const Strides *xs, const float *cos, const float *sin, const Strides *turns,
+    float *y, const Strides *ys, int64_t rows, int64_t heads, int64_t dim, int64_t half,
+    int threads) {
+    int is_large = threads > 1 && rows * heads * dim > PARALLEL_VALUES;
+#pragma omp parallel for num_threads(threads) if (is_large)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            const float *from = x + r * xs->row + h * xs->head;
+            const float *c = cos + r * turns->row + h * turns->head;
+            const float *s = sin + r * turns->row + h * turns->head;
+            float *restrict to = y + r * ys->row + h * ys->head;
+            for (int64_t j = 0; j < half; j++) {
+                to[j] = from[j] * c[j] - from[j + half] * s[j];
+                to[j + half] = from[j + half] * c[j] + from[j] * s[j];
+            }
+            for (int64_t j = 2 * half; j < dim; j++) to[j] = from[j];
+        }
+}
+
+#define KEY_BLOCK 128 /* keys that are looked at together: how a row is cut, whatever the threads */
+
+/* One row of queries [kv_heads * group][dim] over `keys` and `values` [num_keys][kv_heads][dim];
+ * the queries of a KV head look at it together. Blocks of keys have a softmax each, and are put
+ * together at the end. Returns 0, or 1 where there was no memory. */
+int kvw_attend_row(
+    const float *q, const float *keys, const Strides *ks, const float *values, const Strides *vs,
+    float *out, int64_t num_keys, int64_t kv_heads, int64_t group, int64_t dim, float scale,
+    int threads) {
+    int64_t blocks = whole(num_keys, KEY_BLOCK) / KEY_BLOCK, size = dim + 2;
+    /* of every block and query head: largest score, sum of weights, weighted sum of values */
+    float *parts = malloc(blocks * kv_heads * group * size * sizeof(float));
+    if (parts == NULL) return 1;
+    int is_large = threads > 1 && num_keys * kv_heads * dim > PARALLEL_VALUES;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (is_large)
+    for (int64_t turn = 0; turn < blocks * kv_heads; turn++) {
+        int64_t first = turn / kv_heads * KEY_BLOCK, h = turn % kv_heads;
+        int64_t count = MIN(KEY_BLOCK, num_keys - first);
+        for (int64_t g = 0; g < group; g++) {
+            float scores[KEY_BLOCK];
+            const float *asks = q + (h * group + g) * dim;
+            float *part = parts + (turn * group + g) * size, *sum = part + 2;
+            float top = -INFINITY;
+            for (int64_t n = 0; n < count; n++) {
+                const float *key = keys + (first + n) * ks->row + h * ks->head;
+                scores[n] = dot_floats(asks, key, dim) * scale;
+            }
+            for (int64_t n = 0; n < count; n++) top = scores[n] > top ? scores[n] : top;
+            float total = 0.0f;
+            for (int64_t n = 0; n < count; n++) scores[n] = exp_near(scores[n] - top);
+            for (int64_t n = 0; n < count; n++) total += scores[n];
+            for (int64_t i = 0; i < dim; i++) sum[i] = 0.0f;
+            for (int64_t n = 0; n < count; n++) {
+                const float *value = values + (first + n) * vs->row + h * vs->head;
+                for (int64_t i = 0; i < dim; i++) sum[i] += scores[n] * value[i];
+            }
+            part[0] = top;
+            part[1] = total;
+        }
+    }
+    for (int64_t head = 0; head < kv_heads * group; head++) {
+        float top = -INFINITY, total = 0.0f, *to = out + head * dim;
+        for (int64_t b = 0; b < blocks; b++) {
+            float *part = parts + (b * kv_heads * group + head) * size;
+            top = part[0] > top ? part[0] : top;
+        }
+        for (int64_t i = 0; i < dim; i++) to[i] = 0.0f;
+        for (int64_t b = 0; b < blocks; b++) {
+            float *part = parts + (b * kv_heads * group + head) * size;
+            float weight = exp_near(part[0] - top);
+            total += weight * part[1];
+            for (int64_t i = 0; i < dim; i++) to[i] += weight * part[2 + i];
+        }
+        for (int64_t i = 0; i < dim; i++) to[i] /= total;
+    }
+    free(parts);
     return 0;
 }

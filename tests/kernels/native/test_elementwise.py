@@ -1,0 +1,152 @@
+"""Norm, gate, rotation and one row of attention in C against their definitions in PyTorch."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvweave.kernels import dispatch
+from kvweave.kernels.attention import attend_reference
+from kvweave.kernels.gate import silu_mul
+from kvweave.kernels.native import elementwise as in_c
+from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.loading import native_kernels
+from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.rope import Angles, make_angles, per_head, rotate
+from kvweave.kernels.types import Segment
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    library, words = native_kernels()
+    if library is None:
+        pytest.skip(words)
+    return library
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], Tensor]:
+    """Runs something as a machine without compiled kernels does."""
+
+    def run(what: Callable[[], Tensor]) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "loaded_library", lambda: None)
+            return what()
+
+    return run
+
+
+ByTorch = Callable[[Callable[[], Tensor]], Tensor]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 700])
+@pytest.mark.parametrize("dim", [576, 50, 1])
+def test_the_norm_is_the_definitions(
+    library: Library, by_torch: ByTorch, num_rows: int, dim: int
+) -> None:
+    wide, weight = torch.randn(num_rows, 2 * dim + 3) * 40, torch.randn(dim)
+    x = wide[:, :dim]
+    right = by_torch(lambda: rms_norm(x, weight, 1e-5))
+    torch.testing.assert_close(in_c.rms_norm(library, x, weight, 1e-5, None), right)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), right)
+    given = torch.full_like(wide, torch.nan)
+    rms_norm(x, weight, 1e-5, out=given[:, :dim])
+    torch.testing.assert_close(given[:, :dim], right)
+    assert given[:, dim:].isnan().all()
+    rms_norm(x, weight, 1e-5, out=x)
+    torch.testing.assert_close(x, right)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
+@pytest.mark.parametrize("inner", [1536, 37, 1])
+def test_the_gate_is_the_definitions(library: Library, num_rows: int, inner: int) -> None:
+    gate_up = torch.randn(num_rows, 2 * inner) * 20
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    right = (F.silu(gate) * up).float()
+    torch.testing.assert_close(in_c.silu_mul(library, gate_up.clone()), right)
+    torch.testing.assert_close(silu_mul(gate_up), right)
+
+
+def test_gates_far_out_stay_what_they_are(library: Library) -> None:
+    gates = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan, torch.inf]])
+    found = in_c.silu_mul(library, torch.cat([gates, torch.ones_like(gates)], dim=1))
+    right = F.silu(gates)
+    torch.testing.assert_close(found, right, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 500])
+@pytest.mark.parametrize("rotary", [64, 32, 0])
+@pytest.mark.parametrize("wide_angles", [False, True])
+def test_a_turn_is_the_definitions(
+    library: Library, by_torch: ByTorch, num_rows: int, rotary: int, wide_angles: bool
+) -> None:
+    frequencies = torch.rand(rotary // 2)
+    angles = make_angles(torch.arange(num_rows) * 7, frequencies, 1.0, torch.float32)
+    if wide_angles:
+        angles = per_head(angles, 3)
+    fused = torch.randn(num_rows, 9, 64)
+    x = fused[:, 2:5]  # between other heads, as queries and keys lie
+    right = by_torch(lambda: rotate(x, angles))
+    torch.testing.assert_close(rotate(x, angles), right)
+    room = torch.full((num_rows + 5, 3, 64), torch.nan)
+    rotate(x, angles, out=room[2 : 2 + num_rows])
+    torch.testing.assert_close(room[2 : 2 + num_rows], right)
+    assert room[:2].isnan().all()
+    assert room[2 + num_rows :].isnan().all()
+
+
+@pytest.mark.parametrize("num_keys", [1, 2, 127, 128, 129, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (14, 2, 64)])
+def test_a_row_of_attention_is_the_definitions(
+    library: Library, by_torch: ByTorch, num_keys: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    q = torch.randn(1, heads, dim) * 3
+    room = torch.randn(2, num_keys + 3, kv_heads, dim)
+    room[:, num_keys:] = torch.nan  # behind the row: never looked at
+    segment = Segment(0, 1, room[0], room[1])
+    at = torch.tensor([num_keys - 1])
+    right = by_torch(lambda: attend_reference(q, at, [segment]))
+    torch.testing.assert_close(attend_reference(q, at, [segment]), right, rtol=1e-4, atol=1e-5)
+    right = by_torch(lambda: attend_reference(q, at, [segment], 0.3))
+    torch.testing.assert_close(attend_reference(q, at, [segment], 0.3), right, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_the_same_to_the_last_bit_with_any_threads(library: Library) -> None:
+    q, keys, values = torch.randn(1, 9, 64), torch.randn(900, 3, 64), torch.randn(900, 3, 64)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found.append(in_c.attend_row(library, q, keys, values, 0.125))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_large_scores_do_not_overflow(library: Library, by_torch: ByTorch) -> None:
+    q, keys = torch.full((1, 2, 64), 30.0), torch.randn(300, 2, 64) * 30
+    segment, at = Segment(0, 1, keys, torch.randn(300, 2, 64)), torch.tensor([299])
+    right = by_torch(lambda: attend_reference(q, at, [segment]))
+    torch.testing.assert_close(attend_reference(q, at, [segment]), right, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Library) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        in_c.rms_norm(library, torch.zeros(2, 8), torch.zeros(9), 1e-5, None)
+    short = Angles(torch.zeros(3, 1, 4), torch.zeros(3, 1, 4))
+    with pytest.raises(ValueError, match="angles"):
+        in_c.rotate(library, torch.zeros(2, 1, 8), *short, torch.zeros(2, 1, 8))
+    keys = torch.zeros(5, 2, 8)
+    with pytest.raises(ValueError, match="no row"):
+        in_c.attend_row(library, torch.zeros(1, 3, 8), keys, keys, 1.0)
+
+
+def test_other_dtypes_run_the_definition(library: Library) -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    assert dispatch.compiled(x) is None
+    assert rms_norm(x, weight, 1e-5).dtype == torch.float64
+    assert dispatch.compiled(torch.zeros(8, 3).t()) is None
+    assert dispatch.compiled(torch.zeros(3, 8)) is library
