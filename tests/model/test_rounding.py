@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvweave.kernels.native import loading
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.product_probe import ROWS, Shape, Times
 from kvweave.kernels.products import FLOAT32, WAYS
@@ -213,3 +214,18 @@ def test_what_was_measured_with_other_ways_is_measured_again(
 def test_auto_is_exact_in_other_dtypes(folder: Path, home: Path) -> None:
     auto = load_decoder(folder, device="cpu", dtype="float16", quant="auto")
     assert auto.weights.rounding is None
+
+
+def test_a_model_of_some_size_says_what_computes_it(
+    folder: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = load_decoder(folder, device="cpu", quant="none")
+    monkeypatch.setattr(loading, "_loaded", None)
+    assert small.weights_words == "weights in float32", "nobody asked for kernels"
+    monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
+    large = load_decoder(folder, device="cpu", quant="none")
+    assert "no C compiler here; install one" in large.weights_words
+    assert torch.isfinite(logits(large, IDS)).all()
+    monkeypatch.setenv(loading.VARIABLE, "0")
+    assert f"{loading.VARIABLE} is 0" in load_decoder(folder, device="cpu").weights_words

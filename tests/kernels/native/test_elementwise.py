@@ -1,4 +1,4 @@
-"""Norm, gate, rotation and one row of attention in C against their definitions in PyTorch."""
+"""Norm, gate and rotation in C against their definitions in PyTorch."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels import dispatch
-from kvweave.kernels.attention import attend_reference
 from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.native import elementwise as in_c
 from kvweave.kernels.native.library import Library
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, per_head, rotate
-from kvweave.kernels.types import Segment
 
 
 @pytest.fixture(scope="module")
@@ -97,51 +95,12 @@ def test_a_turn_is_the_definitions(
     assert room[2 + num_rows :].isnan().all()
 
 
-@pytest.mark.parametrize("num_keys", [1, 2, 127, 128, 129, 1000])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (14, 2, 64)])
-def test_a_row_of_attention_is_the_definitions(
-    library: Library, by_torch: ByTorch, num_keys: int, heads: int, kv_heads: int, dim: int
-) -> None:
-    q = torch.randn(1, heads, dim) * 3
-    room = torch.randn(2, num_keys + 3, kv_heads, dim)
-    room[:, num_keys:] = torch.nan  # behind the row: never looked at
-    segment = Segment(0, 1, room[0], room[1])
-    at = torch.tensor([num_keys - 1])
-    right = by_torch(lambda: attend_reference(q, at, [segment]))
-    torch.testing.assert_close(attend_reference(q, at, [segment]), right, rtol=1e-4, atol=1e-5)
-    right = by_torch(lambda: attend_reference(q, at, [segment], 0.3))
-    torch.testing.assert_close(attend_reference(q, at, [segment], 0.3), right, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_is_the_same_to_the_last_bit_with_any_threads(library: Library) -> None:
-    q, keys, values = torch.randn(1, 9, 64), torch.randn(900, 3, 64), torch.randn(900, 3, 64)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            found.append(in_c.attend_row(library, q, keys, values, 0.125))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-def test_large_scores_do_not_overflow(library: Library, by_torch: ByTorch) -> None:
-    q, keys = torch.full((1, 2, 64), 30.0), torch.randn(300, 2, 64) * 30
-    segment, at = Segment(0, 1, keys, torch.randn(300, 2, 64)), torch.tensor([299])
-    right = by_torch(lambda: attend_reference(q, at, [segment]))
-    torch.testing.assert_close(attend_reference(q, at, [segment]), right, rtol=1e-4, atol=1e-4)
-
-
 def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Library) -> None:
     with pytest.raises(ValueError, match="weight"):
         in_c.rms_norm(library, torch.zeros(2, 8), torch.zeros(9), 1e-5, None)
     short = Angles(torch.zeros(3, 1, 4), torch.zeros(3, 1, 4))
     with pytest.raises(ValueError, match="angles"):
         in_c.rotate(library, torch.zeros(2, 1, 8), *short, torch.zeros(2, 1, 8))
-    keys = torch.zeros(5, 2, 8)
-    with pytest.raises(ValueError, match="no row"):
-        in_c.attend_row(library, torch.zeros(1, 3, 8), keys, keys, 1.0)
 
 
 def test_other_dtypes_run_the_definition(library: Library) -> None:

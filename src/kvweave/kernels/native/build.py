@@ -81,9 +81,9 @@ def torch_openmp() -> Path | None:
 def _flags(openmp: Path | None) -> tuple[str, ...]:
     by_cpu = {"x86_64": ("-march=native",), "aarch64": ("-mcpu=native",)}
     threads = () if openmp is None else ("-fopenmp",)
-    # no contraction: a value is rounded the same in the vectors of a loop and in its rest
-    exact = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-    return ("-O3", "-std=gnu11", "-fPIC", *exact, *by_cpu.get(platform.machine(), ()), *threads)
+    # nothing here looks at errno or at floating-point exceptions; nan stays nan
+    plain = ("-fno-math-errno", "-fno-trapping-math")
+    return ("-O3", "-std=gnu11", "-fPIC", *plain, *by_cpu.get(platform.machine(), ()), *threads)
 
 
 def _name(flags: tuple[str, ...], openmp: Path | None) -> str:

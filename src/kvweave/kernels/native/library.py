@@ -27,6 +27,29 @@ class ProductFields(ctypes.Structure):
     )
 
 
+class AttentionFields(ctypes.Structure):
+    """`Attention` of rows.c."""
+
+    _fields_ = (
+        ("q", _POINTER),
+        ("q_row", _LONG),
+        ("q_head", _LONG),
+        ("positions", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_row", _LONG),
+        ("key_head", _LONG),
+        ("value_row", _LONG),
+        ("value_head", _LONG),
+        ("out", _POINTER),
+        ("rows", _LONG),
+        ("kv_heads", _LONG),
+        ("group", _LONG),
+        ("dim", _LONG),
+        ("scale", _FLOAT),
+    )
+
+
 class Library:
     """A loaded file. Any thread. `threads`: whether several work on one call."""
 
@@ -50,10 +73,16 @@ class Library:
                 None,
             )
             self.silu_mul = _typed(held.kvw_silu_mul, [_POINTER, *[_LONG] * 3, _INT], None)
-            self.rotate = _typed(held.kvw_rotate, [*[_POINTER] * 7, *[_LONG] * 4, _INT], None)
-            self.attend_row = _typed(
-                held.kvw_attend_row, [*[_POINTER] * 6, *[_LONG] * 4, _FLOAT, _INT], _INT
+            at = [_POINTER, _LONG, _LONG]  # rows of heads: an address, from row to row, head to head
+            self.rotate = _typed(
+                held.kvw_rotate, [*at, _POINTER, *at, *at, *[_LONG] * 4, _INT], None
             )
+            self.attend_row = _typed(
+                held.kvw_attend_row, [_POINTER, *at, *at, _POINTER, *[_LONG] * 4, _FLOAT, _INT], _INT
+            )
+            fields = ctypes.POINTER(AttentionFields)
+            self.attend_rows = _typed(held.kvw_attend_rows, [fields, _INT], None)
+            self.most_dim: int = _typed(held.kvw_most_dim, [], _LONG)()  # of a head, for attend_rows
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with

@@ -17,6 +17,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -28,7 +33,6 @@
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__) && !defined(KVW_PLAIN)
 /* unsigned times signed: codes of rows are moved up by SHIFT, and sums begin that much lower */
-#include <immintrin.h>
 #define KIND "AVX-512 VNNI"
 #define SHIFT 128
 #define TILE_ROWS 12
@@ -48,7 +52,6 @@ INLINE Sums dot(Sums s, Four x, Weights w) { return _mm512_dpbusd_epi32(s, x, w)
 INLINE void end(Sums s, int32_t *sums) { _mm512_storeu_si512(sums, s); }
 
 #elif defined(__AVXVNNI__) && defined(__AVX2__) && !defined(KVW_PLAIN)
-#include <immintrin.h>
 #define KIND "AVX VNNI"
 #define SHIFT 128
 #define TILE_ROWS 6
@@ -80,7 +83,6 @@ INLINE void end(Sums s, int32_t *sums) {
 #elif defined(__AVX2__) && !defined(KVW_PLAIN)
 /* 16 bits wide: what multiplies 8 bits here adds pairs in 16, which overflow. A channel has two
  * sums, of columns 0, 1 and of columns 2, 3, until the end. */
-#include <immintrin.h>
 #define KIND "AVX2"
 #define SHIFT 0
 #define TILE_ROWS 2
@@ -119,7 +121,6 @@ INLINE void end(Sums s, int32_t *sums) {
 }
 
 #elif defined(__ARM_FEATURE_DOTPROD) && !defined(KVW_PLAIN)
-#include <arm_neon.h>
 #define KIND "NEON dot product"
 #define SHIFT 0
 #define TILE_ROWS 6
@@ -388,17 +389,50 @@ int kvw_multiply(
 
 #define PARALLEL_VALUES (32 << 10) /* values from which on several threads are worth waking */
 
-/* Sums of products in as many parts as a vector has lanes: a plain sum has one order, and that one
- * is slow. The parts and their order depend on the length alone. */
+#if defined(__AVX512F__)
+#define WIDTH 16 /* floats of a vector */
+#define VECS 2   /* vectors side by side in a small product */
+#define DEEP 8   /* rows of it */
+#elif defined(__AVX__)
+#define WIDTH 8
+#define VECS 2
+#define DEEP 4
+#else
+#define WIDTH 4
+#define VECS 4
+#define DEEP 4
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * WIDTH)));
+
+INLINE Vec load_vec(const float *from) {
+    Vec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+INLINE float sum_lanes(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float sum = 0.0f;
+    for (int n = 0; n < WIDTH; n++) sum += v[n];
+    return sum;
+#endif
+}
+
+/* Sums in the lanes of two vectors: a plain sum has one order, and that one is slow. The order
+ * depends on the length alone. */
 INLINE float dot_floats(const float *a, const float *b, int64_t count) {
-    float parts[LANES] = {0};
+    Vec even = {0}, odd = {0};
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        for (int n = 0; n < LANES; n++) parts[n] += a[i + n] * b[i + n];
-    for (int n = 0; i < count; i++, n++) parts[n] += a[i] * b[i];
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int n = 0; n < half; n++) parts[n] += parts[n + half];
-    return parts[0];
+    for (; i + 2 * WIDTH <= count; i += 2 * WIDTH) {
+        even += load_vec(a + i) * load_vec(b + i);
+        odd += load_vec(a + i + WIDTH) * load_vec(b + i + WIDTH);
+    }
+    float sum = sum_lanes(even + odd);
+    for (; i < count; i++) sum += a[i] * b[i];
+    return sum;
 }
 
 /* e^x to about 2 units in the last place; x within ±87, beyond which it stays. nan is nan. */
@@ -446,24 +480,22 @@ void kvw_silu_mul(float *gate_up, int64_t stride, int64_t rows, int64_t inner, i
     }
 }
 
-typedef struct {
-    int64_t row, head; /* strides: from row to row, from head to head; dims lie side by side */
-} Strides;
+/* Strides of rows and of heads are in floats; dims lie side by side. */
 
 /* Turn x [rows][heads][dim] by the angles of its rows (heads alike, unless they have a stride) into
  * y, which must not overlap x. Pairs are (j, j + half); what lies behind them is copied. */
 void kvw_rotate(
-    const float *x, const Strides *xs, const float *cos, const float *sin, const Strides *turns,
-    float *y, const Strides *ys, int64_t rows, int64_t heads, int64_t dim, int64_t half,
-    int threads) {
+    const float *x, int64_t x_row, int64_t x_head, const float *cos, const float *sin,
+    int64_t turn_row, int64_t turn_head, float *y, int64_t y_row, int64_t y_head, int64_t rows,
+    int64_t heads, int64_t dim, int64_t half, int threads) {
     int is_large = threads > 1 && rows * heads * dim > PARALLEL_VALUES;
 #pragma omp parallel for num_threads(threads) if (is_large)
     for (int64_t r = 0; r < rows; r++)
         for (int64_t h = 0; h < heads; h++) {
-            const float *from = x + r * xs->row + h * xs->head;
-            const float *c = cos + r * turns->row + h * turns->head;
-            const float *s = sin + r * turns->row + h * turns->head;
-            float *restrict to = y + r * ys->row + h * ys->head;
+            const float *from = x + r * x_row + h * x_head;
+            const float *c = cos + r * turn_row + h * turn_head;
+            const float *s = sin + r * turn_row + h * turn_head;
+            float *restrict to = y + r * y_row + h * y_head;
             for (int64_t j = 0; j < half; j++) {
                 to[j] = from[j] * c[j] - from[j + half] * s[j];
                 to[j + half] = from[j + half] * c[j] + from[j] * s[j];
@@ -473,14 +505,35 @@ void kvw_rotate(
 }
 
 #define KEY_BLOCK 128 /* keys that are looked at together: how a row is cut, whatever the threads */
+#define CHUNK 4       /* vectors of sums in registers */
+
+/* sums [dim] = weights [count] times values [count][dim] with a stride */
+static void weigh(
+    const float *weights, const float *values, int64_t stride, int64_t count, int64_t dim,
+    float *sums) {
+    int64_t i = 0;
+    for (; i + CHUNK * WIDTH <= dim; i += CHUNK * WIDTH) {
+        Vec held[CHUNK] = {{0}};
+        for (int64_t n = 0; n < count; n++)
+#pragma GCC unroll 4
+            for (int v = 0; v < CHUNK; v++)
+                held[v] += load_vec(values + n * stride + i + v * WIDTH) * weights[n];
+        memcpy(sums + i, held, sizeof held);
+    }
+    for (; i < dim; i++) {
+        float sum = 0.0f;
+        for (int64_t n = 0; n < count; n++) sum += values[n * stride + i] * weights[n];
+        sums[i] = sum;
+    }
+}
 
 /* One row of queries [kv_heads * group][dim] over `keys` and `values` [num_keys][kv_heads][dim];
  * the queries of a KV head look at it together. Blocks of keys have a softmax each, and are put
  * together at the end. Returns 0, or 1 where there was no memory. */
 int kvw_attend_row(
-    const float *q, const float *keys, const Strides *ks, const float *values, const Strides *vs,
-    float *out, int64_t num_keys, int64_t kv_heads, int64_t group, int64_t dim, float scale,
-    int threads) {
+    const float *q, const float *keys, int64_t key_row, int64_t key_head, const float *values,
+    int64_t value_row, int64_t value_head, float *out, int64_t num_keys, int64_t kv_heads,
+    int64_t group, int64_t dim, float scale, int threads) {
     int64_t blocks = whole(num_keys, KEY_BLOCK) / KEY_BLOCK, size = dim + 2;
     /* of every block and query head: largest score, sum of weights, weighted sum of values */
     float *parts = malloc(blocks * kv_heads * group * size * sizeof(float));
@@ -491,25 +544,17 @@ int kvw_attend_row(
         int64_t first = turn / kv_heads * KEY_BLOCK, h = turn % kv_heads;
         int64_t count = MIN(KEY_BLOCK, num_keys - first);
         for (int64_t g = 0; g < group; g++) {
-            float scores[KEY_BLOCK];
+            float scores[KEY_BLOCK], top = -INFINITY, total = 0.0f;
             const float *asks = q + (h * group + g) * dim;
-            float *part = parts + (turn * group + g) * size, *sum = part + 2;
-            float top = -INFINITY;
-            for (int64_t n = 0; n < count; n++) {
-                const float *key = keys + (first + n) * ks->row + h * ks->head;
-                scores[n] = dot_floats(asks, key, dim) * scale;
-            }
+            float *part = parts + (turn * group + g) * size;
+            for (int64_t n = 0; n < count; n++)
+                scores[n] = scale * dot_floats(asks, keys + (first + n) * key_row + h * key_head, dim);
             for (int64_t n = 0; n < count; n++) top = scores[n] > top ? scores[n] : top;
-            float total = 0.0f;
             for (int64_t n = 0; n < count; n++) scores[n] = exp_near(scores[n] - top);
             for (int64_t n = 0; n < count; n++) total += scores[n];
-            for (int64_t i = 0; i < dim; i++) sum[i] = 0.0f;
-            for (int64_t n = 0; n < count; n++) {
-                const float *value = values + (first + n) * vs->row + h * vs->head;
-                for (int64_t i = 0; i < dim; i++) sum[i] += scores[n] * value[i];
-            }
             part[0] = top;
             part[1] = total;
+            weigh(scores, values + first * value_row + h * value_head, value_row, count, dim, part + 2);
         }
     }
     for (int64_t head = 0; head < kv_heads * group; head++) {
@@ -530,3 +575,135 @@ int kvw_attend_row(
     free(parts);
     return 0;
 }
+
+/* ---- attention of many rows ---- */
+
+/* Queries lie across the lanes of vectors, keys and dims go along memory: then the softmax of a row
+ * stays in its lane, and nothing is ever added up across lanes. What a lane computes does not
+ * depend on the lanes beside it. */
+
+#define QUERIES 32    /* of one task: lanes */
+#define KEYS 64       /* that are looked at together */
+#define MOST_DIM 256  /* of a head */
+#define HIDDEN -1e30f /* score of a key that a row does not see */
+
+/* out [rows][QUERIES] (+)= sum over k of a [rows][depth] (strides) times b [depth][QUERIES]; rows
+ * is a constant where this is inlined. */
+INLINE void small_product(
+    const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, const int rows,
+    int64_t depth, int add) {
+    for (int lane = 0; lane < QUERIES; lane += VECS * WIDTH) {
+        Vec sums[DEEP][VECS];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) {
+                float *at = out + r * QUERIES + lane + v * WIDTH;
+                sums[r][v] = add ? load_vec(at) : (Vec){0};
+            }
+        for (int64_t k = 0; k < depth; k++) {
+            Vec held[VECS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) held[v] = load_vec(b + k * QUERIES + lane + v * WIDTH);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; v++) sums[r][v] += held[v] * a[r * a_row + k * a_depth];
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++)
+                memcpy(out + r * QUERIES + lane + v * WIDTH, &sums[r][v], sizeof(Vec));
+    }
+}
+
+static void product(
+    const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, int64_t rows,
+    int64_t depth, int add) {
+    int64_t r = 0;
+    for (; r + DEEP <= rows; r += DEEP)
+        small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, DEEP, depth, add);
+    for (; r < rows; r++)
+        small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, 1, depth, add);
+}
+
+typedef struct {
+    const float *q;
+    int64_t q_row, q_head;
+    const int64_t *positions; /* of the rows, ascending: a row sees the keys up to its own */
+    const float *keys, *values;
+    int64_t key_row, key_head, value_row, value_head;
+    float *out; /* [rows][kv_heads * group][dim] */
+    int64_t rows, kv_heads, group, dim;
+    float scale;
+} Attention;
+
+/* Lanes [first, first + QUERIES) of KV head h: lane n is query head n % group of row n / group. */
+static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
+    float turned[MOST_DIM * QUERIES] __attribute__((aligned(64)));  /* queries [dim][lanes] */
+    float weights[KEYS * QUERIES] __attribute__((aligned(64)));     /* [keys][lanes] */
+    float sums[MOST_DIM * QUERIES] __attribute__((aligned(64)));    /* of values [dim][lanes] */
+    float top[QUERIES], total[QUERIES], fade[QUERIES];
+    int64_t seen[QUERIES], dim = t->dim;
+    int64_t lanes = MIN(QUERIES, t->rows * t->group - first);
+    for (int64_t n = 0; n < QUERIES; n++) {
+        int64_t at = first + MIN(n, lanes - 1); /* lanes that are left over repeat the last one */
+        const float *q = t->q + at / t->group * t->q_row;
+        q += (h * t->group + at % t->group) * t->q_head;
+        for (int64_t i = 0; i < dim; i++) turned[i * QUERIES + n] = q[i] * t->scale;
+        seen[n] = t->positions[at / t->group] + 1;
+        top[n] = HIDDEN;
+        total[n] = 0.0f;
+    }
+    memset(sums, 0, dim * QUERIES * sizeof(float));
+    for (int64_t start = 0; start < seen[QUERIES - 1]; start += KEYS) {
+        int64_t count = MIN(KEYS, seen[QUERIES - 1] - start);
+        const float *keys = t->keys + start * t->key_row + h * t->key_head;
+        const float *values = t->values + start * t->value_row + h * t->value_head;
+        int is_edge = start + count > seen[0]; /* some lanes do not see all of these */
+        product(keys, t->key_row, 1, turned, weights, count, dim, 0);
+        for (int64_t k = 0; is_edge && k < count; k++)
+            for (int n = 0; n < QUERIES; n++)
+                weights[k * QUERIES + n] =
+                    start + k < seen[n] ? weights[k * QUERIES + n] : HIDDEN;
+        for (int n = 0; n < QUERIES; n++) fade[n] = top[n];
+        for (int64_t k = 0; k < count; k++)
+            for (int n = 0; n < QUERIES; n++) {
+                float score = weights[k * QUERIES + n];
+                top[n] = score > top[n] ? score : top[n];
+            }
+        for (int n = 0; n < QUERIES; n++) {
+            fade[n] = exp_near(fade[n] - top[n]);
+            total[n] *= fade[n];
+        }
+        for (int64_t k = 0; k < count; k++)
+            for (int n = 0; n < QUERIES; n++) {
+                float weight = exp_near(weights[k * QUERIES + n] - top[n]);
+                weight = is_edge && start + k >= seen[n] ? 0.0f : weight;
+                weights[k * QUERIES + n] = weight;
+                total[n] += weight;
+            }
+        for (int64_t i = 0; i < dim; i++)
+            for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= fade[n];
+        product(values, 1, t->value_row, weights, sums, dim, count, 1);
+    }
+    for (int64_t n = 0; n < lanes; n++) {
+        int64_t row = (first + n) / t->group, head = h * t->group + (first + n) % t->group;
+        float *out = t->out + (row * t->kv_heads * t->group + head) * dim;
+        for (int64_t i = 0; i < dim; i++) out[i] = sums[i * QUERIES + n] / total[n];
+    }
+}
+
+/* Every row over the keys up to its position. dim is at most MOST_DIM (kvw_most_dim). */
+void kvw_attend_rows(const Attention *t, int threads) {
+    int64_t tiles = whole(t->rows * t->group, QUERIES) / QUERIES;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (int64_t turn = 0; turn < tiles * t->kv_heads; turn++) {
+        /* the last rows see most: they go first, so that no thread is left with one at the end */
+        int64_t tile = tiles - 1 - turn / t->kv_heads;
+        attend_lanes(t, turn % t->kv_heads, tile * QUERIES);
+    }
+}
+
+int64_t kvw_most_dim(void) { return MOST_DIM; }
