@@ -4,7 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,11 +26,11 @@ needs_compiler = pytest.mark.skipif(
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As a process that has loaded nothing yet, with a home of its own."""
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "_loaded", None)
-    yield tmp_path
+    return tmp_path
 
 
 def make_compiler(folder: Path, script: str) -> None:
@@ -140,7 +139,9 @@ def test_what_multiplies_wrongly_is_not_taken(
     assert "start[o] = -SHIFT * sum;" in source
     wrong.write_text(source.replace("start[o] = -SHIFT * sum;", "start[o] = 1 + SHIFT * sum;"))
     # SHIFT is 0 on some CPUs, and sums begin with zeros there: they are wrong at the end
-    wrong.write_text(wrong.read_text().replace("float done[PANEL];", "float done[PANEL]; row_scale *= 2;"))
+    wrong.write_text(
+        wrong.read_text().replace("float done[PANEL];", "float done[PANEL]; row_scale *= 2;")
+    )
     monkeypatch.setattr(building, "SOURCE", wrong)
     library, words = native_kernels()
     assert library is None
@@ -191,7 +192,7 @@ def test_it_can_be_turned_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_other_cpus_of_this_kind_compute_the_same(
     flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The roads of x86-64 CPUs without VNNI, and of any CPU. (The check is made when it is opened.)"""
+    """The roads of x86-64 CPUs without VNNI, and of any CPU; checked when it is opened."""
     if "haswell" in flags[0] and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("not on this CPU")
     plain = building._flags

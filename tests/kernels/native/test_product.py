@@ -146,9 +146,7 @@ def test_several_threads_may_call_at_once(library: Library) -> None:
     wrong: list[int] = []
 
     def work(nth: int) -> None:
-        for _ in range(30):
-            if not torch.equal(product(rows[nth]), right[nth]):
-                wrong.append(nth)
+        wrong.extend(nth for _ in range(30) if not torch.equal(product(rows[nth]), right[nth]))
 
     workers = [threading.Thread(target=work, args=(i,)) for i in range(len(rows))]
     for worker in workers:

@@ -123,7 +123,9 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
         said = (lines or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
-        raise BuildError(f"{command[0]} failed: {said}; install a C compiler such as gcc 9 or newer")
+        raise BuildError(
+            f"{command[0]} failed: {said}; install a C compiler such as gcc 9 or newer"
+        )
 
 
 def _checksum(body: bytes) -> bytes:

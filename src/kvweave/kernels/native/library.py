@@ -73,16 +73,24 @@ class Library:
                 None,
             )
             self.silu_mul = _typed(held.kvw_silu_mul, [_POINTER, *[_LONG] * 3, _INT], None)
-            at = [_POINTER, _LONG, _LONG]  # rows of heads: an address, from row to row, head to head
+            at = [
+                _POINTER,
+                _LONG,
+                _LONG,
+            ]  # rows of heads: an address, from row to row, head to head
             self.rotate = _typed(
                 held.kvw_rotate, [*at, _POINTER, *at, *at, *[_LONG] * 4, _INT], None
             )
             self.attend_row = _typed(
-                held.kvw_attend_row, [_POINTER, *at, *at, _POINTER, *[_LONG] * 4, _FLOAT, _INT], _INT
+                held.kvw_attend_row,
+                [_POINTER, *at, *at, _POINTER, *[_LONG] * 4, _FLOAT, _INT],
+                _INT,
             )
             fields = ctypes.POINTER(AttentionFields)
             self.attend_rows = _typed(held.kvw_attend_rows, [fields, _INT], None)
-            self.most_dim: int = _typed(held.kvw_most_dim, [], _LONG)()  # of a head, for attend_rows
+            self.most_dim: int = _typed(
+                held.kvw_most_dim, [], _LONG
+            )()  # of a head, for attend_rows
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with

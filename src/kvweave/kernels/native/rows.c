@@ -175,7 +175,7 @@ INLINE void end(Sums s, int32_t *sums) { memcpy(sums, s.of, sizeof s.of); }
 #endif
 
 #define PANEL (LANES * TILE_VECS) /* channels */
-#define BLOCK_ROWS (16 * TILE_ROWS) /* rows whose codes stay near while panels pass by */
+#define BLOCK_ROWS (4 * TILE_ROWS) /* rows whose codes stay near while panels pass by */
 #define PANEL_BYTES (192 << 10)     /* of panels that a thread takes at a time */
 #define CHUNK_ROWS 1536             /* rows whose codes are in memory at a time */
 #define FEW_ROWS 4                  /* rounded by the caller's thread: waiting would cost more */
