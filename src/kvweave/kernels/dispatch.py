@@ -1,8 +1,9 @@
 """What an operator runs: a GPU kernel, a compiled one on a CPU, or the definition in plain PyTorch.
 
 Compiled kernels are there where a model of some size was loaded on a CPU (model/load.py): compiling
-takes a second, once. Triton's need a CUDA device and Triton. Triton comes with the CUDA builds of PyTorch; where it is
-missing the definition runs on the GPU as it does on a CPU: slower, never different.
+takes a second, once. GPU kernels need a CUDA device and Triton, which comes with the CUDA builds of
+PyTorch; where it is missing the definition runs on the GPU as it does on a CPU: slower, never
+different.
 """
 
 from functools import cache

@@ -547,14 +547,16 @@ int kvw_attend_row(
             float scores[KEY_BLOCK], top = -INFINITY, total = 0.0f;
             const float *asks = q + (h * group + g) * dim;
             float *part = parts + (turn * group + g) * size;
-            for (int64_t n = 0; n < count; n++)
-                scores[n] = scale * dot_floats(asks, keys + (first + n) * key_row + h * key_head, dim);
+            const float *key = keys + first * key_row + h * key_head;
+            for (int64_t n = 0; n < count; n++, key += key_row)
+                scores[n] = scale * dot_floats(asks, key, dim);
             for (int64_t n = 0; n < count; n++) top = scores[n] > top ? scores[n] : top;
             for (int64_t n = 0; n < count; n++) scores[n] = exp_near(scores[n] - top);
             for (int64_t n = 0; n < count; n++) total += scores[n];
             part[0] = top;
             part[1] = total;
-            weigh(scores, values + first * value_row + h * value_head, value_row, count, dim, part + 2);
+            const float *value = values + first * value_row + h * value_head;
+            weigh(scores, value, value_row, count, dim, part + 2);
         }
     }
     for (int64_t head = 0; head < kv_heads * group; head++) {
@@ -639,6 +641,13 @@ typedef struct {
     float scale;
 } Attention;
 
+/* `value` for keys that lanes do not see. */
+static void hide(float *weights, const int32_t *left, int64_t count, float value) {
+    for (int32_t k = 0; k < count; k++)
+        for (int n = 0; n < QUERIES; n++)
+            weights[k * QUERIES + n] = k < left[n] ? weights[k * QUERIES + n] : value;
+}
+
 /* Lanes [first, first + QUERIES) of KV head h: lane n is query head n % group of row n / group. */
 static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
     float turned[MOST_DIM * QUERIES] __attribute__((aligned(64)));  /* queries [dim][lanes] */
@@ -646,6 +655,7 @@ static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
     float sums[MOST_DIM * QUERIES] __attribute__((aligned(64)));    /* of values [dim][lanes] */
     float top[QUERIES], total[QUERIES], fade[QUERIES];
     int64_t seen[QUERIES], dim = t->dim;
+    int32_t left[QUERIES]; /* keys of a block that a lane sees */
     int64_t lanes = MIN(QUERIES, t->rows * t->group - first);
     for (int64_t n = 0; n < QUERIES; n++) {
         int64_t at = first + MIN(n, lanes - 1); /* lanes that are left over repeat the last one */
@@ -662,28 +672,23 @@ static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
         const float *keys = t->keys + start * t->key_row + h * t->key_head;
         const float *values = t->values + start * t->value_row + h * t->value_head;
         int is_edge = start + count > seen[0]; /* some lanes do not see all of these */
+        for (int n = 0; n < QUERIES; n++) left[n] = (int32_t)MIN(seen[n] - start, KEYS);
         product(keys, t->key_row, 1, turned, weights, count, dim, 0);
-        for (int64_t k = 0; is_edge && k < count; k++)
-            for (int n = 0; n < QUERIES; n++)
-                weights[k * QUERIES + n] =
-                    start + k < seen[n] ? weights[k * QUERIES + n] : HIDDEN;
+        if (is_edge) hide(weights, left, count, HIDDEN);
         for (int n = 0; n < QUERIES; n++) fade[n] = top[n];
         for (int64_t k = 0; k < count; k++)
             for (int n = 0; n < QUERIES; n++) {
                 float score = weights[k * QUERIES + n];
                 top[n] = score > top[n] ? score : top[n];
             }
-        for (int n = 0; n < QUERIES; n++) {
-            fade[n] = exp_near(fade[n] - top[n]);
-            total[n] *= fade[n];
-        }
+        for (int n = 0; n < QUERIES; n++) fade[n] = exp_near(fade[n] - top[n]);
         for (int64_t k = 0; k < count; k++)
-            for (int n = 0; n < QUERIES; n++) {
-                float weight = exp_near(weights[k * QUERIES + n] - top[n]);
-                weight = is_edge && start + k >= seen[n] ? 0.0f : weight;
-                weights[k * QUERIES + n] = weight;
-                total[n] += weight;
-            }
+            for (int n = 0; n < QUERIES; n++)
+                weights[k * QUERIES + n] = exp_near(weights[k * QUERIES + n] - top[n]);
+        if (is_edge) hide(weights, left, count, 0.0f); /* nothing at all, whatever the values are */
+        for (int n = 0; n < QUERIES; n++) total[n] *= fade[n];
+        for (int64_t k = 0; k < count; k++)
+            for (int n = 0; n < QUERIES; n++) total[n] += weights[k * QUERIES + n];
         for (int64_t i = 0; i < dim; i++)
             for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= fade[n];
         product(values, 1, t->value_row, weights, sums, dim, count, 1);
