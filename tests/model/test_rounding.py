@@ -120,7 +120,7 @@ def test_what_was_found_is_kept_and_gives_the_same_weights(
 
 
 def test_notes_of_other_weights_are_not_read(home: Path) -> None:
-    notes = RoundingNotes(0.004, {"1.qkv": [(3, 2)]}, {"qkv": (INT_MM, FLOAT32)})
+    notes = RoundingNotes(0.004, {"1.qkv": [(3, 2)]}, {"1.qkv": "mnl"}, {"qkv": (INT_MM, FLOAT32)})
     save_notes("a" * 32, notes)
     assert load_notes("a" * 32) == notes
     assert load_notes("a" * 16 + "b" * 16) is None  # the same file name
@@ -136,7 +136,7 @@ def test_tables_of_the_exact_weights_hold_while_rounding_costs_little(
     assert exact.calibrated_as == (exact.weights.fingerprint, exact.revision)
     fingerprint = exact.weights.fingerprint
     for kl, holds in ((0.5 * SMALL_KL, True), (SMALL_KL, False)):
-        save_notes(fingerprint, RoundingNotes(kl, {}, {}))
+        save_notes(fingerprint, RoundingNotes(kl, {}, {}, {}))
         rough = rounded(folder, tmp_path)
         assert rough.weights.fingerprint == fingerprint + ROUNDED
         assert rough.revision != exact.revision
@@ -158,7 +158,7 @@ def test_auto_takes_rounded_weights_only_where_they_cost_little(
     exact = load_decoder(folder, device="cpu", quant="none")
     taken = rounded(folder, tmp_path).weights.rounding
     assert taken is not None
-    save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}, taken.ways))
+    save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}, {}, taken.ways))
     small = load_decoder(folder, device="cpu", quant="auto")
     assert small.weights.rounding is None, "a small model is quick anyway"
     monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
@@ -202,7 +202,7 @@ def test_what_was_measured_with_other_ways_is_measured_again(
         ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
     )
     exact = load_decoder(folder, device="cpu", quant="none")
-    save_notes(exact.weights.fingerprint, RoundingNotes(0.0, {}, {"qkv": (FLOAT32,) * 4}))
+    save_notes(exact.weights.fingerprint, RoundingNotes(0.0, {}, {}, {"qkv": (FLOAT32,) * 4}))
     rough = load_decoder(folder, device="cpu", quant="int8")
     assert rough.weights.rounding is not None
     assert rough.weights.rounding.kl_nats > 0

@@ -90,14 +90,16 @@ class ProductWays:
             self._save()
         return self._times[shape]
 
-    def product(self, linear: Linear, parts: Tensor | None) -> tuple[Projection, tuple[str, ...]]:
-        """`linear` by the fastest ways, dims split into `parts`; and which these are, by ROWS.
-        `linear` itself where float32 is taken."""
+    def product(
+        self, linear: Linear, parts: Tensor | None, powers: Tensor | None = None
+    ) -> tuple[Projection, tuple[str, ...]]:
+        """`linear` by the fastest ways, dims split into `parts` and evened out by `powers`; and
+        which these are, by ROWS. `linear` itself where float32 is taken."""
         shape = Shape(linear.weight.shape[1], linear.weight.shape[0])
         names = choose_ways(self.times(shape))
         if set(names) == {FLOAT32}:
             return linear, names
-        weight = round_weight(linear.weight, linear.bias, parts)
+        weight = round_weight(linear.weight, linear.bias, parts, powers)
         made = {name: WAYS[name](weight) for name in set(names)}
         ends = (*BOUNDS, ROWS[-1])
         return ByRows([(end, made[name]) for end, name in zip(ends, names, strict=True)]), names
