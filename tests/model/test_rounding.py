@@ -61,8 +61,9 @@ def logits(decoder: Decoder, ids: list[int], step: int | None = None) -> torch.T
 
 def assert_within_rounding(gap: torch.Tensor, found: torch.Tensor, folder: Path) -> None:
     exact = logits(load_decoder(folder, device="cpu", quant="none"), IDS)
-    assert gap.square().mean() <= (found - exact).square().mean()
-    assert gap[0].abs().max() < 1e-4  # the first row sees nobody
+    cost = (found - exact).square().mean(1)
+    assert gap.square().mean() <= cost.mean()
+    assert gap[0].square().mean() <= 0.5 * cost.mean()  # it sees nobody: its own edges alone
 
 
 def test_a_rounded_model_is_near_the_exact_one_and_says_how_near(

@@ -68,11 +68,12 @@ def split_dims(largest: Tensor, extra: int) -> Tensor:
     return parts
 
 
-def even_dims(largest: Tensor, weight: Tensor, power: float) -> Tensor:
-    """Powers of two [I] that even out `largest` [I], the largest value seen of each dim: all of its
-    spread for `power` 1, none for 0. What weights [O, I] are spread by is taken into account."""
-    seen, held = largest.clamp_min(1e-6), weight.abs().amax(dim=0).clamp_min(SMALLEST)
-    powers = torch.log2(seen) * power - torch.log2(held) * (1 - power)
+def even_dims(largest: Tensor, heaviest: Tensor, power: float) -> Tensor:
+    """Powers of two [I] that even out dims: `largest` [I] are the largest values seen of them,
+    `heaviest` [I] their largest weights. All of the values' spread for `power` 1, all of the
+    weights' for 0."""
+    values, weights = largest.clamp_min(1e-6).log2(), heaviest.clamp_min(SMALLEST).log2()
+    powers = values * power - weights * (1 - power)
     return (powers - powers.median()).round().clamp(-MOST_POWER, MOST_POWER).to(torch.int64)
 
 

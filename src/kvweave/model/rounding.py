@@ -58,8 +58,9 @@ Question: who built the lighthouse? Answer: a father and his two daughters built
 Water boils at a lower temperature on a mountain because the pressure of the air is lower there.
 """
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
-EVENINGS = (0.0, 0.3, 0.5)  # how far dims are evened out: these are tried
-TRIED_ROWS, TRIED_CHANNELS = 96, 384  # of a product, for that
+# How far values of dims are evened out, at their weights' cost: these are tried; None: not at all
+EVENINGS = (None, 0.2, 0.35, 0.5)
+TRIED_ROWS, TRIED_CHANNELS = 64, 256  # of a product, for that
 Parts = dict[str, list[tuple[int, int]]]  # "layer.product" → (dim, columns) of split dims
 Powers = dict[str, str]  # "layer.product" → a letter for each dim, "m" for 2^0
 
@@ -208,13 +209,14 @@ def _best_dims(linear: Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
     largest, extra = rows.abs().amax(dim=0), extra_columns(rows.shape[1])
     tried = rows[:: -(-len(rows) // TRIED_ROWS)]
     weight = linear.weight[:: -(-len(linear.weight) // TRIED_CHANNELS)]
+    heaviest = linear.weight.abs().amax(dim=0)
     exact = tried @ weight.T
     size = exact.square().mean(dim=1).clamp_min(SMALLEST)  # rows count alike
     found: list[tuple[float, Tensor, Tensor]] = []
     for evening in EVENINGS:
         powers = torch.zeros(len(largest), dtype=torch.int64)
-        if evening:
-            powers = even_dims(largest, linear.weight, evening)
+        if evening is not None:
+            powers = even_dims(largest, heaviest, evening)
         parts = split_dims(largest / torch.exp2(powers.float()), extra)
         held = round_weight(weight, None, parts, powers)
         apart = IntegerRows(held, plain_integers(held))(tried) - exact
