@@ -59,7 +59,7 @@ Water boils at a lower temperature on a mountain because the pressure of the air
 """
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
 # How far values of dims are evened out, at their weights' cost: these are tried; None: not at all
-EVENINGS = (None, 0.2, 0.35, 0.5)
+EVENINGS = (None, 0.2, 0.35, 0.5, 0.65)
 TRIED_ROWS, TRIED_CHANNELS = 64, 256  # of a product, for that
 Parts = dict[str, list[tuple[int, int]]]  # "layer.product" → (dim, columns) of split dims
 Powers = dict[str, str]  # "layer.product" → a letter for each dim, "m" for 2^0
