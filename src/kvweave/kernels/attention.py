@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
-from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.scattered import attend_scattered
 from kvweave.kernels.types import Segment
 
@@ -117,7 +117,7 @@ def _attend_block(q: Tensor, positions: Tensor, segment: Segment, scale: float |
     return _sdpa(q, segment, num_keys, scale, mask)
 
 
-def _compiled_for(q: Tensor, segment: Segment) -> Library | None:
+def _compiled_for(q: Tensor, segment: Segment) -> CompiledLibrary | None:
     """The compiled kernels, where they take all rows of a segment at once."""
     if segment.end - segment.start <= 1 or segment.key_positions is not None:
         return None

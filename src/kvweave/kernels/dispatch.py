@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.loading import loaded_library
 
 
@@ -21,7 +21,7 @@ def has_kernels(x: Tensor) -> bool:
     return x.is_cuda and has_triton()
 
 
-def compiled(*tensors: Tensor) -> Library | None:
+def compiled(*tensors: Tensor) -> CompiledLibrary | None:
     """The kernels in `kernels/native`, if they are loaded and can work on all of these: float32 on
     a CPU, last dims side by side."""
     library = loaded_library()

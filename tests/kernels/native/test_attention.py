@@ -9,7 +9,7 @@ from torch import Tensor
 from kvweave.kernels import dispatch
 from kvweave.kernels.attention import attend_reference
 from kvweave.kernels.native.attention import attend_row, attend_rows
-from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.types import Segment
 
@@ -17,7 +17,7 @@ HEADS = [(9, 3, 64), (4, 4, 80), (14, 2, 64), (2, 1, 7)]
 
 
 @pytest.fixture(scope="module")
-def library() -> Library:
+def library() -> CompiledLibrary:
     library, words = native_kernels()
     if library is None:
         pytest.skip(words)
@@ -42,7 +42,7 @@ ByTorch = Callable[[Callable[[], Tensor]], Tensor]
 @pytest.mark.parametrize("num_keys", [1, 2, 127, 128, 129, 1000])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_a_row_of_attention_is_the_definitions(
-    library: Library, by_torch: ByTorch, num_keys: int, heads: int, kv_heads: int, dim: int
+    library: CompiledLibrary, by_torch: ByTorch, num_keys: int, heads: int, kv_heads: int, dim: int
 ) -> None:
     q = torch.randn(1, heads, dim) * 3
     room = torch.randn(2, num_keys + 3, kv_heads, dim)
@@ -55,7 +55,7 @@ def test_a_row_of_attention_is_the_definitions(
     torch.testing.assert_close(attend_reference(q, at, [segment], 0.3), right, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_is_the_same_to_the_last_bit_with_any_threads(library: Library) -> None:
+def test_attention_is_the_same_to_the_last_bit_with_any_threads(library: CompiledLibrary) -> None:
     q, keys, values = torch.randn(1, 9, 64), torch.randn(900, 3, 64), torch.randn(900, 3, 64)
     before, found = torch.get_num_threads(), []
     try:
@@ -68,7 +68,7 @@ def test_attention_is_the_same_to_the_last_bit_with_any_threads(library: Library
     assert torch.equal(found[0], found[2])
 
 
-def test_large_scores_do_not_overflow(library: Library, by_torch: ByTorch) -> None:
+def test_large_scores_do_not_overflow(library: CompiledLibrary, by_torch: ByTorch) -> None:
     q, keys = torch.full((1, 2, 64), 30.0), torch.randn(300, 2, 64) * 30
     segment, at = Segment(0, 1, keys, torch.randn(300, 2, 64)), torch.tensor([299])
     right = by_torch(lambda: attend_reference(q, at, [segment]))
@@ -82,7 +82,7 @@ def test_large_scores_do_not_overflow(library: Library, by_torch: ByTorch) -> No
     ids=str,
 )
 def test_rows_of_attention_are_the_definitions(
-    library: Library, by_torch: ByTorch, heads: tuple[int, int, int], places: list[int]
+    library: CompiledLibrary, by_torch: ByTorch, heads: tuple[int, int, int], places: list[int]
 ) -> None:
     num_heads, kv_heads, dim = heads
     q = torch.randn(len(places), num_heads, dim) * 3
@@ -96,7 +96,9 @@ def test_rows_of_attention_are_the_definitions(
     torch.testing.assert_close(attend_reference(q, at, [segment]), right, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_of_many_does_not_depend_on_the_others_or_on_threads(library: Library) -> None:
+def test_a_row_of_many_does_not_depend_on_the_others_or_on_threads(
+    library: CompiledLibrary,
+) -> None:
     q, (keys, values) = torch.randn(300, 6, 32), torch.randn(2, 300, 2, 32)
     at = torch.arange(300)
     before, whole = torch.get_num_threads(), attend_rows(library, q, at, keys, values, 0.2)
@@ -113,7 +115,7 @@ def test_a_row_of_many_does_not_depend_on_the_others_or_on_threads(library: Libr
 
 
 def test_many_sequences_of_a_batch_look_at_their_own_keys(
-    library: Library, by_torch: ByTorch
+    library: CompiledLibrary, by_torch: ByTorch
 ) -> None:
     q, kv = torch.randn(60, 6, 32), torch.randn(2, 2, 40, 2, 32)
     at = torch.cat([torch.arange(40), torch.arange(5, 25)])
@@ -122,7 +124,7 @@ def test_many_sequences_of_a_batch_look_at_their_own_keys(
     torch.testing.assert_close(attend_reference(q, at, segments), right, rtol=1e-4, atol=1e-5)
 
 
-def test_a_row_that_is_no_number_spoils_no_other(library: Library) -> None:
+def test_a_row_that_is_no_number_spoils_no_other(library: CompiledLibrary) -> None:
     q, (keys, values) = torch.randn(40, 6, 32), torch.randn(2, 40, 2, 32)
     at = torch.arange(40)
     right = attend_rows(library, q, at, keys, values, 0.2)
@@ -133,7 +135,7 @@ def test_a_row_that_is_no_number_spoils_no_other(library: Library) -> None:
     assert torch.equal(found[others], right[others])
 
 
-def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Library) -> None:
+def test_what_does_not_fit_is_refused_before_memory_is_touched(library: CompiledLibrary) -> None:
     keys = torch.zeros(5, 2, 8)
     with pytest.raises(ValueError, match="no row"):
         attend_row(library, torch.zeros(1, 3, 8), keys, keys, 1.0)

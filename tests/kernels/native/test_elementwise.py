@@ -10,14 +10,14 @@ from torch import Tensor
 from kvweave.kernels import dispatch
 from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.native import elementwise as in_c
-from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, per_head, rotate
 
 
 @pytest.fixture(scope="module")
-def library() -> Library:
+def library() -> CompiledLibrary:
     library, words = native_kernels()
     if library is None:
         pytest.skip(words)
@@ -42,7 +42,7 @@ ByTorch = Callable[[Callable[[], Tensor]], Tensor]
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 700])
 @pytest.mark.parametrize("dim", [576, 50, 1])
 def test_the_norm_is_the_definitions(
-    library: Library, by_torch: ByTorch, num_rows: int, dim: int
+    library: CompiledLibrary, by_torch: ByTorch, num_rows: int, dim: int
 ) -> None:
     wide, weight = torch.randn(num_rows, 2 * dim + 3) * 40, torch.randn(dim)
     x = wide[:, :dim]
@@ -59,7 +59,7 @@ def test_the_norm_is_the_definitions(
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
 @pytest.mark.parametrize("inner", [1536, 37, 1])
-def test_the_gate_is_the_definitions(library: Library, num_rows: int, inner: int) -> None:
+def test_the_gate_is_the_definitions(library: CompiledLibrary, num_rows: int, inner: int) -> None:
     gate_up = torch.randn(num_rows, 2 * inner) * 20
     gate, up = gate_up.double().chunk(2, dim=-1)
     right = (F.silu(gate) * up).float()
@@ -67,7 +67,7 @@ def test_the_gate_is_the_definitions(library: Library, num_rows: int, inner: int
     torch.testing.assert_close(silu_mul(gate_up), right)
 
 
-def test_gates_far_out_stay_what_they_are(library: Library) -> None:
+def test_gates_far_out_stay_what_they_are(library: CompiledLibrary) -> None:
     gates = torch.tensor([[-1e30, -200.0, -90.0, 0.0, 90.0, 200.0, 1e30, torch.nan, torch.inf]])
     found = in_c.silu_mul(library, torch.cat([gates, torch.ones_like(gates)], dim=1))
     right = F.silu(gates)
@@ -78,7 +78,7 @@ def test_gates_far_out_stay_what_they_are(library: Library) -> None:
 @pytest.mark.parametrize("rotary", [64, 32, 0])
 @pytest.mark.parametrize("wide_angles", [False, True])
 def test_a_turn_is_the_definitions(
-    library: Library, by_torch: ByTorch, num_rows: int, rotary: int, wide_angles: bool
+    library: CompiledLibrary, by_torch: ByTorch, num_rows: int, rotary: int, wide_angles: bool
 ) -> None:
     frequencies = torch.rand(rotary // 2)
     angles = make_angles(torch.arange(num_rows) * 7, frequencies, 1.0, torch.float32)
@@ -95,7 +95,7 @@ def test_a_turn_is_the_definitions(
     assert room[2 + num_rows :].isnan().all()
 
 
-def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Library) -> None:
+def test_what_does_not_fit_is_refused_before_memory_is_touched(library: CompiledLibrary) -> None:
     with pytest.raises(ValueError, match="weight"):
         in_c.rms_norm(library, torch.zeros(2, 8), torch.zeros(9), 1e-5, None)
     short = Angles(torch.zeros(3, 1, 4), torch.zeros(3, 1, 4))
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Library)
         in_c.rotate(library, torch.zeros(2, 1, 8), *short, torch.zeros(2, 1, 8))
 
 
-def test_other_dtypes_run_the_definition(library: Library) -> None:
+def test_other_dtypes_run_the_definition(library: CompiledLibrary) -> None:
     x, weight = torch.randn(3, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
     assert dispatch.compiled(x) is None
     assert rms_norm(x, weight, 1e-5).dtype == torch.float64

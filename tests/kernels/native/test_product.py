@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.native.product import NativeProduct
 from kvweave.kernels.products import IntegerRows, plain_integers
@@ -15,7 +15,7 @@ from kvweave.kernels.rounded import RoundedWeight, round_weight, split_dims
 
 
 @pytest.fixture(scope="module")
-def library() -> Library:
+def library() -> CompiledLibrary:
     library, words = native_kernels()
     if library is None:
         pytest.skip(words)
@@ -62,7 +62,7 @@ def assert_same(found: Tensor, x: Tensor, weight: RoundedWeight) -> None:
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 24, 31, 100, 200])
 @pytest.mark.parametrize(("in_dim", "out_dim"), [(64, 32), (576, 96), (190, 77), (5, 3), (33, 1)])
 def test_it_is_the_definition_for_every_size(
-    library: Library, num_rows: int, in_dim: int, out_dim: int
+    library: CompiledLibrary, num_rows: int, in_dim: int, out_dim: int
 ) -> None:
     for bias, split in ((False, False), (True, False), (False, True), (True, True)):
         weight = make_weight(in_dim, out_dim, bias=bias, split=split)
@@ -71,7 +71,7 @@ def test_it_is_the_definition_for_every_size(
 
 
 def test_it_is_the_same_to_the_last_bit_with_any_threads_and_beside_any_rows(
-    library: Library, threads: int
+    library: CompiledLibrary, threads: int
 ) -> None:
     weight = make_weight(300, 260, bias=True)
     product, x = NativeProduct(weight, library), make_rows(1700, 300)  # more than one chunk of rows
@@ -81,7 +81,7 @@ def test_it_is_the_same_to_the_last_bit_with_any_threads_and_beside_any_rows(
         assert torch.equal(product(x[start:end]), whole[start:end])
 
 
-def test_rows_and_results_may_be_parts_of_wider_tensors(library: Library) -> None:
+def test_rows_and_results_may_be_parts_of_wider_tensors(library: CompiledLibrary) -> None:
     weight = make_weight(48, 40, bias=True)
     product = NativeProduct(weight, library)
     wide = make_rows(9, 96)
@@ -98,11 +98,13 @@ def test_rows_and_results_may_be_parts_of_wider_tensors(library: Library) -> Non
     torch.testing.assert_close(total, plain + 1)
 
 
-def test_no_rows_are_no_rows(library: Library) -> None:
+def test_no_rows_are_no_rows(library: CompiledLibrary) -> None:
     assert NativeProduct(make_weight(48, 40), library)(torch.empty(0, 48)).shape == (0, 40)
 
 
-def test_zeros_stay_zeros_and_the_largest_integers_do_not_overflow(library: Library) -> None:
+def test_zeros_stay_zeros_and_the_largest_integers_do_not_overflow(
+    library: CompiledLibrary,
+) -> None:
     weight = round_weight(torch.full((40, 8000), -1.0), None)
     product = NativeProduct(weight, library)
     assert torch.equal(product(torch.zeros(3, 8000)), torch.zeros(3, 40))
@@ -112,7 +114,7 @@ def test_zeros_stay_zeros_and_the_largest_integers_do_not_overflow(library: Libr
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_no_number_spoils_its_own_row_alone(library: Library, bad: float) -> None:
+def test_what_is_no_number_spoils_its_own_row_alone(library: CompiledLibrary, bad: float) -> None:
     weight = make_weight(64, 40)
     product, x = NativeProduct(weight, library), make_rows(14, 64)
     right = product(x)
@@ -125,7 +127,7 @@ def test_what_is_no_number_spoils_its_own_row_alone(library: Library, bad: float
     assert torch.equal(found[others], right[others])
 
 
-def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Library) -> None:
+def test_what_does_not_fit_is_refused_before_memory_is_touched(library: CompiledLibrary) -> None:
     product = NativeProduct(make_weight(48, 40), library)
     with pytest.raises(ValueError, match=r"\[R, 48\]"):
         product(torch.zeros(2, 47))
@@ -139,7 +141,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Library)
         NativeProduct(round_weight(torch.ones(2, 70_000), None), library)
 
 
-def test_several_threads_may_call_at_once(library: Library) -> None:
+def test_several_threads_may_call_at_once(library: CompiledLibrary) -> None:
     product = NativeProduct(make_weight(200, 300, bias=True), library)
     rows = [make_rows(n, 200) for n in (1, 3, 40, 150)]
     right = [product(x) for x in rows]

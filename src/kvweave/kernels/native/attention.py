@@ -8,10 +8,12 @@ Shapes: R rows, N keys, Hq query heads, Hk KV heads, D head dim.
 import torch
 from torch import Tensor
 
-from kvweave.kernels.native.library import AttentionFields, Library
+from kvweave.kernels.native.library import AttentionFields, CompiledLibrary
 
 
-def attend_row(library: Library, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def attend_row(
+    library: CompiledLibrary, q: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
     """[1, Hq, D]: one row of queries over all of keys and values [N, Hk, D]."""
     num_keys, kv_heads, dim = keys.shape
     if values.shape != keys.shape or q.shape[2] != dim or q.shape[1] % kv_heads or len(q) != 1:
@@ -29,7 +31,12 @@ def attend_row(library: Library, q: Tensor, keys: Tensor, values: Tensor, scale:
 
 
 def attend_rows(
-    library: Library, q: Tensor, positions: Tensor, keys: Tensor, values: Tensor, scale: float
+    library: CompiledLibrary,
+    q: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
 ) -> Tensor:
     """[R, Hq, D]: rows at `positions` [R], ascending, each over the keys up to its own."""
     num_keys, kv_heads, dim = keys.shape

@@ -10,10 +10,12 @@ Shapes: R rows, H heads, D head dim, E hidden dim, I inner dims.
 import torch
 from torch import Tensor
 
-from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.library import CompiledLibrary
 
 
-def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+def rms_norm(
+    library: CompiledLibrary, x: Tensor, weight: Tensor, eps: float, out: Tensor | None
+) -> Tensor:
     """As kvweave.kernels.norm.rms_norm, of x [R, E] whose dims lie side by side."""
     y = torch.empty(x.shape) if out is None else out
     if y.shape != x.shape or weight.shape != x.shape[1:]:
@@ -25,7 +27,7 @@ def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float, out: Tenso
     return y
 
 
-def silu_mul(library: Library, gate_up: Tensor) -> Tensor:
+def silu_mul(library: CompiledLibrary, gate_up: Tensor) -> Tensor:
     """As kvweave.kernels.gate.silu_mul, of [R, 2 I] whose dims lie side by side."""
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     threads = torch.get_num_threads()
@@ -33,7 +35,7 @@ def silu_mul(library: Library, gate_up: Tensor) -> Tensor:
     return gate_up[:, :inner]
 
 
-def rotate(library: Library, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+def rotate(library: CompiledLibrary, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     """As kvweave.kernels.rope.rotate; dims of x [R, H, D], cos, sin and out lie side by side."""
     num_rows, num_heads, dim = x.shape
     per_row, per_head, half = cos.shape

@@ -50,7 +50,7 @@ class AttentionFields(ctypes.Structure):
     )
 
 
-class Library:
+class CompiledLibrary:
     """A loaded file. Any thread. `threads`: whether several work on one call."""
 
     def __init__(self, path: Path, *, threads: bool) -> None:

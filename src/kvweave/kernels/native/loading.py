@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvweave import paths
 from kvweave.errors import ConfigError
 from kvweave.kernels.native.build import BuildError, build, torch_openmp
-from kvweave.kernels.native.library import Library
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.product import check
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ VARIABLE = "KVWEAVE_NATIVE"  # 0: torch's operators alone; 1, as if it were not 
 class NativeKernels(NamedTuple):
     """What this process has."""
 
-    library: Library | None
+    library: CompiledLibrary | None
     words: str  # what it is, or why it is not there and the way out; one line
 
 
@@ -51,7 +51,7 @@ def kernels_so_far() -> NativeKernels | None:
     return _loaded if _are_wished() else _TURNED_OFF
 
 
-def loaded_library() -> Library | None:
+def loaded_library() -> CompiledLibrary | None:
     """As `kernels_so_far`, for operators: whether KVWEAVE_NATIVE was changed since is not asked."""
     return None if _loaded is None else _loaded.library
 
@@ -72,7 +72,7 @@ def _load(folder: Path) -> NativeKernels:
     return NativeKernels(library, f"compiled kernels: {library.kind}{threads}")
 
 
-def open_library(folder: Path) -> Library:
+def open_library(folder: Path) -> CompiledLibrary:
     """Compile into `folder`, or find it there, load and check. Raises BuildError.
 
     Where torch's OpenMP is not found or cannot be linked to, one thread works on a call.
@@ -86,12 +86,12 @@ def open_library(folder: Path) -> Library:
     return _open(folder, None)
 
 
-def _open(folder: Path, openmp: Path | None) -> Library:
+def _open(folder: Path, openmp: Path | None) -> CompiledLibrary:
     try:
-        library = Library(build(folder, openmp), threads=openmp is not None)
+        library = CompiledLibrary(build(folder, openmp), threads=openmp is not None)
     except OSError as error:  # a folder that cannot be written: for this process alone
         log.info("compiled kernels cannot be kept in %s: %s", folder, error.strerror)
         with tempfile.TemporaryDirectory() as scratch:
-            library = Library(build(Path(scratch), openmp), threads=openmp is not None)
+            library = CompiledLibrary(build(Path(scratch), openmp), threads=openmp is not None)
     check(library)
     return library

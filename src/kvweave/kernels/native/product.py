@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.native.build import BuildError
-from kvweave.kernels.native.library import Library, ProductFields
+from kvweave.kernels.native.library import CompiledLibrary, ProductFields
 from kvweave.kernels.rounded import RoundedWeight, round_weight
 
 MOST_COLUMNS = 65_000  # whose products cannot overflow a sum of 32 bits: 255 · 127 each
@@ -22,7 +22,7 @@ _GROUP = 4  # columns that are multiplied at a time: GROUP of rows.c
 class NativeProduct:
     """y = (x₈ W₈ᵀ) · row scale · channel scale + b. Any thread."""
 
-    def __init__(self, weight: RoundedWeight, library: Library) -> None:
+    def __init__(self, weight: RoundedWeight, library: CompiledLibrary) -> None:
         """Copies the weights. Raises ValueError where a sum might overflow."""
         out_dim, columns = weight.codes.shape
         if columns > MOST_COLUMNS:
@@ -75,7 +75,7 @@ class NativeProduct:
             raise MemoryError(f"no memory for {num_rows} rows of {self._in_dim} in 8 bits")
 
 
-def check(library: Library) -> None:
+def check(library: CompiledLibrary) -> None:
     """Raises BuildError where products come out wrong: every kind of tile, split dims, a bias, more
     channels than a panel. Rows hold whole numbers up to 127, so that results are known exactly."""
     generator = torch.Generator().manual_seed(0)
