@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native.attention import attend_row, attend_rows
 from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.scattered import attend_scattered
 from kvweave.kernels.types import Segment
@@ -61,9 +62,14 @@ def kernels_fit(q: Tensor, held: Sequence[Tensor]) -> bool:
 def attend_reference(
     q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None = None
 ) -> Tensor:
-    """The definition in plain PyTorch: what a CPU runs and what the kernels are compared with."""
+    """The definition in plain PyTorch: what a CPU runs and what GPU kernels are compared with. On a
+    CPU with compiled kernels these do the work; they are held to the definition by their tests."""
     parts: list[Tensor] = []
     for segment in segments:
+        if segment.end - segment.start == 1 and segment.key_positions is None:  # decode
+            row = slice(segment.start, segment.end)
+            parts.append(_sdpa(q[row], segment, int(positions[segment.start]) + 1, scale))
+            continue
         library = _compiled_for(q, segment)
         before = None if library is not None else _rows_before(positions, segment)
         if before is not None:
@@ -81,8 +87,6 @@ def attend_reference(
                 parts.append(done)
                 continue
         if library is not None:
-            from kvweave.kernels.native.attention import attend_rows
-
             at = slice(segment.start, segment.end)
             factor = q.shape[-1] ** -0.5 if scale is None else scale
             keys, values = segment.keys, segment.values
@@ -170,8 +174,6 @@ def _sdpa(
     if len(q) == 1 and mask is None:
         keys, values = segment.keys[:num_keys], segment.values[:num_keys]
         if (library := compiled(q, keys, values)) is not None:
-            from kvweave.kernels.native.attention import attend_row
-
             factor = q.shape[-1] ** -0.5 if scale is None else scale
             return attend_row(library, q, keys, values, factor)
         # heads that share a KV head are as rows of it: a third off for 9/3 heads and 512 keys

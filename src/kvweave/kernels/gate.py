@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native import elementwise as in_c
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -19,8 +20,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
         return elementwise.silu_mul(gate_up)
     if gate_up.dim() == 2 and (library := compiled(gate_up)) is not None:
-        from kvweave.kernels.native import elementwise as in_c
-
         return in_c.silu_mul(library, gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native import elementwise as in_c
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -20,8 +21,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 
         return elementwise.rms_norm(x, weight, eps, out)
     if x.dim() == 2 and (library := compiled(x, weight, x if out is None else out)) is not None:
-        from kvweave.kernels.native import elementwise as in_c
-
         return in_c.rms_norm(library, x, weight, eps, out)
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing in between

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native import elementwise as in_c
 
 
 class Angles(NamedTuple):
@@ -57,8 +58,6 @@ def rotate(x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
 
         return elementwise.rotate(x, angles.cos, angles.sin, out)
     if (library := compiled(x, *angles, out)) is not None:
-        from kvweave.kernels.native import elementwise as in_c
-
         return in_c.rotate(library, x, *angles, out)
     half = angles.cos.shape[-1]
     x1, x2 = x[..., :half], x[..., half : 2 * half]
