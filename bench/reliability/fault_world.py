@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from common.files import REPO
+from common.files import CACHE, REPO
 from reliability.fault_server import FaultServer, Reply
 
+WORLD = CACHE / "fault_world"  # the model and the embedder of all parts
 LAYERS = 8
 HEADS, HEAD_DIM = 4, 128  # 4 KiB of KV per token and layer
 BASE = 8  # documents that stay
@@ -78,20 +79,24 @@ class FaultWorld:
 
 
 def make_world(folder: Path, seed: int = 0) -> FaultWorld:
-    sys.path.insert(0, str(REPO / "tests"))
-    from worlds.tiny_embedder import make_embedder_folder
-    from worlds.tiny_models import make_chat_model_folder
-
-    model = make_chat_model_folder(
-        folder / "model",
-        max_position_embeddings=4096,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=HEAD_DIM,
-    )
-    embedder = make_embedder_folder(folder / "embedder", words=[*COMMON, *TOPICS])
+    """In `folder`, where it is made once."""
     documents = [make_document(n, seed) for n in range(BASE + SPARES)]
+    model, embedder = folder / "model" / "llama", folder / "embedder" / "model"
+    if not (folder / "made").exists():
+        sys.path.insert(0, str(REPO / "tests"))
+        from worlds.tiny_embedder import make_embedder_folder
+        from worlds.tiny_models import make_chat_model_folder
+
+        make_chat_model_folder(
+            folder / "model",
+            max_position_embeddings=4096,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=HEAD_DIM,
+        )
+        make_embedder_folder(folder / "embedder", words=[*COMMON, *TOPICS])
+        (folder / "made").touch()
     return FaultWorld(model, embedder, documents[:BASE], documents[BASE:])
 
 
