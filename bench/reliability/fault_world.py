@@ -5,7 +5,9 @@ fault can hit the first layer, or one in the middle, and not all of them. Answer
 their text and the log probability of each token: bytes that were changed show there.
 """
 
+import os
 import random
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,25 +81,33 @@ class FaultWorld:
 
 
 def make_world(folder: Path, seed: int = 0) -> FaultWorld:
-    """In `folder`, where it is made once."""
+    """In `folder`, which is made once, by whoever comes first."""
+    if not folder.exists():
+        making = folder.with_name(f"{folder.name}.{os.urandom(6).hex()}")
+        _make_models(making)
+        try:
+            making.rename(folder)
+        except OSError:  # another one was faster
+            shutil.rmtree(making)
     documents = [make_document(n, seed) for n in range(BASE + SPARES)]
     model, embedder = folder / "model" / "llama", folder / "embedder" / "model"
-    if not (folder / "made").exists():
-        sys.path.insert(0, str(REPO / "tests"))
-        from worlds.tiny_embedder import make_embedder_folder
-        from worlds.tiny_models import make_chat_model_folder
-
-        make_chat_model_folder(
-            folder / "model",
-            max_position_embeddings=4096,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS,
-            head_dim=HEAD_DIM,
-        )
-        make_embedder_folder(folder / "embedder", words=[*COMMON, *TOPICS])
-        (folder / "made").touch()
     return FaultWorld(model, embedder, documents[:BASE], documents[BASE:])
+
+
+def _make_models(folder: Path) -> None:
+    sys.path.insert(0, str(REPO / "tests"))
+    from worlds.tiny_embedder import make_embedder_folder
+    from worlds.tiny_models import make_chat_model_folder
+
+    make_chat_model_folder(
+        folder / "model",
+        max_position_embeddings=4096,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD_DIM,
+    )
+    make_embedder_folder(folder / "embedder", words=[*COMMON, *TOPICS])
 
 
 def make_document(number: int, seed: int) -> Document:

@@ -1,5 +1,6 @@
 """preparation.json: each part stays as it was stored, and what is wrong in it is said by name."""
 
+import threading
 from pathlib import Path
 
 import pytest
