@@ -44,6 +44,7 @@ from reliability.fault_rules import (
     LOAD_FIRST,
     LOAD_MIDDLE,
     LOOKUP,
+    OPS,
     SAVE,
     SLOW,
     START,
@@ -61,7 +62,9 @@ SMALL_HOST = str(64 << 10)  # no chunk fits: every request reads the tier below
 BOUND_S = {"disk": 40.0, "valkey": 15.0, "s3": 15.0, "host": 15.0, "engine": 40.0}
 UPLOAD_BOUND_S = 75.0  # that waits for KV to be written: `write_deadline_s` and a little
 STARTUP_BOUND_S = 60.0
-QUIET = (SLOW,)  # kinds of which nothing need be counted: late, and within the deadline
+# what nothing need be counted of: late and within the deadline; a wrong size, which only estimates
+# use: what is read has its size in its header
+QUIET = {(op, SLOW) for op in (*OPS, FORWARD)} | {(LOOKUP, CORRUPTED)}
 
 
 @dataclass
@@ -372,7 +375,7 @@ class Lane:
         }
         # what host memory refuses in every lane is no news
         told = [name for name in row.counters if not name.startswith("kv_admissions_refused")]
-        if not (told or row.whys or row.error) and row.kind not in QUIET:
+        if not (told or row.whys or row.error) and (row.op, row.kind) not in QUIET:
             row.problems.append("no counter tells of it")
 
     def _mend(self) -> None:
