@@ -733,6 +733,7 @@ def run_faults(
     reps: int = 3,
     only: Callable[[str, str, str], bool] = lambda tier, op, kind: True,
     on_rows: Callable[[dict[str, Any]], None] = lambda found: None,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """All combinations, `reps` times with other seeds. Each tier has a server and a process of its
     own. `only` says which of them, by tier, op and kind; `on_rows` hears of what is found so far.
@@ -756,7 +757,7 @@ def run_faults(
     running = []
     for tier in tiers:
         plan = [(op, kind) for op, kind in COMBINATIONS[tier] if only(tier, op, kind)]
-        job = TierJob(tier, plan, reps, usual_start_s)
+        job = TierJob(tier, plan, reps, usual_start_s, seed)
         running.append(context.Process(target=drive_tier, args=(world, folder, job, news)))
         running[-1].start()
     while any(process.is_alive() for process in running) or not news.empty():
@@ -778,6 +779,7 @@ class TierJob(NamedTuple):
     plan: Plan
     reps: int
     usual_start_s: float
+    seed: int
 
 
 def drive_tier(world: FaultWorld, folder: Path, job: TierJob, news: Any) -> None:
@@ -817,13 +819,14 @@ def drive_tier(world: FaultWorld, folder: Path, job: TierJob, news: Any) -> None
 
         numbered = list(enumerate(job.plan))
         plan = [
-            (op, kind, 1000 * rep + n)
+            (op, kind, job.seed + 1000 * rep + n)
             for rep in range(job.reps)
             for n, (op, kind) in numbered
             if op != START
         ]
         # at the end, and once: a start takes as long as ten other faults
-        drive("server", plan + [(op, kind, n) for n, (op, kind) in numbered if op == START])
+        starts = [(op, kind, job.seed + n) for n, (op, kind) in numbered if op == START]
+        drive("server", plan + starts)
 
 
 def _as_json(row: FaultRow) -> dict[str, Any]:
