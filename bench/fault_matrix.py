@@ -13,8 +13,8 @@ Parts, which may be run one by one into the same file:
     bombs     /healthz while requests and files made to freeze it come in; SIGTERM meanwhile
 
 Every server is `kvweave serve` in a process of its own, asked over HTTP. A fault counts if it was
-seen to strike. The fields in front of the runs sum up the last run of each part; --page writes
-docs/reliability.md from the file and runs nothing.
+seen to strike. The fields in front of the runs sum them up: the faults of all runs, of other parts
+the last one; --page writes docs/reliability.md from the file and runs nothing.
 """
 
 import argparse
@@ -42,7 +42,8 @@ def run_part(
         case "faults":
             from reliability.faults import run_faults
 
-            return run_faults(folder, args.tiers.split(","), args.reps, on_rows=on_rows)
+            tiers = args.tiers.split(",")
+            return run_faults(folder, tiers, args.reps, on_rows=on_rows, seed=args.seed)
         case "kills":
             from reliability.kills import run_kills  # type: ignore[import-not-found,unused-ignore]
 
@@ -69,10 +70,14 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas [all]")
     parser.add_argument("--tiers", default="valkey,s3,disk,host,engine", help="of the faults")
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults: which bytes, how late")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--model", help="of the tenants' timing; a tiny random one if left out")
     parser.add_argument("--out", type=Path, help="add the run to this result file")
+    parser.add_argument(
+        "--add", metavar="PART=FILE", action="append", help="take a part's result from a JSON file"
+    )
     parser.add_argument("--page", action="store_true", help="write docs/reliability.md, no more")
     args = parser.parse_args()
     if args.page:
@@ -86,7 +91,9 @@ def main() -> None:
         if args.out is not None:
             save_run(__doc__ or "", result, args.out, summary)
 
-    for part in args.parts.split(","):
+    for part, _, file in (each.partition("=") for each in args.add or ()):
+        keep(part, json.loads(Path(file).read_text()))
+    for part in () if args.add else args.parts.split(","):
         with tempfile.TemporaryDirectory(prefix="kvw-", ignore_cleanup_errors=True) as temporary:
             keep(part, run_part(part, args, Path(temporary), partial(keep, part)))
     print(json.dumps(summary([result])))

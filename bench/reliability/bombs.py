@@ -19,7 +19,7 @@ import httpx
 
 from common.files import REPO
 from reliability.fault_server import FaultServer
-from reliability.fault_world import make_world
+from reliability.fault_world import WORLD, make_world
 
 WANTED_S = 0.1  # for /healthz
 STOP_S = 30.0  # for the end of the process
@@ -106,7 +106,7 @@ def heard(url: str, act: Callable[[], Any]) -> list[float]:
 
 def run_bombs(folder: Path, names: list[str] | None = None) -> dict[str, Any]:
     """/healthz under each bomb, and how long SIGTERM takes in the middle of it."""
-    world = make_world(folder / "world")
+    world = make_world(WORLD)
     server = FaultServer(
         folder / "server",
         world.model,

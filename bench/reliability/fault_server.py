@@ -67,7 +67,8 @@ class FaultServer:
         self._flags = ["--port", "0", "--model", str(model), "--embedder", str(embedder)]
         self._flags += ["--kb-root", str(self.kbs), "--quant", "none", "--encoding", "isolated"]
         home = folder.parent / "home"  # shared: the first one measures the machine
-        home.mkdir(parents=True, exist_ok=True)
+        for each in (folder, home):
+            each.mkdir(parents=True, exist_ok=True)
         kept = {k: v for k, v in os.environ.items() if not k.startswith("KVWEAVE_")}
         self._env = {
             **kept,

@@ -5,15 +5,18 @@ fault can hit the first layer, or one in the middle, and not all of them. Answer
 their text and the log probability of each token: bytes that were changed show there.
 """
 
+import os
 import random
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from common.files import REPO
+from common.files import CACHE, REPO
 from reliability.fault_server import FaultServer, Reply
 
+WORLD = CACHE / "fault_world"  # the model and the embedder of all parts
 LAYERS = 8
 HEADS, HEAD_DIM = 4, 128  # 4 KiB of KV per token and layer
 BASE = 8  # documents that stay
@@ -78,11 +81,25 @@ class FaultWorld:
 
 
 def make_world(folder: Path, seed: int = 0) -> FaultWorld:
+    """In `folder`, which is made once, by whoever comes first."""
+    if not folder.exists():
+        making = folder.with_name(f"{folder.name}.{os.urandom(6).hex()}")
+        _make_models(making)
+        try:
+            making.rename(folder)
+        except OSError:  # another one was faster
+            shutil.rmtree(making)
+    documents = [make_document(n, seed) for n in range(BASE + SPARES)]
+    model, embedder = folder / "model" / "llama", folder / "embedder" / "model"
+    return FaultWorld(model, embedder, documents[:BASE], documents[BASE:])
+
+
+def _make_models(folder: Path) -> None:
     sys.path.insert(0, str(REPO / "tests"))
     from worlds.tiny_embedder import make_embedder_folder
     from worlds.tiny_models import make_chat_model_folder
 
-    model = make_chat_model_folder(
+    make_chat_model_folder(
         folder / "model",
         max_position_embeddings=4096,
         num_hidden_layers=LAYERS,
@@ -90,9 +107,7 @@ def make_world(folder: Path, seed: int = 0) -> FaultWorld:
         num_key_value_heads=HEADS,
         head_dim=HEAD_DIM,
     )
-    embedder = make_embedder_folder(folder / "embedder", words=[*COMMON, *TOPICS])
-    documents = [make_document(n, seed) for n in range(BASE + SPARES)]
-    return FaultWorld(model, embedder, documents[:BASE], documents[BASE:])
+    make_embedder_folder(folder / "embedder", words=[*COMMON, *TOPICS])
 
 
 def make_document(number: int, seed: int) -> Document:

@@ -11,12 +11,22 @@ TIERS = ("host", "disk", "valkey", "s3", "engine")
 
 
 def latest(runs: Iterable[Json]) -> dict[str, Any]:
-    """Each part as its last run has it."""
+    """Each part as its last run has it; faults of all runs together."""
     found: dict[str, Any] = {}
     for run in runs:
-        for part in ("faults", "kills", "power", "tenants", "bombs"):
+        where = {"commit": run["commit"], "device": run["device"]}
+        for part in ("kills", "power", "tenants", "bombs"):
             if part in run:
-                found[part] = {**run[part], "commit": run["commit"], "device": run["device"]}
+                found[part] = {**run[part], **where}
+        if "faults" in run:
+            before = found.get("faults", {"rows": [], "lost": [], "commit": ""})
+            commits = [each for each in (before["commit"], run["commit"]) if each]
+            found["faults"] = {
+                "rows": [*before["rows"], *run["faults"]["rows"]],
+                "lost": [*before["lost"], *run["faults"]["lost"]],
+                **where,
+                "commit": ", ".join(dict.fromkeys(commits)),
+            }
     return found
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from reliability.fault_server import FaultServer
-from reliability.fault_world import COMMON, TOPICS, FaultWorld, make_world
+from reliability.fault_world import COMMON, TOPICS, WORLD, FaultWorld, make_world
 
 KEYS = {"anna": "key-of-anna", "bert": "key-of-bert", "": "key-of-nobody"}
 SECRET = "amber anvil apple arrow"
@@ -69,7 +69,7 @@ class Tenant:
 
 def run_tenants(folder: Path, model: str | None = None, pairs: int = 40) -> dict[str, Any]:
     """`model` None is the tiny one, whose times tell little."""
-    world = make_world(folder / "world")
+    world = make_world(WORLD)
     checks = Checks()
     server = FaultServer(
         folder / "server",

@@ -21,6 +21,7 @@ every chunk again.
 
 import json
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -290,6 +291,6 @@ class EncodedNotes:
         return found if isinstance(found, dict) else {}
 
     def _write(self, notes: dict[str, str]) -> None:
-        temporary = self._path.with_suffix(".tmp")
+        temporary = self._path.with_suffix(f".{os.urandom(6).hex()}.tmp")  # nobody else's
         temporary.write_text(json.dumps(notes) + "\n")
         temporary.replace(self._path)
