@@ -91,7 +91,7 @@ def run_kills(
         "requests": dict(books[0].done),
         "lost_documents": len(found.lost),
         "deleted_documents_back": len(found.back),
-        "wrong_answers": len(found.wrong),
+        "wrong_answers": len(found.wrong) + len(found.back),  # what is deleted is not to be there
         "disagreements": len(found.apart),
         "kv_left_for_next_start": found.kv_for_next_start,
         "failures": [failure for book in books for failure in book.failures],

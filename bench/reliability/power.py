@@ -84,7 +84,7 @@ def run_power_cuts(
         "acknowledged_changes": marks["ack"],
         "lost_documents": len(found.lost),
         "deleted_documents_back": len(found.back),
-        "wrong_answers": len(found.wrong),
+        "wrong_answers": len(found.wrong) + len(found.back),  # what is deleted is not to be there
         "disagreements": len(found.apart),
         "kv_left_for_next_start": found.kv_for_next_start,
         "failures": failures,

@@ -198,7 +198,7 @@ def http_job() -> Iterator[Feed]:
         libraries = make_libraries(weave, Path(folder) / "kbs")
         stack.callback(libraries.close)
         url = stack.enter_context(serving(weave, Limits(request_s=5.0), libraries=libraries))
-        http = stack.enter_context(httpx.Client(base_url=url, timeout=30))
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=120))
 
         def feed(data: bytes) -> None:
             line, _, body = data.partition(b"\n")
