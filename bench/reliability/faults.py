@@ -52,7 +52,7 @@ from reliability.fault_rules import (
     FaultRule,
 )
 from reliability.fault_server import Ended, FaultServer, Reply, grown
-from reliability.fault_world import K, WORLD, Document, FaultWorld, learn_truths, make_world, must
+from reliability.fault_world import WORLD, Document, FaultWorld, K, learn_truths, make_world, must
 
 RECOVERY_S = 150.0  # within which a tier must be in use again
 LOADS = (LOAD_FIRST, LOAD_MIDDLE)
