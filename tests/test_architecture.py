@@ -79,8 +79,9 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),
-        *("app/library", "app/libraries", "serve", "gateway", "demo"),
+        *("app/library", "app/libraries", "serve", "gateway", "demo", "clients"),
     },
+    "clients": set(),
 }
 CORE = ["kernels", "model", "kv", "fuse", "engine"]
 HEAVY = [

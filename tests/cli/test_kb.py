@@ -56,6 +56,18 @@ def test_a_damaged_one_is_not(folder: Path) -> None:
     assert json.loads(result.output)["problems"] == ["1 chunks whose tokens were changed"]
 
 
+def test_the_order_of_chunks_is_set_and_left_to_the_configuration(folder: Path) -> None:
+    result = kvweave("set", "--kb", folder, "--order", "free")
+    assert result.output == f"{folder}: order free\n"
+    with KnowledgeBase.open(folder) as kb:
+        assert kb.settings.order == "free"
+    kvweave("set", "--kb", folder, "--order", "configured")
+    with KnowledgeBase.open(folder) as kb:
+        assert kb.settings.order is None
+    refused = CliRunner().invoke(cli, ["kb", "set", "--kb", str(folder), "--order", "any"])
+    assert refused.exit_code == 2
+
+
 def test_what_is_restored_is_what_was_backed_up(
     folder: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -126,3 +138,19 @@ def test_one_that_is_written_is_not_removed(folder: Path, tokenizer: Tokenizer) 
         kvweave("rm", "--kb", folder, "--yes")
     with KnowledgeBase.open(folder) as kb:
         assert kb.totals().num_documents == 2
+
+
+def test_a_removal_that_is_killed_leaves_no_half_under_the_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    def die(path: Path, **_: object) -> None:
+        next(Path(path).glob("catalogue.sqlite")).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", die)
+        CliRunner().invoke(cli, ["kb", "rm", "--kb", str(folder), "--yes"])
+    assert not folder.exists()
+    open_kb(folder, tokenizer).close()  # the name is free
+    kvweave("rm", "--kb", folder, "--yes")
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".deleted-")]

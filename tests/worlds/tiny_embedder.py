@@ -1,5 +1,6 @@
 """A real sentence-transformers folder, tiny and untrained."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 WORDS = [
@@ -18,9 +19,13 @@ WORDS = [
 
 
 def make_embedder_folder(
-    folder: Path, *, seed: int = 0, prompts: dict[str, str] | None = None
+    folder: Path,
+    *,
+    seed: int = 0,
+    prompts: dict[str, str] | None = None,
+    words: Sequence[str] = (),
 ) -> Path:
-    """One layer of width 16, mean pooling."""
+    """One layer of width 16, mean pooling. Knows `words` besides its own."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -29,10 +34,11 @@ def make_embedder_folder(
     torch.manual_seed(seed)
     bert = folder / "bert"
     bert.mkdir(parents=True)
-    (bert / "vocab.txt").write_text("\n".join(WORDS))
+    known = list(dict.fromkeys([*WORDS, *words]))
+    (bert / "vocab.txt").write_text("\n".join(known))
     BertTokenizerFast(vocab=str(bert / "vocab.txt")).save_pretrained(bert)
     config = BertConfig(
-        vocab_size=len(WORDS),
+        vocab_size=len(known),
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,

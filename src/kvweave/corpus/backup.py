@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from kvweave.corpus.durable import sync
 from kvweave.corpus.index.files import atomic_file
 from kvweave.corpus.kb_folder import CATALOGUE
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -92,13 +93,13 @@ def restore(file: Path, folder: Path) -> BackedUp:
         if problems:
             raise CorpusDamaged(f"{file} holds a damaged catalogue: {'; '.join(problems[:4])}")
         for part in copy.iterdir():
-            _sync(part)
-        _sync(copy)
+            sync(part)
+        sync(copy)
         try:
             os.replace(copy, folder)  # an empty folder makes way
         except OSError as error:
             raise as_corpus_error(error, f"cannot make {folder}", "; name another") from error
-        _sync(folder.parent)
+        sync(folder.parent)
     return BackedUp(totals.num_documents, totals.num_chunks, file.stat().st_size)
 
 
@@ -130,14 +131,6 @@ def _unpack(file: Path, into: Path) -> None:
 def _sum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _parent(path: Path) -> Path:

@@ -4,7 +4,6 @@ One writer (`KnowledgeBase` holds the lock), any number of readers, in this proc
 Power loss may cost the last transactions but never tears one.
 """
 
-import os
 import sqlite3
 import threading
 import time
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvweave.corpus.durable import sync
 from kvweave.corpus.migrations import migrate
 from kvweave.corpus.trouble import as_corpus_error
 from kvweave.errors import CorpusDamaged, CorpusError
@@ -67,8 +67,8 @@ class Database:
         """Not by SQLite, which syncs it before it moves it into the file and may find that it
         cannot. It holds no lock on the log that closing our handle would drop."""
         with suppress(FileNotFoundError):  # all of it is in the file: synced before the log went
-            _sync(Path(f"{self.path}-wal"))
-        _sync(self.path.parent)  # the names themselves
+            sync(Path(f"{self.path}-wal"))
+        sync(self.path.parent)  # the names themselves
 
     def _use_wal(self) -> None:
         """SQLite answers "locked" at once when two processes switch a new file: wait ourselves."""
@@ -157,11 +157,3 @@ def _of_opening(error: sqlite3.DatabaseError, path: Path) -> CorpusError:
         f"{path} is not a usable catalogue ({error}); restore it (kvweave kb restore), or move it "
         "away and ingest again"
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

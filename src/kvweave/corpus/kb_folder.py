@@ -1,6 +1,5 @@
 """The folder of a knowledge base: how it is made, and the lock of its one writer."""
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import Chunker
+from kvweave.corpus.durable import make_folder, sync
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import AUTO, check_kind
 from kvweave.corpus.settings import (
@@ -106,7 +106,7 @@ def create_folder(
     )
     Chunker(tokenizer, settings.chunk_tokens)  # refuses a bad size before anything is written
     try:
-        _make_durably(folder)
+        make_folder(folder)
     except OSError as error:
         raise as_corpus_error(error, f"cannot make {folder}", "; name another folder") from error
     with writer_lock(folder):
@@ -126,23 +126,12 @@ def _make_catalogue(folder: Path) -> None:
         num_documents = catalogue.totals().num_documents
     finally:
         catalogue.close()
+    sync(folder)  # its name: settings that a power cut leaves alone would tell of a lost catalogue
     if num_documents:
         raise CorpusDamaged(
             f"{folder} has {num_documents} documents and lost its {FILE}; restore it (kvweave kb "
             "restore), or name a new folder"
         )
-
-
-def _make_durably(folder: Path) -> None:
-    """mkdir -p. A folder that a power cut takes has lost what was acknowledged in it."""
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in made:
-        descriptor = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def remove_folder(folder: Path) -> None:
@@ -155,6 +144,7 @@ def remove_folder(folder: Path) -> None:
         with writer_lock(folder):
             doomed = folder.with_name(f"{DOOMED}{folder.name}-{uuid.uuid4().hex[:8]}")
             folder.rename(doomed)
+            sync(folder.parent)  # or a power cut could leave its name with half of its files
         shutil.rmtree(doomed)
     except OSError as error:
         raise CorpusError(

@@ -26,7 +26,7 @@ from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Progress, Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
-from kvweave.errors import RequestError
+from kvweave.errors import PromptTooLong, RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.model.decoder import Decoder
 
@@ -132,7 +132,7 @@ class Lifecycle:
         check_prompt(prompt_ids, spec.vocab_size, spec.max_context)
         most = self._pages.most_tokens
         if len(prompt_ids) >= most:
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {most} with the "
                 "answer; send less text or give the engine more pool_tokens"
             )

@@ -12,7 +12,7 @@ Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabul
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
@@ -66,6 +66,7 @@ class Decoder:
         self.device = weights.embedding.device
         self._inv_freq = frequencies(spec.rope).to(self.device)
         self._scratch = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.on_layer: Callable[[], None] = lambda: None  # hears of every layer that is reached
 
     @cached_property
     def revision(self) -> str:
@@ -175,6 +176,7 @@ class Decoder:
 
         Works in place: `h` is overwritten and returned.
         """
+        self.on_layer()
         w = self.weights.layers[layer]
         w.out.add_to(h, attended.flatten(1))
         x = self._norm(h, w.mlp_norm)

@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.store_tiers import remote_tiers
@@ -29,8 +30,10 @@ from kvweave.kv.tiers import Tier, open_tier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import ChunkId
 from worlds.kv import make_layers
 from worlds.servers import running_redis
+from worlds.syncs import is_synced_behind, watched_disk
 from worlds.tiny_corpus import WordEmbedder
 from worlds.weaves import plain_weave
 
@@ -334,3 +337,13 @@ def test_without_a_disk_the_shared_tier_keeps_it(
         key = weave.library.encoder.exact_key(hit.chunk.token_ids)
         (peek,) = weave.library.store.peek([key])
         assert (peek.residency, peek.tier) == (Residency.HERE, "redis")
+
+
+def test_what_a_remote_tier_owes_outlives_a_power_cut(tmp_path: Path) -> None:
+    """The catalogue forgets it as soon as it is noted here."""
+    places = KVPlaces(tmp_path / "kb" / "kv")
+    places.add(None, ["redis://one"])
+    with watched_disk() as events:
+        places.owe([ChunkId("gone")])
+    noted = ("rename", tmp_path / "kb" / "kv" / "places.json")
+    assert is_synced_behind(events, noted, tmp_path / "kb" / "kv", ("sync", tmp_path))

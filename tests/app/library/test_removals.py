@@ -29,6 +29,7 @@ from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from worlds import killed_removal
 from worlds.killing import kill_at
+from worlds.syncs import watched_disk
 from worlds.tiny_corpus import WordEmbedder
 from worlds.weaves import library_over
 
@@ -240,3 +241,31 @@ def test_what_went_before_there_was_kv_costs_no_scan(
         monkeypatch.setattr(StoredKV, "of_chunks", None)  # whoever scans fails
         library.repair()
         library.ingest([source("volume")], chunk_kv=True)
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["by a server", "without a model"])
+def test_kv_of_a_removed_document_is_off_the_disk_for_good_before_that_is_noted(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    """Else a power cut could bring the files back, and nobody would look for them again."""
+    settle = Catalogue.settle_kv
+    synced: list[set[Path]] = []
+
+    def noted(self: Catalogue, generation: int) -> None:
+        synced.append({path for word, path in events if word == "sync"})
+        settle(self, generation)
+
+    monkeypatch.setattr(Catalogue, "settle_kv", noted)
+    with opened("isolated") as library:
+        fill(library)
+        document, folder = document_of(library, "pod"), library.kb.folder
+        if is_open:
+            with watched_disk() as events:
+                library.remove(document)
+    if not is_open:
+        with KnowledgeBase.open(folder) as kb, watched_disk() as events:
+            remove_with_kv(kb, [d.id for d in kb.find(document)])
+    gone = {path.parent for word, path in events if word == "unlink" and path.suffix == ".kv"}
+    assert gone
+    assert len(synced) == 1
+    assert gone <= synced[0]

@@ -27,6 +27,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvweave.app.library.kv_places import RemovalTarget
 from kvweave.app.library.neighbours import NeighbourKeeper, open_table
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Written
@@ -229,15 +230,24 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync)
 
 
 @contextmanager
-def sync_without_model(kb: KnowledgeBase, remotes: Sequence[TierConfig] = ()) -> Iterator[KVSync]:
+def sync_without_model(
+    kb: KnowledgeBase,
+    remotes: Sequence[TierConfig] = (),
+    engines: Sequence[RemovalTarget] = (),
+    on_owing: Callable[[], None] = lambda: None,
+) -> Iterator[KVSync]:
     """Keeps the chunk KV that is there in step with the documents; computes none. `remotes` are the
-    remote tiers in use."""
+    remote tiers in use; `engines`, if any, write there and keep chunk KV of their own. `on_owing`:
+    see `StoredKV`."""
     with ExitStack() as stack:
         tiers = [stack.enter_context(closing(open_tier(cfg))) for cfg in remotes]
         table = open_table(kb.folder)
         if table is not None:
             stack.callback(table.close)
-        yield KVSync(kb, table, StoredKV(kb.folder, remotes=tiers))
+        kept = StoredKV(kb.folder, remotes=tiers, engines=engines, on_owing=on_owing)
+        if engines:
+            kept.note_places()
+        yield KVSync(kb, table, kept)
 
 
 def remove_with_kv(

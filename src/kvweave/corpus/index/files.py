@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from kvweave.corpus.durable import sync
 from kvweave.corpus.index.flat import FlatIndex
 from kvweave.corpus.index.hnsw import HnswIndex
 from kvweave.corpus.index.ivf import IvfIndex
@@ -104,11 +105,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name itself
-    finally:
-        os.close(folder)
+    sync(path.parent)  # the new name itself
 
 
 def sweep_temporaries(folder: Path) -> None:

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -137,6 +137,18 @@ class DiskTier:
         except OSError as error:
             raise self._trouble("delete", key, error) from error
         return True
+
+    def sync_deletions(self, keys: Iterable[ChunkKey]) -> None:
+        """What was deleted of these so far, out of quarantine and of temporaries stays so after a
+        power cut. Not part of `delete`: an object that was evicted may come back. Raises
+        TierError."""
+        folders = {self._path(key).parent for key in keys}
+        try:
+            self._files.sync_names(folders | {self._files.tmp, self._aside.folder})
+        except OSError as error:
+            raise TierError(
+                f"deletions in {self._cfg.root} are not on the disk: {error.strerror}"
+            ) from error
 
     def quarantine(self, key: ChunkKey) -> bool:
         try:

@@ -9,7 +9,7 @@ another.
 import fcntl
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +53,14 @@ class DurableFiles:
         if self._fsync:
             for each in made:
                 _sync_folder(each.parent)
+
+    def sync_names(self, folders: Iterable[Path]) -> None:
+        """The names in these folders are on the medium, and the absence of others; a folder that
+        is not there has none."""
+        if self._fsync:
+            for folder in folders:
+                with suppress(FileNotFoundError):
+                    _sync_folder(folder)
 
     def temporaries(self) -> list[Path]:
         """Files being written now, or left by a dead writer until the next sweep."""

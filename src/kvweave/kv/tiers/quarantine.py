@@ -15,19 +15,19 @@ class Quarantine:
     """One folder. Any thread; OSErrors are the caller's to word."""
 
     def __init__(self, folder: Path, max_bytes: int, listing: Listing) -> None:
-        self._folder = folder
+        self.folder = folder
         self._max_bytes = max_bytes
         self._listing = listing
 
     def put(self, path: Path) -> None:
         """Take a file in, and let the oldest go. FileNotFoundError: it is not there."""
-        self._folder.mkdir(exist_ok=True)
-        os.replace(path, self._folder / f"{path.stem}.{time.time_ns()}{path.suffix}")
+        self.folder.mkdir(exist_ok=True)
+        os.replace(path, self.folder / f"{path.stem}.{time.time_ns()}{path.suffix}")
         self._trim()
 
     def files(self) -> list[Path]:
         """What was put aside, oldest first."""
-        found = [Path(entry.path) for entry in self._listing.files(self._folder)]
+        found = [Path(entry.path) for entry in self._listing.files(self.folder)]
         return sorted(found, key=lambda path: (_put_aside_ns(path), path.name))
 
     def size_bytes(self) -> int:
