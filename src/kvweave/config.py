@@ -42,7 +42,7 @@ FILE_NAME = "kvweave.toml"
 FILE_VARIABLE = "KVWEAVE_CONFIG"  # names another file
 # ours, but no keys
 OTHER_VARIABLES = {
-    *(FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS"),
+    *(FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS", "KVWEAVE_NATIVE"),
     *("KVWEAVE_URL", "KVWEAVE_API_KEY"),  # of a server that commands are for
 }
 MOST = 1e9  # more seconds than any wait has; infinity and NaN are above it or beside it
