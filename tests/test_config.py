@@ -124,6 +124,7 @@ def test_a_variable_that_is_empty_sets_nothing() -> None:
 
 def test_variables_that_are_no_keys_keep_their_meaning() -> None:
     env = {"KVWEAVE_HOME": "/x", "KVWEAVE_API_KEYS": "a,b", "KVWEAVE_CONFIG": os.devnull}
+    env["KVWEAVE_NATIVE"] = "0"
     assert load_config(env=env).config == WeaveConfig()
 
 
