@@ -42,7 +42,7 @@ def import_all() -> None:
     for name in ALSO:
         importlib.import_module(name)
     for module in pkgutil.walk_packages(kvweave.__path__, "kvweave."):
-        if not any(part in module.name for part in NOT) and not module.name.endswith("__main__"):
+        if not any(part in module.name for part in NOT) and not module.name.endswith("main__"):
             importlib.import_module(module.name)
 
 
