@@ -52,7 +52,7 @@ from reliability.fault_rules import (
     FaultRule,
 )
 from reliability.fault_server import Ended, FaultServer, Reply, grown
-from reliability.fault_world import K, WORLD, Document, FaultWorld, learn_truths, make_world, must
+from reliability.fault_world import WORLD, Document, FaultWorld, K, learn_truths, make_world, must
 
 RECOVERY_S = 150.0  # within which a tier must be in use again
 LOADS = (LOAD_FIRST, LOAD_MIDDLE)
@@ -686,7 +686,7 @@ class EngineLane(DiskLane):
         row.extra_s, row.answer, row.error = reply.seconds, "error", reply.error
         if reply.status != 503:
             row.problems.append(f"{reply.status} {reply.error}")
-        code = self.server.wait(45)
+        code = self.server.wait(90)
         if code != 70:
             row.problems.append(f"the process ended with {code}")
             self.server.kill()
