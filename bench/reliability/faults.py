@@ -686,7 +686,7 @@ class EngineLane(DiskLane):
         row.extra_s, row.answer, row.error = reply.seconds, "error", reply.error
         if reply.status != 503:
             row.problems.append(f"{reply.status} {reply.error}")
-        code = self.server.wait(45)
+        code = self.server.wait(90)
         if code != 70:
             row.problems.append(f"the process ended with {code}")
             self.server.kill()

@@ -20,7 +20,7 @@ def latest(runs: Iterable[Json]) -> dict[str, Any]:
                 found[part] = {**run[part], **where}
         if "faults" in run:
             before = found.get("faults", {"rows": [], "lost": [], "commit": ""})
-            commits = [each for each in (before["commit"], run["commit"]) if each]
+            commits = [each for each in (*before["commit"].split(", "), run["commit"]) if each]
             found["faults"] = {
                 "rows": [*before["rows"], *run["faults"]["rows"]],
                 "lost": [*before["lost"], *run["faults"]["lost"]],

@@ -183,6 +183,27 @@ def test_a_delete_that_hangs_holds_up_nobody_and_takes_no_later_save(
     store.close()
 
 
+def test_a_look_that_hangs_or_fails_holds_up_nobody_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload looks at what the books say is there; it waited for the disk for ever."""
+    monkeypatch.setattr("kvweave.kv.removal.DELETE_S", 0.3)
+    store, tier = open_faulty(tmp_path)
+    for number in range(3):
+        assert store.save(make_chunk(number)).wait(5)
+    tier.plan = FaultPlan(fail=1.0)
+    store.confirm([KEY])
+    assert store.metrics.value("kv_tier_errors_total", verb="size") == 1
+    tier.plan = FaultPlan(hang=1.0)
+    began_s = time.monotonic()
+    store.confirm([make_key(number) for number in range(3)])
+    assert time.monotonic() - began_s < 5
+    tier.plan = FaultPlan()
+    tier.release()
+    assert serve(store, 1) == {}, "what may be there is not forgotten"
+    store.close()
+
+
 def test_what_a_closed_writer_refused_is_not_waited_for() -> None:
     go_on = threading.Event()
 

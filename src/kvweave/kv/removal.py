@@ -191,12 +191,15 @@ class Remover:
         assert slot.budget is not None
         with self._lock:
             entry = slot.budget.find(key)
-        try:
-            is_gone = entry is not None and slot.tier.size(key) is None
-        except TierError:
-            return  # a load that reads it finds out
-        if is_gone:
+        if entry is not None and self._in_time(slot, lambda: self._is_gone(slot, key)):
             self.forget(slot, key, entry)
+
+    def _is_gone(self, slot: TierSlot, key: ChunkKey) -> bool:
+        try:
+            return slot.tier.size(key) is None
+        except TierError:  # a load that reads it finds out more
+            self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="size")
+            return False
 
     def forget(self, slot: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
         """Take an object that went away by itself off the books, leased or not. `entry` is what

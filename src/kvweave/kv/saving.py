@@ -181,7 +181,12 @@ class Saver:
                 return None
             with self._lock:
                 budget.unreserve(ask - size)
-                memory = tier.reserve(size_bytes)
+                try:
+                    memory = tier.reserve(size_bytes)
+                except TierError:  # closed, or broken: the chunk does without a copy here
+                    self._metrics.count("kv_tier_errors_total", tier="host", verb="write")
+                    budget.unreserve(size)
+                    return None
                 if memory is not None:
                     return memory
                 budget.unreserve(size)

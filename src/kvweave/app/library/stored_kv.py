@@ -105,9 +105,10 @@ class StoredKV:
         store = self._store
         delete = (lambda _: None) if store is None else store.delete
         if not self._places.pay(self._remotes, known, delete) and self.is_owing():
-            for tier in self._remotes if store is not None else ():
-                if self._places.is_owing([tier]):
-                    store.metrics.count("kv_tier_errors_total", tier=tier.name, verb="remove")
+            owing = [tier.name for tier in self._remotes if self._places.is_owing([tier])]
+            if store is not None:
+                for name in owing:
+                    store.metrics.count("kv_tier_errors_total", tier=name, verb="remove")
             self._on_owing()
 
     def _disks(self) -> list[Path]:
