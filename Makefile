@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm fuzz sbom check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm fuzz sbom lock check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -41,6 +41,16 @@ fuzz: $(VENV)/.dev  ## feed foreign bytes to whatever reads them (MINUTES=60); w
 
 sbom: $(VENV)/.serve  ## write build/sbom.json: what is installed to serve, with versions and licences (CycloneDX)
 	$(BIN)/python .ci/sbom.py --out build/sbom.json
+
+# torch, and what it brings, stay out: their hashes are those of the index that an image is built with
+lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with hashes
+	@$(PIP) uv
+	@head -4 requirements.lock > requirements.lock.new
+	@$(BIN)/uv pip compile pyproject.toml --extra serve --extra rag --extra remote -c constraints.txt \
+	  --generate-hashes --universal --python-version 3.12 --no-header --no-annotate --quiet \
+	  | awk '!/^[ \t#]/ {out = $$0 ~ /^(torch|triton|pip|setuptools)==|^(cuda|nvidia)-/} !out && !/^#/' \
+	  >> requirements.lock.new
+	@mv requirements.lock.new requirements.lock
 
 check: $(VENV)/.dev  ## format, lint and type check
 	$(BIN)/ruff format --check src tests bench examples
